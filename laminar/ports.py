@@ -1,0 +1,51 @@
+"""What pure code may ask of the world: a clock, a disk, and addressed frames.
+
+The coordinator's tick, the event log and the session layer see only these protocols. `coordinator/system.py` holds the real
+ones; a simulator holds others. A Disk is one directory of append-only files and atomically replaced small files.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class DiskError(OSError):
+    """A write, sync or rename failed. The process must end: a retried sync may lie about lost pages."""
+
+
+class Clock(Protocol):
+    def now_ns(self) -> int:
+        """Nanoseconds, never decreasing within one process."""
+        ...
+
+
+class AppendFile(Protocol):
+    """An open file that only grows."""
+
+    def append(self, data: bytes) -> None:
+        """Write all of `data` at the end (short writes are continued); raises DiskError."""
+        ...
+
+    def sync(self) -> None:
+        """Make everything appended so far durable (fdatasync); raises DiskError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """The files of one directory, by name."""
+
+    def names(self) -> list[str]:
+        """File names, sorted."""
+        ...
+
+    def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
+        """Bytes [offset, offset + size) of a file; size -1 reads to the end."""
+        ...
+
+    def size(self, name: str) -> int: ...
+
+    def create(self, name: str) -> AppendFile:
+        """A new file (O_EXCL: FileExistsError if it exists), its directory entry made durable."""
+        ...
