@@ -1,10 +1,10 @@
-"""The config tree: every setting of a run, its default, its check, and how files and overrides combine.
+"""The config tree: every setting of a run, its default, its check, and how files combine.
 
 Reads   TOML files (left to right, the later wins) and `a.b=c` overrides
-Gives   Config, a tree of frozen structs; `resolve` raises ConfigError with the key, the value and the fix
+Gives   Config, a tree of frozen structs; ConfigError names the key, the value and the fix
 
-An unknown key is an error that names the nearest key; a key of another system is answered with ours. Nothing here touches
-torch or the network, so `--dry-run` and the coordinator stay light.
+An unknown key is an error that names the nearest key; a key of another system is answered with
+ours. Nothing here touches torch or the network, so `--dry-run` and the coordinator stay light.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import tomli_w
 
 
 class ConfigError(ValueError):
-    """A mistake in the user's configuration; the message is one sentence that names key, value and fix."""
+    """A mistake of the user: one sentence that names the key, the value and the fix."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, keyword-only, strict."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     name: str = "run"  #: directory below output_dir
     output_dir: str = "runs"
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     name: str = ""  #: a Hugging Face model directory (or hub name); also the KL reference of step 0
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True, kw_only=True):
     dataset: str = ""  #: a reasoning-gym dataset by name (exclusive with train_files)
     dataset_config: dict[str, Any] = {}
     dataset_size: int = 20_000  #: items generated from the reasoning-gym dataset
@@ -57,7 +57,7 @@ class DataConfig(Section):
     shuffle: bool = True
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     engine: str = "torch"
     replicas: int = 2
     group_size: int = 8
@@ -75,16 +75,16 @@ class RolloutConfig(Section):
     threads: int = 1  #: torch threads of one replica on CPU
 
 
-class AsyncConfig(Section):
+class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: int = 2  #: completed steps; 0 is on-policy
 
 
-class RewardFunctionConfig(Section):
+class RewardFunctionConfig(Section, frozen=True, kw_only=True):
     path: str = ""  #: a Python file; empty: the dataset's own scorer or math-verify
     name: str = ""  #: empty: compute_score, else the file's only public function
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True, kw_only=True):
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
     kind: str = "auto"  #: auto | dataset | math | exact | custom
     scope: str = "auto"  #: auto | trajectory | group
@@ -94,13 +94,13 @@ class RewardConfig(Section):
     max_retries: int = 2
 
 
-class RolloutCorrectionConfig(Section):
+class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
     bypass_mode: bool = False
     rollout_is: str = "token"  #: token | none
     rollout_is_threshold: float = 2.0
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
     adv_estimator: str = "grpo"  #: grpo | rloo
     norm_adv_by_std_in_grpo: bool = True
     clip_ratio_low: float = 0.2
@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
-class OptimConfig(Section):
+class OptimConfig(Section, frozen=True, kw_only=True):
     lr: float = 1e-6
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -128,7 +128,7 @@ class OptimConfig(Section):
     lr_warmup_steps: int = 0
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: int = 0  #: 0: total_epochs passes over the data
     total_epochs: int = 1
     test_freq: int = 0  #: evaluate every so many steps; 0: only first and last
@@ -141,14 +141,14 @@ class TrainerConfig(Section):
     threads: int = 1  #: torch threads on CPU
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     dtype: str = "auto"  #: published type: float32 on CPU, bfloat16 on GPU
     slots: int = 3
     max_bytes: int = 0  #: limit of the relay's shared memory; 0: half of the machine's memory
     probe_tolerance: float = 0.0  #: 0: 1e-3 for float32, 0.25 for bfloat16
 
 
-class CoordinatorConfig(Section):
+class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0  #: 0: any free port, written to the run directory
     heartbeat_ms: int = 1_000
@@ -157,7 +157,7 @@ class CoordinatorConfig(Section):
     start_timeout_s: float = 300.0  #: until every actor has joined
 
 
-class RecoveryConfig(Section):
+class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: int = 10_000
     max_restarts: int = 3  #: of one actor, by its node
 

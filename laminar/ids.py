@@ -1,9 +1,10 @@
 """Names of things, and the one hash that choices are made with.
 
-A group is the n sibling trajectories of one prompt in one pass over the data: its id is (pass, position), never the prompt,
-so that a second pass repeats neither the ids nor the random numbers of the first. Ids are short readable strings, because
-they are read in raw log dumps far more often than they are compared: group "0.17", its fourth sibling "0.17.3",
-group 5 of the evaluation with index 2 "e2.5".
+A group is the n sibling trajectories of one prompt in one pass over the data: its id is
+(pass, position), never the prompt, so that a second pass repeats neither the ids nor the random
+numbers of the first. Ids are short readable strings, because they are read in raw log dumps far
+more often than they are compared: group "0.17", its fourth sibling "0.17.3", group 5 of the
+evaluation with index 2 "e2.5".
 """
 
 from __future__ import annotations

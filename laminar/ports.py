@@ -1,7 +1,8 @@
 """What pure code may ask of the world: a clock, a disk, and addressed frames.
 
-The coordinator's tick, the event log and the session layer see only these protocols. `coordinator/system.py` holds the real
-ones; a simulator holds others. A Disk is one directory of append-only files and atomically replaced small files.
+The coordinator's tick, the event log and the session layer see only these protocols.
+`coordinator/system.py` holds the real ones; a simulator holds others. A Disk is one directory of
+append-only files.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Protocol
 
 
 class DiskError(OSError):
-    """A write, sync or rename failed. The process must end: a retried sync may lie about lost pages."""
+    """A write or sync failed. The process must end: a retried sync may lie about lost pages."""
 
 
 class Clock(Protocol):
