@@ -1,0 +1,74 @@
+"""Admission: may this replica start a new group? The staleness bound is one inequality.
+
+Reads   state.deadlines, state.chosen, replica, settings
+Writes  nothing
+
+A group generated with the weights of step k has deadline k + max_staleness: the last batch index
+that may train it. With G groups per batch and s the next batch to be chosen, for every d >= s - 1
+the unchosen groups with deadline <= d number at most G * (d - s + 1). Admission keeps it by not
+starting a group, batch choice by waiting; so nothing is ever thrown away for its age, and there is
+no other limit on the experience buffer.
+"""
+
+from __future__ import annotations
+
+from laminar.core.state import RUNNING, Replica, State
+
+
+def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
+    """The inequality over unchosen groups by deadline, `chosen` being the next batch's index."""
+    within = 0
+    for deadline in sorted(deadlines):
+        within += deadlines[deadline]
+        if within and within > groups_per_step * (deadline - chosen + 1):
+            return False
+    return True
+
+
+def bound_allows(state: State, deadline: int) -> bool:
+    """Whether one more unchosen group with this deadline keeps the bound."""
+    deadlines = dict(state.deadlines)
+    deadlines[deadline] = deadlines.get(deadline, 0) + 1
+    return bound_holds(deadlines, state.chosen, state.settings.groups_per_step)
+
+
+def groups_wanted(state: State) -> int:
+    """New groups that the rest of the run can still use (a large number when it is open)."""
+    settings = state.settings
+    if settings.total_steps:
+        unchosen = sum(state.deadlines.values())
+        return settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
+    return settings.total_epochs * state.num_train - state.cursor
+
+
+def serving(state: State, replica: Replica) -> bool:
+    """Alive, with weights, not loading others."""
+    return state.actor_alive(replica.name) and replica.version >= 0 and not replica.loading
+
+
+def room(replica: Replica) -> int:
+    return replica.capacity - len(replica.running)
+
+
+def refusal(state: State, replica: Replica) -> str:
+    """Why this replica takes no new group now; empty when it does.
+
+    Asked afresh each time, never latched: a replica that took its share goes on with its version
+    as long as the relay holds nothing newer.
+    """
+    if state.phase != RUNNING or state.draining:
+        return "run-ending"
+    if not serving(state, replica):
+        return "not-serving"
+    if groups_wanted(state) <= 0:
+        return "no-data"
+    if replica.took >= state.settings.groups_per_version and state.newest > replica.version:
+        return "draining"
+    if not bound_allows(state, replica.step + state.settings.max_staleness):
+        return "staleness-bound"
+    return ""
+
+
+def admits(state: State, replica: Replica) -> bool:
+    """No refusal, apart from room: a full replica still admits, once it has room."""
+    return not refusal(state, replica)

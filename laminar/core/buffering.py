@@ -1,0 +1,226 @@
+"""Buffering: finished groups become batches.
+
+Reads   state.ready, state.deadlines, settings
+Writes  state.batch, state.chosen, state.proposal
+Emits   TrainStep, ProposeBatch, PublishWeights (an owed one)
+
+Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
+answers first. A user's strategy proposes; what it proposes is taken only if the staleness bound
+survives it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from laminar import ids
+from laminar.core.admission import bound_holds, groups_wanted
+from laminar.core.siblings import end_group, scored_members, unchosen_less
+from laminar.core.state import RUNNING, Batch, Group, State
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.ids import GroupId
+
+PROPOSAL_TIMEOUT_MS = 5_000
+"""A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
+PUBLISH_TIMEOUT_MS = 300_000
+"""A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
+
+# --- batches ----------------------------------------------------------------------------------
+
+
+def trainer_idle(state: State) -> bool:
+    """Nothing that the trainer was told to do is outstanding."""
+    trainer = state.the("trainer")
+    busy = state.batch is not None or "publish" in state.commands or "export" in state.commands
+    return trainer is not None and trainer.ready and not busy and state.newest >= 0
+
+
+def choose_batch(turn: Turn) -> bool:
+    """Give the trainer its next batch if there is one; True when the state changed."""
+    state = turn.state
+    if state.phase != RUNNING or state.draining or not trainer_idle(state) or steps_done(state):
+        return False
+    count = batch_size(state)
+    chosen = _select(turn, count) if count else None
+    if chosen is None:
+        _wait_for_batch(turn)
+        return False
+    _train(turn, chosen)
+    return True
+
+
+def steps_done(state: State) -> bool:
+    total = state.settings.total_steps
+    return bool(total) and state.chosen >= total
+
+
+def batch_size(state: State) -> int:
+    """Groups of the next batch: G, or what is left when the data has ended; 0: not yet."""
+    full = state.settings.groups_per_step
+    if len(state.ready) >= full:
+        return full
+    everything_ready = len(state.ready) == sum(state.deadlines.values())
+    no_more = groups_wanted(state) <= 0
+    if state.ready and everything_ready and no_more and not state.settings.drop_last:
+        return len(state.ready)
+    return 0
+
+
+def by_deadline(state: State) -> list[Group]:
+    """Finished groups in the order in which they must be trained."""
+    return sorted((state.groups[g] for g in state.ready), key=lambda g: (g.deadline, g.order))
+
+
+def by_priority(state: State) -> list[Group]:
+    """Groups whose siblings disagree first (they carry the signal), each part by deadline."""
+
+    def agrees(group: Group) -> bool:
+        bits = [state.trajectories[m].score_bits for m in scored_members(state, group)]
+        return min(bits) == max(bits)
+
+    return sorted(by_deadline(state), key=agrees)
+
+
+STRATEGIES = {"deadline": by_deadline, "priority": by_priority}
+
+
+def _select(turn: Turn, count: int) -> list[Group] | None:
+    """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
+    state = turn.state
+    name = state.settings.batch_strategy
+    if name in STRATEGIES:
+        batch = STRATEGIES[name](state)[:count]
+    elif state.proposal_failed:
+        batch = by_deadline(state)[:count]
+    elif state.proposal is None:
+        _ask_strategy(turn, count)
+        return None
+    else:
+        batch = [state.groups[g] for g in state.proposal]
+    if len(batch) == count and preserves_bound(state, batch):
+        return batch
+    batch = by_deadline(state)[:count]
+    return batch if preserves_bound(state, batch) else None
+
+
+def preserves_bound(state: State, batch: list[Group]) -> bool:
+    """Whether the inequality holds for what is left once this batch is chosen."""
+    rest = dict(state.deadlines)
+    for group in batch:
+        rest[group.deadline] -= 1
+    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+
+
+def _ask_strategy(turn: Turn, count: int) -> None:
+    if "propose" in turn.state.commands:
+        return
+    candidates = tuple(_candidate(turn.state, group) for group in by_deadline(turn.state))
+    turn.command(
+        cmd.ProposeBatch(to="strategy", step=turn.state.chosen, count=count, candidates=candidates),
+        key="propose",
+        timeout_ms=PROPOSAL_TIMEOUT_MS,
+    )
+
+
+def _candidate(state: State, group: Group) -> cmd.Candidate:
+    scored = [state.trajectories[m] for m in scored_members(state, group)]
+    return cmd.Candidate(
+        group=group.id,
+        row_index=group.row_index,
+        deadline=group.deadline,
+        step=group.step,
+        order=group.order,
+        num_tokens=sum(m.num_tokens for m in scored),
+        scores=tuple(float_of(m.score_bits) for m in scored),
+    )
+
+
+def float_of(bits: int) -> float:
+    """The reward whose float64 has these bits."""
+    value: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
+    return value
+
+
+def proposal_answered(turn: Turn, step: int, groups: tuple[GroupId, ...]) -> None:
+    """Keep a usable answer; anything else falls back to the default and is counted."""
+    state = turn.state
+    if turn.done("propose") is None or step != state.chosen:
+        return turn.ignore("late")
+    distinct = list(dict.fromkeys(groups))
+    if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
+        state.proposal = distinct
+    else:
+        state.proposal_failed = True
+        turn.ignore("unusable-proposal")
+
+
+def _train(turn: Turn, groups: list[Group]) -> None:
+    state = turn.state
+    step, version = state.chosen, state.next_version
+    shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
+    for group in shuffled:
+        group.status = "chosen"
+        del state.ready[group.id]
+        unchosen_less(state, group)
+    state.batch = Batch(step=step, version=version, groups=[g.id for g in shuffled])
+    state.chosen += 1
+    state.next_version += 1
+    state.proposal, state.proposal_failed = None, False
+    turn.clear_timer("batch-wait")
+    trainer = state.the("trainer")
+    assert trainer is not None
+    turn.command(
+        cmd.TrainStep(
+            to=trainer.name,
+            step=step,
+            version=version,
+            trajectories=tuple(m for g in shuffled for m in scored_members(state, g)),
+        ),
+        key="train",
+    )
+    turn.touch_all()
+
+
+def step_completed(turn: Turn) -> None:
+    """The batch is trained: its groups end, staleness is counted."""
+    state = turn.state
+    batch = state.batch
+    assert batch is not None
+    for group_id in batch.groups:
+        group = state.groups[group_id]
+        for member in scored_members(state, group):
+            staleness = batch.step - state.trajectories[member].step
+            state.staleness_sum += staleness
+            state.staleness_max = max(state.staleness_max, staleness)
+        end_group(turn, group, "trained", "", batch.step)
+    state.batch = None
+    state.completed += 1
+
+
+# --- waiting ----------------------------------------------------------------------------------
+
+
+def awaited(state: State) -> Group | None:
+    """The unfinished group that the next batch needs most."""
+    unfinished = [g for g in state.groups.values() if g.purpose == ids.TRAIN and g.status == "open"]
+    return min(unfinished, key=lambda g: (g.deadline, g.order), default=None)
+
+
+def _wait_for_batch(turn: Turn) -> None:
+    """The trainer is idle: pay an owed publish, and start the clock on the group it waits for."""
+    state = turn.state
+    if state.owed >= 0:
+        return publish_owed(turn)
+    if "batch-wait" not in state.timers:
+        turn.set_timer("batch-wait", state.settings.batch_wait_ms)
+
+
+def publish_owed(turn: Turn) -> None:
+    trainer = turn.state.the("trainer")
+    assert trainer is not None
+    turn.command(
+        cmd.PublishWeights(to=trainer.name, version=turn.state.owed, step=turn.state.owed_step),
+        key="publish",
+        timeout_ms=PUBLISH_TIMEOUT_MS,
+    )

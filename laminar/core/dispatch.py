@@ -1,0 +1,158 @@
+"""Dispatch: which prompt goes where, and every change of a trajectory's place.
+
+Reads   settings, the prompt cursor, replicas
+Writes  state.groups, state.trajectories, state.deadlines, replica.running, the ledger's "issued"
+Emits   GenerateTrajectory
+
+The coordinator owns the cursor and the permutation; the store only maps a row index to its payload.
+A group's siblings go to one replica together, so that it computes their prompt once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from laminar import ids
+from laminar.core.admission import room
+from laminar.core.state import Group, Replica, State, Trajectory
+from laminar.core.transitions import move
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.ids import GroupId, TrajectoryId
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
+    """Row indices of one pass over the data (Fisher-Yates, each swap drawn from the hash)."""
+    order = list(range(count))
+    for i in range(count - 1, 0, -1):
+        j = ids.hash64(seed, "permutation", pass_index, i) % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    return tuple(order)
+
+
+def next_row(state: State) -> tuple[GroupId, int]:
+    """Take the next prompt of the data: its group id and its row index."""
+    pass_index, position = divmod(state.cursor, state.num_train)
+    state.cursor += 1
+    row = position
+    if state.settings.shuffle:
+        row = permutation(state.settings.seed, pass_index, state.num_train)[position]
+    return ids.train_group(pass_index, position), row
+
+
+def new_group(turn: Turn, replica: Replica) -> None:
+    """Start the next prompt's siblings on a replica that admits and has room for all of them."""
+    state = turn.state
+    group_id, row = next_row(state)
+    deadline = replica.step + state.settings.max_staleness
+    open_group(turn, replica, group_id, row, ids.TRAIN, deadline, state.settings.group_size)
+    state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
+    replica.took += 1
+
+
+def open_group(
+    turn: Turn,
+    replica: Replica,
+    group_id: GroupId,
+    row: int,
+    purpose: str,
+    deadline: int,
+    size: int,
+    attempt: int = 1,
+) -> None:
+    """Create a group and place all its siblings."""
+    state = turn.state
+    members = [ids.trajectory(group_id, sibling) for sibling in range(size)]
+    state.groups[group_id] = Group(
+        id=group_id,
+        purpose=purpose,
+        row_index=row,
+        step=replica.step,
+        deadline=deadline,
+        order=state.next_order,
+        members=members,
+        unfinished=size,
+    )
+    state.next_order += 1
+    state.ledger.groups.issued += 1
+    state.ledger.trajectories.issued += size
+    for sibling, trajectory_id in enumerate(members):
+        state.trajectories[trajectory_id] = Trajectory(
+            id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
+        )
+        place(turn, state.trajectories[trajectory_id], replica)
+
+
+def place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+    """Send a trajectory to a replica under its present placement number."""
+    state = turn.state
+    group = state.groups[trajectory.group]
+    trajectory.replica = replica.name
+    trajectory.version, trajectory.step = replica.version, replica.step
+    replica.running[trajectory.id] = trajectory.placement
+    replica.progress_ns = max(replica.progress_ns, turn.stamped.time_ns)
+    turn.command(
+        cmd.GenerateTrajectory(
+            to=replica.name,
+            trajectory=trajectory.id,
+            group=group.id,
+            sibling=trajectory.sibling,
+            purpose=group.purpose,
+            row_index=group.row_index,
+            attempt=trajectory.attempt,
+            placement=trajectory.placement,
+            version=replica.version,
+            step=replica.step,
+            seed=ids.trajectory_seed(
+                state.settings.seed, group.id, trajectory.sibling, trajectory.attempt
+            ),
+        ),
+        key=f"generate:{trajectory.id}",
+    )
+
+
+def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+    """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
+    state = turn.state
+    state.lost.pop(trajectory.id, None)
+    turn.clear_timer(f"resume:{trajectory.id}")
+    moved = move(trajectory, "dispatch")
+    assert moved, trajectory
+    trajectory.placement += 1
+    if trajectory.restart or trajectory.version != replica.version:
+        trajectory.attempt += 1
+        trajectory.restart = False
+        group = state.groups[trajectory.group]
+        group.mixed = group.mixed or trajectory.version != replica.version
+    place(turn, trajectory, replica)
+
+
+def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
+    """The trajectory no longer runs on its replica (finished, lost, or ended)."""
+    turn.done(f"generate:{trajectory.id}")
+    replica = turn.state.replicas.get(trajectory.replica)
+    if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
+        del replica.running[trajectory.id]
+        turn.touch(replica.name)
+
+
+def least_loaded(replicas: list[Replica]) -> Replica:
+    """The one with the fewest trajectories; the first of equals."""
+    return min(replicas, key=lambda replica: len(replica.running))
+
+
+def lose(turn: Turn, trajectory_id: TrajectoryId) -> None:
+    """Take a trajectory from its replica; it waits for a new placement."""
+    state = turn.state
+    trajectory = state.trajectories[trajectory_id]
+    leave_engine(turn, trajectory)
+    if not move(trajectory, "lose"):
+        return
+    state.lost[trajectory_id] = None
+    turn.set_timer(f"resume:{trajectory_id}", state.settings.resume_wait_ms)
+    turn.touch_all()
+
+
+def has_room_for_group(state: State, replica: Replica) -> bool:
+    return room(replica) >= state.settings.group_size

@@ -1,0 +1,135 @@
+"""Evaluation: held-out prompts, greedy, all on one version, without stopping the rollouts.
+
+Reads   weight versions as they are published and loaded; settings
+Writes  state.evaluation, state.evaluation_due, state.evaluations
+Emits   GenerateTrajectory, PinVersion
+
+A due evaluation binds to the version that the next replica loads and pins it at the relay until it
+is done, so that a lost replica's share can run again on the same weights. One version at a time; a
+later due one waits, or moves on to the next version published. The last one runs on the export.
+"""
+
+from __future__ import annotations
+
+from laminar import ids
+from laminar.core.admission import room, serving
+from laminar.core.dispatch import open_group
+from laminar.core.state import (
+    FINAL_EVALUATION,
+    Evaluation,
+    EvaluationResult,
+    Group,
+    Replica,
+    State,
+)
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+
+
+def version_published(turn: Turn, version: int, step: int) -> None:
+    """Decide whether this version (or the next one) is to be evaluated."""
+    state, settings = turn.state, turn.state.settings
+    if not state.num_eval:
+        return
+    first = version == 0 and settings.val_before_train
+    regular = step > 0 and settings.test_freq > 0 and step % settings.test_freq == 0
+    last_step = bool(settings.total_steps) and step >= settings.total_steps
+    if version == state.exported or first or (regular and not last_step):
+        state.evaluation_due = version
+
+
+def _begin_if_due(turn: Turn, replica: Replica) -> None:
+    """A due evaluation binds to the version that a serving replica has loaded for it."""
+    state = turn.state
+    due = state.evaluation_due
+    if state.evaluation is not None or due < 0 or replica.version < due:
+        return
+    state.evaluation = Evaluation(
+        index=state.next_evaluation,
+        version=replica.version,
+        step=replica.step,
+        final=replica.version == state.exported,
+        queue=list(range(state.num_eval)),
+        total=state.num_eval,
+    )
+    state.next_evaluation += 1
+    state.evaluation_due = -1
+    _pin(turn, replica.version)
+
+
+def version_wanted(state: State) -> int:
+    """The version that an empty replica should load for an evaluation; -1: none.
+
+    A due one needs somebody to pull; a running one only if its work has no live replica left.
+    """
+    evaluation = state.evaluation
+    if evaluation is None:
+        somebody_pulls = any(r.loading for r in state.live_replicas())
+        return -1 if somebody_pulls else state.evaluation_due
+    if not evaluation.queue:
+        return -1
+    helpers = [r for r in state.live_replicas() if r.version == evaluation.version]
+    if helpers and not (evaluation.final and state.phase == FINAL_EVALUATION):
+        return -1
+    return evaluation.version
+
+
+def plan_evaluation(turn: Turn, replica: Replica) -> None:
+    """Evaluation work goes first on a replica that serves its version."""
+    state = turn.state
+    if not serving(state, replica):
+        return
+    _begin_if_due(turn, replica)
+    evaluation = state.evaluation
+    if evaluation is None:
+        return
+    while evaluation.queue and room(replica) > 0 and replica.version == evaluation.version:
+        position = evaluation.queue.pop(0)
+        attempt = evaluation.attempts.get(position, 0) + 1
+        evaluation.attempts[position] = attempt
+        group_id = ids.eval_group(evaluation.index, position)
+        if attempt > 1:  # the store has a row of that name that ended as dropped
+            group_id = ids.GroupId(f"{group_id}-{attempt}")
+        open_group(turn, replica, group_id, position, ids.EVAL, -1, 1, attempt)
+
+
+def group_evaluated(turn: Turn, group: Group, correct: bool) -> None:
+    """One held-out answer is scored."""
+    evaluation = turn.state.evaluation
+    if evaluation is None:
+        return
+    evaluation.done += 1
+    evaluation.correct += correct
+    if evaluation.done == evaluation.total:
+        _finish(turn, evaluation)
+
+
+def group_lost(turn: Turn, group: Group) -> None:
+    """A lost evaluation answer runs again, whole, on the same version."""
+    evaluation = turn.state.evaluation
+    if evaluation is not None:
+        evaluation.queue.append(group.row_index)
+        turn.touch_all()
+
+
+def _finish(turn: Turn, evaluation: Evaluation) -> None:
+    state = turn.state
+    state.evaluations.append(
+        EvaluationResult(
+            index=evaluation.index,
+            version=evaluation.version,
+            step=evaluation.step,
+            final=evaluation.final,
+            total=evaluation.total,
+            correct=evaluation.correct,
+        )
+    )
+    state.evaluation = None
+    _pin(turn, -1)
+    turn.touch_all()
+
+
+def _pin(turn: Turn, version: int) -> None:
+    relay = turn.state.the("relay")
+    if relay is not None:
+        turn.command(cmd.PinVersion(to=relay.name, version=version))

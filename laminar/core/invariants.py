@@ -1,0 +1,136 @@
+"""Invariants: what must be true after every event, one function and one name each.
+
+Reads   State
+Raises  AssertionError with the name of the invariant and what broke it
+
+Tests and the simulator call `check` after every event; they are written from the promises, not from
+the code that keeps them, so each counts again what the core only updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from laminar import ids
+from laminar.core.admission import admits, bound_holds, groups_wanted, serving
+from laminar.core.buffering import batch_size, steps_done, trainer_idle
+from laminar.core.state import RUNNING, State
+from laminar.core.transitions import IN_ENGINE
+
+
+def check(state: State) -> None:
+    for invariant in ALL:
+        invariant(state)
+
+
+def ledger_balances(state: State) -> None:
+    """issued = trained + evaluated + dropped + live, live being what the state holds."""
+    ledger = state.ledger
+    live_tokens = sum(t.num_tokens for t in state.trajectories.values())
+    _require(ledger.groups.live == len(state.groups), "groups", ledger.groups)
+    _require(ledger.trajectories.live == len(state.trajectories), "trajectories")
+    _require(ledger.tokens.live == live_tokens, "tokens", ledger.tokens.live, live_tokens)
+
+
+def trajectory_in_one_place(state: State) -> None:
+    """A trajectory in an engine is on exactly one live replica, under its present placement."""
+    seen: dict[str, str] = {}
+    for replica in state.replicas.values():
+        for trajectory_id, placement in replica.running.items():
+            _require(trajectory_id not in seen, trajectory_id, seen.get(trajectory_id))
+            seen[trajectory_id] = replica.name
+            trajectory = state.trajectories[trajectory_id]
+            _require(trajectory.placement == placement, trajectory)
+            _require(trajectory.status in IN_ENGINE, trajectory)
+            _require(trajectory.version == replica.version, trajectory, replica)
+    for trajectory in state.trajectories.values():
+        in_engine = trajectory.status in IN_ENGINE
+        _require(in_engine == (trajectory.id in seen), trajectory)
+
+
+def staleness_within_bound(state: State) -> None:
+    """The inequality of core/admission.py holds, and nothing trained was older than allowed."""
+    settings = state.settings
+    deadlines: dict[int, int] = {}
+    for group in state.groups.values():
+        if group.purpose == ids.TRAIN and group.status in ("open", "ready"):
+            deadlines[group.deadline] = deadlines.get(group.deadline, 0) + 1
+    _require(deadlines == state.deadlines, deadlines, state.deadlines)
+    _require(bound_holds(deadlines, state.chosen, settings.groups_per_step), deadlines)
+    _require(state.staleness_max <= settings.max_staleness, state.staleness_max)
+
+
+def commands_have_living_owners(state: State) -> None:
+    """No outstanding command is addressed to a fenced incarnation."""
+    if state.phase not in ("starting", "running", "exporting", "final-evaluation"):
+        return
+    for key, outstanding in state.commands.items():
+        actor = state.actors.get(outstanding.command.to)
+        if actor is not None and actor.role != "node":
+            _require(actor.alive and actor.incarnation == outstanding.incarnation, key)
+
+
+def every_wait_has_an_owner(state: State) -> None:
+    """Whatever is unfinished is somebody's outstanding command, or a timer will look at it."""
+    for trajectory in state.trajectories.values():
+        status, key = trajectory.status, trajectory.id
+        if status in IN_ENGINE:
+            _require(f"generate:{key}" in state.commands, trajectory)
+            _require(f"progress:{trajectory.replica}" in state.timers, trajectory)
+        elif status == "generated" and state.phase == RUNNING:
+            _require(_being_scored(state, key, trajectory.group), trajectory)
+    for replica in state.live_replicas():
+        _require(replica.loading == (f"pull:{replica.name}" in state.commands), replica)
+
+
+def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
+    scoring = f"score:{trajectory_id}" in state.commands or f"score:{group_id}" in state.commands
+    waits_for_siblings = state.settings.reward_scope == "group"
+    return scoring or trajectory_id in state.unscored or waits_for_siblings
+
+
+def no_standstill(state: State) -> None:
+    """While the run runs, the trainer works, or something that it needs is under way.
+
+    Fewer than G unchosen groups => the newest version admits; else all are finished, or have an
+    owner and a deadline. Without a live replica the way on is a restart, which has a timer.
+    """
+    if state.phase != RUNNING or state.draining or not trainer_idle(state) or steps_done(state):
+        return
+    _require("batch-wait" in state.timers or state.owed >= 0, "no clock runs for the batch")
+    live = [r for r in state.live_replicas() if serving(state, r)]
+    under_way = any(r.running or r.loading for r in state.live_replicas())
+    under_way = under_way or any(k.startswith(("score:", "propose")) for k in state.commands)
+    if not live or under_way or state.lost:
+        return
+    _require(not batch_size(state), "a batch is finished and nobody trains it")
+    unchosen = sum(state.deadlines.values())
+    if unchosen < state.settings.groups_per_step and groups_wanted(state) > 0:
+        newest = [r for r in live if r.version == state.newest]
+        _require(any(admits(state, r) for r in newest), "the newest version does not admit")
+        _require(False, "an empty replica that admits was given nothing")
+    _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
+
+
+def versions_monotonic(state: State) -> None:
+    """No replica is ahead of the relay, the relay not ahead of what was allocated."""
+    _require(state.newest < state.next_version or state.newest == -1, state.newest)
+    for replica in state.replicas.values():
+        _require(replica.version <= state.newest, replica)
+    _require(state.chosen - state.completed == (1 if state.batch else 0), state.chosen)
+
+
+def _require(condition: bool, *details: object) -> None:
+    if not condition:
+        raise AssertionError(*details)
+
+
+ALL: tuple[Callable[[State], None], ...] = (
+    ledger_balances,
+    trajectory_in_one_place,
+    staleness_within_bound,
+    commands_have_living_owners,
+    every_wait_has_an_owner,
+    no_standstill,
+    versions_monotonic,
+)

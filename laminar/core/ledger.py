@@ -1,0 +1,44 @@
+"""The exact account: issued = trained + evaluated + dropped(reason) + live, at every event.
+
+Reads   what transitions report about groups, trajectories and tokens
+Writes  state.ledger
+
+Three books of the same form: groups, trajectories, tokens. A token is issued when the store has it;
+the core learns of it with `trajectory-finished`, `trajectory-started` (what an earlier attempt
+lost) or `trajectories-ended`. Live is not stored, it is counted from the state, so that the balance
+is a check and not a definition.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Book(msgspec.Struct, kw_only=True):
+    """Counts of one kind of thing."""
+
+    issued: int = 0
+    trained: int = 0
+    evaluated: int = 0
+    dropped: dict[str, int] = {}  #: by reason
+
+    def end(self, end: str, reason: str, count: int = 1) -> None:
+        """Move `count` things from live to their end."""
+        if end == "trained":
+            self.trained += count
+        elif end == "evaluated":
+            self.evaluated += count
+        else:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    @property
+    def live(self) -> int:
+        return self.issued - self.trained - self.evaluated - sum(self.dropped.values())
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """The three books of a run."""
+
+    groups: Book = msgspec.field(default_factory=Book)
+    trajectories: Book = msgspec.field(default_factory=Book)
+    tokens: Book = msgspec.field(default_factory=Book)

@@ -1,0 +1,225 @@
+"""The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
+
+Reads   readiness of actors, completed steps, DrainRequested, ModelExported
+Writes  state.phase, state.failure, state.exit_code
+Emits   PublishWeights (version 0), ExportModel, StopActor
+
+Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
+with a reason and a non-zero exit code, and the ledger still closes: leftovers are dropped as
+"run-ended".
+"""
+
+from __future__ import annotations
+
+from laminar import ids
+from laminar.core import buffering, siblings
+from laminar.core.admission import groups_wanted
+from laminar.core.state import (
+    ENDED,
+    ENDING,
+    EXPORTING,
+    FINAL_EVALUATION,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    State,
+)
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+
+EXPORT_TIMEOUT_MS = 1_800_000
+"""Writing and reading back a large model from a shared file system."""
+STOP_TIMEOUT_MS = 20_000
+"""A process that was told to stop flushes a few buffers; after this it is left to its node."""
+
+
+def plan(turn: Turn) -> bool:
+    """Move the run to its next phase if its condition holds; True when it did."""
+    return _PLANS[turn.state.phase](turn)
+
+
+def fail(turn: Turn, reason: str, exit_code: int) -> None:
+    """End the run with a reason; the first reason is kept."""
+    state = turn.state
+    if state.failure or state.phase in (STOPPING, ENDED):
+        return
+    state.failure, state.exit_code = reason, exit_code
+    _begin_ending(turn)
+
+
+def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
+    """Ctrl-C: no new work; the batch in training is completed, the model is exported."""
+    state = turn.state
+    if state.draining:
+        return turn.ignore("repeat")
+    state.draining = True
+    if state.phase == STARTING:
+        fail(turn, f"stopped before it began: {event.reason}", 130)
+
+
+def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
+    if turn.done("export") is None:
+        return turn.ignore("not-exporting")
+    turn.state.export_path = event.path
+
+
+def on_start_timeout(turn: Turn) -> None:
+    """Name what the start is waiting for."""
+    state = turn.state
+    if state.phase != STARTING:
+        return
+    missing = [role for role in ("store", "relay", "trainer") if not _ready(state, role)]
+    if not state.replicas:
+        missing.append("rollout")
+    waited = ", ".join(missing) or "the first weights to be published"
+    fail(turn, f"not started within {state.settings.start_timeout_ms} ms: missing {waited}", 1)
+
+
+def _ready(state: State, role: str) -> bool:
+    actor = state.the(role)
+    return actor is not None and actor.ready
+
+
+def _starting(turn: Turn) -> bool:
+    state = turn.state
+    if state.newest >= 0:
+        state.phase = RUNNING
+        turn.clear_timer("start")
+        turn.touch_all()
+        return True
+    all_ready = _ready(state, "store") and _ready(state, "relay") and _ready(state, "trainer")
+    trainer = state.the("trainer")
+    if not all_ready or trainer is None or state.next_version > 0:
+        return False
+    state.next_version = 1
+    turn.command(cmd.PublishWeights(to=trainer.name, version=0, step=0), key="publish")
+    return True
+
+
+def _running(turn: Turn) -> bool:
+    """The steps are done, the data has ended, or the user asked to stop."""
+    state = turn.state
+    if state.batch is not None:
+        return False
+    if state.draining:
+        _drop_leftovers(turn)
+    elif not buffering.steps_done(state) and not _data_ended(turn):
+        return False
+    state.phase = EXPORTING
+    turn.touch_all()
+    return True
+
+
+def _data_ended(turn: Turn) -> bool:
+    """Nothing left to generate and too little for a batch: the rest is dropped."""
+    state = turn.state
+    if groups_wanted(state) > 0 or state.settings.total_steps:
+        return False
+    if any(g.purpose == ids.TRAIN and g.status == "open" for g in state.groups.values()):
+        return False
+    if state.ready and buffering.batch_size(state):
+        return False
+    for group_id in list(state.ready):
+        siblings.drop_group(turn, state.groups[group_id], "end-of-data")
+    return True
+
+
+def _exporting(turn: Turn) -> bool:
+    state = turn.state
+    trainer = state.the("trainer")
+    if trainer is None or state.batch is not None or "publish" in state.commands:
+        return False
+    last_version = state.next_version - 1
+    if state.exported < 0:
+        if state.owed >= 0:
+            buffering.publish_owed(turn)
+        if state.newest < last_version:
+            return False  # the last step's weights are on their way
+        state.exported = state.next_version
+        state.next_version += 1
+        turn.command(
+            cmd.ExportModel(to=trainer.name, version=state.exported, step=state.newest_step),
+            key="export",
+            timeout_ms=EXPORT_TIMEOUT_MS,
+        )
+        return True
+    if "export" in state.commands or state.newest < state.exported:
+        return False
+    if state.num_eval and not state.draining:
+        state.phase = FINAL_EVALUATION
+        turn.touch_all()
+    else:
+        _begin_ending(turn)
+    return True
+
+
+def _final_evaluation(turn: Turn) -> bool:
+    state = turn.state
+    finished = any(result.final for result in state.evaluations)
+    if not finished and not state.draining:
+        return False
+    _begin_ending(turn)
+    return True
+
+
+def _begin_ending(turn: Turn) -> None:
+    state = turn.state
+    state.phase = ENDING
+    turn.clear_timer("batch-wait")
+    turn.clear_timer("start")
+    if state.batch is not None:  # only when the run failed: a lost trainer's batch is not trained
+        turn.done("train")
+        for group_id in state.batch.groups:
+            siblings.end_group(turn, state.groups[group_id], "dropped", "run-ended", -1)
+        state.batch = None
+    _drop_leftovers(turn)
+    state.evaluation, state.evaluation_due = None, -1
+    plan(turn)
+
+
+def _drop_leftovers(turn: Turn) -> None:
+    for group in list(turn.state.groups.values()):
+        if group.status in ("open", "ready"):
+            siblings.drop_group(turn, group, "run-ended")
+    turn.state.evaluation = None
+
+
+def _ending(turn: Turn) -> bool:
+    """Wait until the store has written every end; without a store the books stay open."""
+    state = turn.state
+    if state.groups and state.the("store") is not None:
+        return False
+    state.phase = STOPPING
+    for actor in state.actors.values():
+        if actor.alive:
+            turn.command(
+                cmd.StopActor(to=actor.name, reason=state.failure or "the run is complete"),
+                key=f"stop:{actor.name}",
+                timeout_ms=STOP_TIMEOUT_MS,
+            )
+    return True
+
+
+def _stopping(turn: Turn) -> bool:
+    if any(key.startswith("stop:") for key in turn.state.commands):
+        return False
+    turn.state.phase = ENDED
+    turn.state.timers.clear()
+    turn.state.commands.clear()
+    return True
+
+
+def _ended(turn: Turn) -> bool:
+    return False
+
+
+_PLANS = {
+    STARTING: _starting,
+    RUNNING: _running,
+    EXPORTING: _exporting,
+    FINAL_EVALUATION: _final_evaluation,
+    ENDING: _ending,
+    STOPPING: _stopping,
+    ENDED: _ended,
+}

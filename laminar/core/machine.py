@@ -1,0 +1,319 @@
+"""THE MACHINE: one funnel from a logged event to the commands that it causes. Read this first.
+
+Reads   Stamped events, in the order of the log
+Writes  State (nothing else changes it)
+Emits   commands, each with its cause
+
+    handle(event) = refuse it if its sender is fenced
+                  -> its handler records the fact          (one function per event, HANDLERS)
+                  -> the planner acts on the new situation (until nothing is left to decide)
+
+The handlers only record; every decision is made by the planner from the state as it then is, so the
+order in which facts arrived cannot be forgotten or counted twice. Pure: no clock, no randomness, no
+file. Choice is a hash of (seed, what it is about); sets are never walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from laminar.core import (
+    admission,
+    buffering,
+    dispatch,
+    evaluation,
+    lifecycle,
+    membership,
+    recovery,
+    siblings,
+    weights,
+)
+from laminar.core.state import Replica, State, Trajectory
+from laminar.core.transitions import move
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.ids import EVAL, TrajectoryId
+
+LOGIC_VERSION = 1
+"""Raised with every change of a decision rule; a log of another version is refused by name."""
+
+PLAN_ROUNDS_MAX = 10_000
+"""The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
+
+
+class LogicError(RuntimeError):
+    """The log was written by decision rules that this program does not have."""
+
+
+class Machine:
+    """State and the only way to change it."""
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self.last_command_ids: list[int] = []
+
+    @property
+    def state(self) -> State:
+        if self._state is None:
+            raise LogicError("the first event of a log must be coordinator-started")
+        return self._state
+
+    def handle(self, stamped: Stamped) -> list[Command]:
+        """Apply one event; returns the commands that it causes, in order."""
+        if self._state is None:
+            self._state = _first_state(stamped)
+        state = self._state
+        state.seq = stamped.seq
+        state.time_ns = max(state.time_ns, stamped.time_ns)
+        turn = Turn(state, stamped)
+        if _from_known_sender(turn):
+            HANDLERS[type(stamped.event)](turn, stamped.event)
+            plan(turn)
+        return turn.commands
+
+
+def _first_state(stamped: Stamped) -> State:
+    event = stamped.event
+    if not isinstance(event, ev.CoordinatorStarted):
+        raise LogicError("the first event of a log must be coordinator-started")
+    return State(settings=event.settings, logic=event.logic)
+
+
+def _from_known_sender(turn: Turn) -> bool:
+    """Only the sender's incarnation refuses an event; late words of the living are welcome."""
+    stamped = turn.stamped
+    if stamped.peer == COORDINATOR or isinstance(stamped.event, ev.ActorJoined):
+        return True
+    actor = turn.state.actors.get(stamped.peer)
+    if actor is None or not actor.alive or actor.incarnation != stamped.incarnation:
+        turn.ignore("fenced")
+        return False
+    if stamped.peer_seq:
+        actor.last_peer_seq = stamped.peer_seq
+    return True
+
+
+# --- the planner ------------------------------------------------------------------------------
+
+
+def plan(turn: Turn) -> None:
+    """Decide until nothing is left to decide."""
+    for _ in range(PLAN_ROUNDS_MAX):
+        _plan_replicas(turn)
+        if not (buffering.choose_batch(turn) or lifecycle.plan(turn) or turn.state.touched):
+            return
+    raise AssertionError("the planner found no fixpoint")
+
+
+def _plan_replicas(turn: Turn) -> None:
+    """Lost work, evaluation, new groups, pulls: in this order for every touched replica."""
+    state = turn.state
+    recovery.plan_lost(turn)
+    recovery.plan_unscored(turn)
+    while state.touched:
+        touched = [state.replicas[n] for n in state.touched if n in state.replicas]
+        state.touched.clear()
+        for replica in touched:
+            evaluation.plan_evaluation(turn, replica)
+            weights.plan_reserved_pull(turn, replica)
+        _share_out_groups(turn, touched)
+        for replica in touched:
+            weights.plan_pull(turn, replica)
+
+
+def _share_out_groups(turn: Turn, replicas: list[Replica]) -> None:
+    """New groups one at a time to the emptiest replica that admits and has room."""
+    state = turn.state
+    while True:
+        able = [
+            r
+            for r in replicas
+            if dispatch.has_room_for_group(state, r) and admission.admits(state, r)
+        ]
+        if not able:
+            return
+        dispatch.new_group(turn, dispatch.least_loaded(able))
+
+
+# --- handlers ---------------------------------------------------------------------------------
+
+
+def on_coordinator_started(turn: Turn, event: ev.CoordinatorStarted) -> None:
+    """A coordinator begins, or comes back: leases get a full grace outside, timers here."""
+    state = turn.state
+    if event.logic != state.logic:
+        raise LogicError(
+            f"this log was begun with logic version {state.logic}, this program has {event.logic}"
+        )
+    if state.coordinator_incarnation == 0:
+        turn.set_timer("start", state.settings.start_timeout_ms)
+    state.coordinator_incarnation = event.incarnation
+    for replica in state.replicas.values():
+        replica.progress_ns = turn.stamped.time_ns
+    turn.touch_all()
+
+
+def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
+    """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
+    state = turn.state
+    if state.timers.pop(event.timer, None) is None:
+        return turn.ignore("late")
+    kind, _, subject = event.timer.partition(":")
+    if kind == "start":
+        lifecycle.on_start_timeout(turn)
+    elif kind == "batch-wait":
+        recovery.batch_wait_expired(turn)
+    elif kind == "resume":
+        turn.touch_all()  # the planner sees that its wait is over
+    elif kind == "progress":
+        recovery.watch_progress(turn, subject)
+    elif kind == "rejoin":
+        membership.on_rejoin_expired(turn, subject)
+    elif kind == "command":
+        _command_expired(turn, subject)
+
+
+def _command_expired(turn: Turn, key: str) -> None:
+    """What was to be done has not been done in time: the one who should have is restarted."""
+    state = turn.state
+    outstanding = state.commands.get(key)
+    if outstanding is None:
+        return turn.ignore("late")
+    command = outstanding.command
+    what = type(command).__name__
+    if isinstance(command, cmd.ProposeBatch):
+        state.proposal_failed = True
+        turn.done(key)
+    elif isinstance(command, cmd.StopActor):
+        turn.done(key)
+        state.actors[command.to].alive = False
+    elif command.to in state.replicas:
+        weights.restart(turn, command.to, f"{what} was not done in time")
+    else:
+        lifecycle.fail(turn, f"{command.to} did not finish {what} in time", 1)
+
+
+def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
+    membership.on_heartbeat_lost(turn, event)
+
+
+def on_batch_proposed(turn: Turn, event: ev.BatchProposed) -> None:
+    buffering.proposal_answered(turn, event.step, event.groups)
+
+
+def on_trajectories_ended(turn: Turn, event: ev.TrajectoriesEnded) -> None:
+    """The store has the ends on disk: the ledger moves."""
+    outstanding = turn.done(f"end:{event.command_id}")
+    if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
+        return turn.ignore("repeat")
+    tokens = {row.trajectory: row.num_tokens for row in event.ended}
+    for ending in outstanding.command.endings:
+        siblings.close(turn, ending, tokens.get(ending.trajectory, 0))
+
+
+def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
+    """The trainer's own book has the step; the batch ends as trained."""
+    state = turn.state
+    if state.batch is None or state.batch.step != event.step:
+        return turn.ignore("repeat")
+    turn.done("train")
+    buffering.step_completed(turn)
+    turn.touch_all()
+
+
+def on_trajectory_started(turn: Turn, event: ev.TrajectoryStarted) -> None:
+    trajectory = _present(turn, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "started"):
+        return turn.ignore("old-placement")
+    if event.tokens_lost:
+        tokens = turn.state.ledger.tokens
+        tokens.issued += event.tokens_lost
+        tokens.end("dropped", "restarted", event.tokens_lost)
+
+
+def on_token_progress(turn: Turn, event: ev.TokenProgress) -> None:
+    """A gauge: the last value wins; more tokens than before is progress."""
+    replica = turn.state.replicas.get(turn.stamped.peer)
+    if replica is None:
+        return turn.ignore("not-ready")
+    if event.tokens_total != replica.tokens_total:
+        replica.tokens_total = event.tokens_total
+        replica.progress_ns = turn.stamped.time_ns
+
+
+def on_trajectory_finished(turn: Turn, event: ev.TrajectoryFinished) -> None:
+    """Every token is durable; the reward comes next."""
+    state = turn.state
+    trajectory = _present(turn, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "finished"):
+        return turn.ignore("old-placement")
+    dispatch.leave_engine(turn, trajectory)
+    state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
+    trajectory.num_tokens = event.num_tokens
+    together = siblings.scorable(state, trajectory)
+    if together:
+        siblings.score(turn, together, turn.stamped.peer)
+
+
+def on_trajectory_failed(turn: Turn, event: ev.TrajectoryFailed) -> None:
+    trajectory = _present(turn, event.trajectory, event.placement)
+    if trajectory is None or trajectory.status in ("rewarded", "ending"):
+        return turn.ignore("old-placement")
+    recovery.fail_sibling(turn, trajectory, event.reason)
+
+
+def on_trajectory_rewarded(turn: Turn, event: ev.TrajectoryRewarded) -> None:
+    state = turn.state
+    trajectory = _present(turn, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "rewarded"):
+        return turn.ignore("old-placement")
+    trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
+    state.unscored.pop(trajectory.id, None)
+    siblings.finish_score_command(turn, trajectory)
+    group = state.groups[trajectory.group]
+    siblings.sibling_done(turn, group)
+    if group.purpose == EVAL:
+        evaluation.group_evaluated(turn, group, event.correct)
+
+
+def _present(turn: Turn, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The trajectory, if this is its present placement."""
+    trajectory = turn.state.trajectories.get(trajectory_id)
+    if trajectory is None or trajectory.placement != placement:
+        return None
+    return trajectory
+
+
+Handler = Callable[[Turn, Any], None]
+
+HANDLERS: dict[type[Event], Handler] = {
+    ev.CoordinatorStarted: on_coordinator_started,
+    ev.TimerFired: on_timer_fired,
+    ev.HeartbeatLost: on_heartbeat_lost,
+    ev.DrainRequested: lifecycle.on_drain_requested,
+    ev.BatchProposed: on_batch_proposed,
+    ev.ActorJoined: membership.on_actor_joined,
+    ev.ActorLeft: membership.on_actor_left,
+    ev.ActorFailed: membership.on_actor_failed,
+    ev.ProcessExited: membership.on_process_exited,
+    ev.DataLoaded: membership.on_data_loaded,
+    ev.TrajectoriesEnded: on_trajectories_ended,
+    ev.TrainerReady: membership.on_trainer_ready,
+    ev.StepCompleted: on_step_completed,
+    ev.PublishSkipped: weights.on_publish_skipped,
+    ev.ModelExported: lifecycle.on_model_exported,
+    ev.RelayReady: membership.on_relay_ready,
+    ev.WeightsPublished: weights.on_weights_published,
+    ev.ReplicaReady: membership.on_replica_ready,
+    ev.WeightsLoaded: weights.on_weights_loaded,
+    ev.WeightsRejected: weights.on_weights_rejected,
+    ev.VersionGone: weights.on_version_gone,
+    ev.TrajectoryStarted: on_trajectory_started,
+    ev.TokenProgress: on_token_progress,
+    ev.TrajectoryFinished: on_trajectory_finished,
+    ev.TrajectoryFailed: on_trajectory_failed,
+    ev.TrajectoryRewarded: on_trajectory_rewarded,
+}

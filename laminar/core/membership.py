@@ -1,0 +1,156 @@
+"""Membership: which processes belong to the run, and which have been fenced out.
+
+Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, ReplicaReady, ...Ready
+Writes  state.actors, state.replicas
+Emits   AcceptActor, RefuseActor, and through recovery whatever a loss calls for
+
+An actor is (name, incarnation). Each start of its process gets the next incarnation, so words from
+a dead or paused process carry a smaller number and are refused. Nothing here measures time: silence
+arrives as HeartbeatLost.
+"""
+
+from __future__ import annotations
+
+from laminar.core import lifecycle, recovery
+from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+
+SINGLE_ROLES = ("store", "trainer", "relay")
+"""Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
+
+
+def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
+    """Give a new process the next incarnation; whoever had its name before is lost."""
+    state = turn.state
+    known = state.actors.get(event.name)
+    if known is not None and known.boot_id == event.boot_id:
+        return turn.ignore("repeat")
+    if state.phase in (ENDING, STOPPING, ENDED):
+        turn.command(
+            cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason="the run is ending")
+        )
+        return
+    if known is not None and known.alive:
+        actor_lost(turn, event.name, "was replaced by a new process")
+    incarnation = state.next_incarnation
+    state.next_incarnation += 1
+    state.actors[event.name] = Actor(
+        name=event.name,
+        role=event.role,
+        node=event.node,
+        pid=event.pid,
+        boot_id=event.boot_id,
+        incarnation=incarnation,
+    )
+    turn.done(f"restart:{event.name}")
+    turn.clear_timer(f"rejoin:{event.name}")
+    turn.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
+
+
+def on_actor_left(turn: Turn, event: ev.ActorLeft) -> None:
+    """A clean goodbye is expected only when the run stops."""
+    name = turn.stamped.peer
+    turn.done(f"stop:{name}")
+    if turn.state.phase in (STOPPING, ENDED):
+        turn.state.actors[name].alive = False
+    else:
+        actor_lost(turn, name, "left the run")
+
+
+def on_actor_failed(turn: Turn, event: ev.ActorFailed) -> None:
+    """An actor says that it cannot go on."""
+    name = turn.stamped.peer
+    if event.user_error or turn.state.actors[name].role in SINGLE_ROLES:
+        lifecycle.fail(turn, f"{name}: {event.reason}", 2 if event.user_error else 1)
+    else:
+        actor_lost(turn, name, event.reason)
+
+
+def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
+    """A node saw one of its processes end."""
+    state = turn.state
+    turn.done(f"stop:{event.actor}")
+    turn.done(f"restart:{event.actor}")
+    actor = state.actors.get(event.actor)
+    if actor is not None and actor.boot_id != event.boot_id:
+        return turn.ignore("old-process")
+    why = f"its process ended with exit code {event.code}"
+    if actor is None:
+        if not event.restarting:
+            lifecycle.fail(turn, f"{event.actor} never joined: {why}", 1)
+        return
+    if actor.alive:
+        actor_lost(turn, event.actor, why)
+    if event.restarting:
+        turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
+    elif not state.live_replicas():
+        lifecycle.fail(turn, f"no replica is left: {event.actor}: {why}", 1)
+
+
+def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
+    """The lease of an actor ran out; its node is told to make sure that it is gone."""
+    state = turn.state
+    actor = state.actors.get(event.actor)
+    if actor is None or not actor.alive or actor.incarnation != event.actor_incarnation:
+        return turn.ignore("old-incarnation")
+    turn.done(f"stop:{event.actor}")
+    reason = f"nothing was heard from it for {event.silent_ms} ms"
+    node_alive = actor.role != "node" and state.actor_alive(actor.node)
+    actor_lost(turn, event.actor, reason)
+    if node_alive and state.phase not in (ENDING, STOPPING, ENDED):
+        turn.command(
+            cmd.RestartActor(to=actor.node, actor=event.actor, reason=reason),
+            key=f"restart:{event.actor}",
+        )
+        turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
+
+
+def on_rejoin_expired(turn: Turn, name: str) -> None:
+    """A restarted process did not come back."""
+    if not turn.state.live_replicas():
+        lifecycle.fail(turn, f"no replica is left: {name} was restarted and never joined", 1)
+
+
+def actor_lost(turn: Turn, name: str, reason: str) -> None:
+    """Fence an actor: its outstanding commands end, its work is recovered."""
+    state = turn.state
+    actor = state.actors[name]
+    actor.alive = actor.ready = False
+    if actor.role == "rollout":
+        recovery.replica_lost(turn, name)
+    for key in [k for k, o in state.commands.items() if o.command.to == name]:
+        turn.done(key)
+    if state.phase in (STOPPING, ENDED):
+        return
+    if actor.role in SINGLE_ROLES or actor.role == "node":
+        lifecycle.fail(turn, f"{name} is lost: {reason}", 1)
+
+
+def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:
+    """An engine can take work once it has weights."""
+    state, name = turn.state, turn.stamped.peer
+    if name in state.replicas:
+        return turn.ignore("repeat")
+    state.actors[name].ready = True
+    state.replicas[name] = Replica(
+        name=name, capacity=event.max_num_seqs, progress_ns=turn.stamped.time_ns
+    )
+    turn.set_timer(f"progress:{name}", state.settings.stall_ms)
+    turn.touch(name)
+
+
+def on_relay_ready(turn: Turn, event: ev.RelayReady) -> None:
+    turn.state.actors[turn.stamped.peer].ready = True
+
+
+def on_trainer_ready(turn: Turn, event: ev.TrainerReady) -> None:
+    turn.state.actors[turn.stamped.peer].ready = True
+
+
+def on_data_loaded(turn: Turn, event: ev.DataLoaded) -> None:
+    """The store has the prompts; now their number is known."""
+    state = turn.state
+    state.actors[turn.stamped.peer].ready = True
+    state.num_train, state.num_eval = event.num_train, event.num_eval

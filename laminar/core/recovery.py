@@ -1,0 +1,159 @@
+"""Recovery: lost work finds a new place; waiting that went on too long is acted upon.
+
+Reads   state.lost, state.unscored, timers, replicas
+Writes  trajectory placements and attempts
+Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
+
+A lost sibling resumes from the store's tokens on a replica of the same version. Only when none has
+turned up within resume_wait_ms does it start over, on any live replica with room at the same or a
+newer version, before any new group there; restarting is mostly done to long answers, and a fresh
+draw shortens the data, so it is the second choice and is counted.
+"""
+
+from __future__ import annotations
+
+from laminar import ids
+from laminar.core import buffering, evaluation, siblings, weights
+from laminar.core.admission import room, serving
+from laminar.core.dispatch import least_loaded, lose, place_again
+from laminar.core.state import Group, Replica, State, Trajectory
+from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
+from laminar.core.turn import Turn
+
+DEATHS_MAX = 3
+"""A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""
+WAITS_MAX = 3
+"""Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
+EVALUATION_ATTEMPTS_MAX = 3
+"""A held-out answer that fails three times counts as wrong."""
+
+
+def replica_lost(turn: Turn, name: str) -> None:
+    """Everything that ran or was scored there needs another place."""
+    state = turn.state
+    replica = state.replicas.pop(name, None)
+    turn.clear_timer(f"progress:{name}")
+    state.touched.pop(name, None)
+    if replica is None:
+        return
+    state.replicas[name] = replica  # so that `lose` can take its work from it
+    for trajectory_id in list(replica.running):
+        trajectory = state.trajectories[trajectory_id]
+        trajectory.deaths += 1
+        if state.groups[trajectory.group].purpose == ids.EVAL:
+            fail_sibling(turn, trajectory, "replica-lost")
+        elif trajectory.deaths >= DEATHS_MAX:
+            siblings.drop_sibling(turn, trajectory, "quarantined")
+        else:
+            lose(turn, trajectory_id)
+    del state.replicas[name]
+    for trajectory in state.trajectories.values():
+        if trajectory.replica == name and trajectory.status == GENERATED:
+            turn.done(siblings.score_key(state, trajectory))
+            state.unscored[trajectory.id] = None
+    turn.touch_all()
+
+
+def fail_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
+    """This sibling cannot be trained; an evaluation answer is tried again a few times."""
+    group = turn.state.groups[trajectory.group]
+    if group.purpose == ids.TRAIN:
+        return siblings.drop_sibling(turn, trajectory, reason)
+    siblings.drop_group(turn, group, reason)
+    if trajectory.attempt < EVALUATION_ATTEMPTS_MAX:
+        evaluation.group_lost(turn, group)
+    else:
+        evaluation.group_evaluated(turn, group, correct=False)
+
+
+def plan_lost(turn: Turn) -> None:
+    """Place lost work: same version first; after its wait, anywhere at least as new."""
+    state = turn.state
+    for trajectory_id in sorted(state.lost, key=lambda t: _urgency(state, t)):
+        trajectory = state.trajectories[trajectory_id]
+        replica = _place_for(state, trajectory)
+        if replica is not None:
+            place_again(turn, trajectory, replica)
+
+
+def _urgency(state: State, trajectory_id: ids.TrajectoryId) -> tuple[int, int]:
+    group = state.groups[state.trajectories[trajectory_id].group]
+    return group.deadline, group.order
+
+
+def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
+    able = [r for r in state.live_replicas() if serving(state, r) and room(r) > 0]
+    same = [r for r in able if r.version == trajectory.version]
+    if same:
+        return least_loaded(same)
+    waiting = f"resume:{trajectory.id}" in state.timers and trajectory.version in state.held
+    if waiting and not trajectory.restart:
+        return None
+    newer = [r for r in able if r.version >= trajectory.version]
+    return max(newer, key=lambda r: (r.version, -len(r.running)), default=None)
+
+
+def plan_unscored(turn: Turn) -> None:
+    """Rewards whose replica is gone are worked out on another."""
+    state = turn.state
+    scorers = [r for r in state.live_replicas() if r.capacity]
+    while scorers and state.unscored:
+        first = state.trajectories[next(iter(state.unscored))]
+        together = siblings.scorable(state, first)
+        if together:
+            siblings.score(turn, together, least_loaded(scorers).name)
+        else:
+            del state.unscored[first.id]
+
+
+def batch_wait_expired(turn: Turn) -> None:
+    """The trainer has idled for batch_wait_s: act on the group that it waits for."""
+    state = turn.state
+    group = buffering.awaited(state)
+    if group is None or not buffering.trainer_idle(state):
+        return turn.ignore("nothing-awaited")
+    turn.set_timer("batch-wait", state.settings.batch_wait_ms)
+    late = [t for t in siblings.members(state, group.id) if t.status in UNFINISHED]
+    for trajectory in late:
+        trajectory.waits += 1
+    if any(t.waits >= WAITS_MAX for t in late):
+        return siblings.drop_group(turn, group, "batch-wait")
+    for trajectory in late:
+        _unstick(turn, group, trajectory)
+
+
+def _unstick(turn: Turn, group: Group, trajectory: Trajectory) -> None:
+    """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
+    state = turn.state
+    if trajectory.status == GENERATED:
+        turn.done(siblings.score_key(state, trajectory))
+        state.unscored[trajectory.id] = None
+        return
+    elsewhere = [
+        r
+        for r in state.live_replicas()
+        if r.name != trajectory.replica and r.version == trajectory.version and room(r) > 0
+    ]
+    if trajectory.status in IN_ENGINE and elsewhere:
+        lose(turn, trajectory.id)
+        place_again(turn, trajectory, least_loaded(elsewhere))
+    elif len(siblings.scored_members(state, group)) >= state.settings.min_scored:
+        siblings.drop_sibling(turn, trajectory, "batch-wait")
+    else:
+        if trajectory.status in IN_ENGINE:
+            lose(turn, trajectory.id)
+        trajectory.restart = True
+
+
+def watch_progress(turn: Turn, name: str) -> None:
+    """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
+    state = turn.state
+    replica = state.replicas.get(name)
+    if replica is None or not state.actor_alive(name):
+        return
+    stall_ms = state.settings.stall_ms
+    silent_ms = (turn.stamped.time_ns - replica.progress_ns) // 1_000_000
+    if replica.running and silent_ms >= stall_ms:
+        weights.restart(turn, name, f"sampled nothing for {silent_ms} ms with work to do")
+        replica.progress_ns = turn.stamped.time_ns
+    turn.set_timer(f"progress:{name}", stall_ms)

@@ -1,0 +1,207 @@
+"""Siblings: from generated to rewarded to ended, each exactly once.
+
+Reads   state.groups, state.trajectories, settings
+Writes  statuses, state.ready, state.unscored, state.deadlines, the ledger
+Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
+
+A group closes when every sibling is rewarded or dropped. An end is decided here, written by the
+store, and only when the store has answered do the books move: until then it counts as live.
+"""
+
+from __future__ import annotations
+
+from laminar import ids
+from laminar.core.dispatch import leave_engine
+from laminar.core.state import Group, State, Trajectory
+from laminar.core.transitions import ENDING, GENERATED, REWARDED, UNFINISHED, move
+from laminar.core.turn import Turn
+from laminar.events import commands as cmd
+from laminar.ids import GroupId, TrajectoryId
+
+SCORE_TIMEOUT_MS = 600_000
+"""A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""
+END_TIMEOUT_MS = 120_000
+"""One transaction of the store; two minutes of silence mean that it hangs."""
+
+# --- siblings ---------------------------------------------------------------------------------
+
+
+def score(turn: Turn, trajectories: list[Trajectory], replica: str) -> None:
+    """Ask a replica to reward generated siblings of one group."""
+    group = turn.state.groups[trajectories[0].group]
+    items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in trajectories)
+    for trajectory in trajectories:
+        trajectory.replica = replica
+        turn.state.unscored.pop(trajectory.id, None)
+    turn.command(
+        cmd.ScoreTrajectories(
+            to=replica,
+            group=group.id,
+            row_index=group.row_index,
+            purpose=group.purpose,
+            items=items,
+        ),
+        key=score_key(turn.state, trajectories[0]),
+        timeout_ms=SCORE_TIMEOUT_MS,
+    )
+
+
+def score_key(state: State, trajectory: Trajectory) -> str:
+    """Group-scored rewards are one command for the group, the others one for each sibling."""
+    grouped = state.settings.reward_scope == "group"
+    return f"score:{trajectory.group if grouped else trajectory.id}"
+
+
+def scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
+    """What can be scored now that this sibling is generated (all of the group, or just it)."""
+    if state.settings.reward_scope != "group":
+        return [trajectory]
+    waiting = [t for t in members(state, trajectory.group) if t.status in UNFINISHED]
+    return waiting if all(m.status == GENERATED for m in waiting) else []
+
+
+def finish_score_command(turn: Turn, trajectory: Trajectory) -> None:
+    """The command ends when no sibling that it names is waiting for its reward."""
+    state = turn.state
+    key = score_key(state, trajectory)
+    if state.settings.reward_scope == "group" and any(
+        t.status == GENERATED for t in members(state, trajectory.group)
+    ):
+        return
+    turn.done(key)
+
+
+def sibling_done(turn: Turn, group: Group) -> None:
+    """One sibling less is unfinished; a complete group is ready, or dropped when too small."""
+    state = turn.state
+    group.unfinished -= 1
+    if group.unfinished or group.status != "open":
+        return
+    scored = scored_members(state, group)
+    if group.purpose == ids.EVAL:
+        end_group(turn, group, "evaluated", "", group.step)
+    elif len(scored) < state.settings.min_scored:
+        drop_group(turn, group, "too-few-scored")
+    else:
+        group.status = "ready"
+        state.ready[group.id] = None
+
+
+# --- endings ----------------------------------------------------------------------------------
+
+
+def drop_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
+    """One sibling ends as dropped; its group goes on with the others."""
+    group = turn.state.groups[trajectory.group]
+    unfinished = trajectory.status in UNFINISHED
+    _end(turn, group, [trajectory], "dropped", reason, -1)
+    if unfinished:
+        finish_score_command(turn, trajectory)
+        _score_the_others(turn, group)
+        sibling_done(turn, group)
+
+
+def _score_the_others(turn: Turn, group: Group) -> None:
+    """A group-scored reward that waited for the dropped sibling can begin."""
+    state = turn.state
+    waiting = [t for t in members(state, group.id) if t.status == GENERATED]
+    grouped = state.settings.reward_scope == "group"
+    if grouped and waiting and score_key(state, waiting[0]) not in state.commands:
+        state.unscored.update((t.id, None) for t in scorable(state, waiting[0]))
+
+
+def drop_group(turn: Turn, group: Group, reason: str) -> None:
+    """Every sibling that has not ended ends as dropped; the capacity is given back."""
+    if group.purpose == ids.TRAIN and group.status in ("open", "ready"):
+        unchosen_less(turn.state, group)
+        turn.touch_all()
+    end_group(turn, group, "dropped", reason, -1)
+
+
+def end_group(turn: Turn, group: Group, end: str, reason: str, step: int) -> None:
+    """Decide the end of a group and of its siblings that have not ended by themselves."""
+    state = turn.state
+    state.ready.pop(group.id, None)
+    group.status, group.end, group.end_reason = "ending", end, reason
+    open_members = [t for t in members(state, group.id) if t.status != ENDING]
+    _end(turn, group, open_members, end, reason, step)
+    turn.done(f"score:{group.id}")
+
+
+def _end(
+    turn: Turn, group: Group, ended: list[Trajectory], end: str, reason: str, step: int
+) -> None:
+    state = turn.state
+    endings: list[cmd.Ending] = []
+    aborted: dict[str, list[Trajectory]] = {}
+    for trajectory in ended:
+        replica = state.replicas.get(trajectory.replica)
+        if replica is not None and trajectory.id in replica.running:
+            aborted.setdefault(replica.name, []).append(trajectory)
+        leave_engine(turn, trajectory)
+        if state.settings.reward_scope != "group":
+            turn.done(f"score:{trajectory.id}")
+        state.lost.pop(trajectory.id, None)
+        state.unscored.pop(trajectory.id, None)
+        turn.clear_timer(f"resume:{trajectory.id}")
+        moved = move(trajectory, "end")
+        assert moved, (trajectory, end)
+        trajectory.placement += 1  # whoever still works on it is refused by the store
+        endings.append(
+            cmd.Ending(
+                trajectory=trajectory.id,
+                group=group.id,
+                sibling=trajectory.sibling,
+                purpose=group.purpose,
+                row_index=group.row_index,
+                placement=trajectory.placement,
+                end=end,
+                reason=reason,
+                step=step,
+            )
+        )
+    if endings:
+        _send_endings(turn, endings)
+    for name, running in aborted.items():
+        items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in running)
+        turn.command(cmd.AbortTrajectories(to=name, items=items))
+
+
+def _send_endings(turn: Turn, endings: list[cmd.Ending]) -> None:
+    store = turn.state.the("store")
+    turn.command(
+        cmd.EndTrajectories(to=store.name if store else "store-0", endings=tuple(endings)),
+        key=f"end:{turn.next_command_id}",
+        timeout_ms=END_TIMEOUT_MS,
+    )
+
+
+def close(turn: Turn, ending: cmd.Ending, num_tokens: int) -> None:
+    """The store has the end on disk: the books are moved and the trajectory is forgotten."""
+    state = turn.state
+    trajectory = state.trajectories.pop(ending.trajectory)
+    ledger = state.ledger
+    ledger.trajectories.end(ending.end, ending.reason)
+    ledger.tokens.issued += num_tokens - trajectory.num_tokens
+    ledger.tokens.end(ending.end, ending.reason, num_tokens)
+    group = state.groups[trajectory.group]
+    if group.status == "ending" and not members(state, group.id):
+        ledger.groups.end(group.end, group.end_reason)
+        del state.groups[group.id]
+
+
+def unchosen_less(state: State, group: Group) -> None:
+    state.deadlines[group.deadline] -= 1
+    if not state.deadlines[group.deadline]:
+        del state.deadlines[group.deadline]
+
+
+def members(state: State, group_id: GroupId) -> list[Trajectory]:
+    """Siblings that have not been closed."""
+    ids_ = state.groups[group_id].members
+    return [state.trajectories[m] for m in ids_ if m in state.trajectories]
+
+
+def scored_members(state: State, group: Group) -> list[TrajectoryId]:
+    """Siblings that ended with a reward; the dropped ones are not in the baseline either."""
+    return [t.id for t in members(state, group.id) if t.status == REWARDED]

@@ -1,0 +1,226 @@
+"""Everything the coordinator knows, as plain data.
+
+Reads   nothing
+Gives   State and its parts; `digest(state)` names a state by its content
+
+No floats, no sets, no clocks, no objects that cannot be encoded: the whole state is one MessagePack
+value, and its hash is what a replay has to reach. Dicts are used as ordered sets (value None)
+where a decision walks over them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from laminar.core.ledger import Ledger
+from laminar.events.base import Command, Settings
+from laminar.ids import GroupId, TrajectoryId
+
+# Phases of a run, in order.
+STARTING, RUNNING, EXPORTING, FINAL_EVALUATION, ENDING, STOPPING, ENDED = (
+    "starting",
+    "running",
+    "exporting",
+    "final-evaluation",
+    "ending",
+    "stopping",
+    "ended",
+)
+
+
+class Actor(msgspec.Struct, kw_only=True):
+    """One process slot by name; a restarted process raises the incarnation."""
+
+    name: str
+    role: str
+    node: str
+    pid: int
+    boot_id: str
+    incarnation: int
+    alive: bool = True
+    ready: bool = False
+    last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
+
+
+class Replica(msgspec.Struct, kw_only=True):
+    """One inference engine. It serves one weight version at a time."""
+
+    name: str
+    capacity: int  #: trajectories it runs at a time
+    version: int = -1  #: loaded; -1 before the first load
+    step: int = -1  #: the step that made the loaded version
+    digest: str = ""
+    took: int = 0  #: new groups since the load
+    loading: bool = False
+    #: generating here, each with its placement (also in state.trajectories)
+    running: dict[TrajectoryId, int] = {}
+    tokens_total: int = 0
+    progress_ns: int = 0  #: when it last sampled, loaded or took work
+    failed_loads: int = 0
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One attempt at one prompt; statuses and moves are in core/transitions.py."""
+
+    id: TrajectoryId
+    group: GroupId
+    sibling: int
+    status: str = "dispatched"
+    replica: str = ""  #: that generates or scores it
+    placement: int = 1
+    attempt: int = 1
+    version: int = 0
+    step: int = 0
+    num_tokens: int = 0  #: known to the ledger as issued
+    score_bits: int = -1
+    correct: bool = False
+    deaths: int = 0  #: replicas that died while they ran it
+    waits: int = 0  #: times that a batch gave up waiting for it
+    restart: bool = False  #: lost work that must begin again from the prompt
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The siblings of one prompt in one pass (or one held-out prompt of an evaluation)."""
+
+    id: GroupId
+    purpose: str
+    row_index: int
+    step: int  #: oldest step whose weights generated for it
+    deadline: int  #: last batch index that may train it; -1 for evaluation
+    order: int  #: dispatch order, 0-based over the run
+    members: list[TrajectoryId]
+    unfinished: int  #: members neither rewarded nor ending
+    status: str = "open"  #: open | ready | chosen | ending
+    end: str = ""  #: once it is ending: trained | evaluated | dropped
+    end_reason: str = ""
+    mixed: bool = False  #: a sibling started over on another version
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """What the trainer works on."""
+
+    step: int
+    version: int
+    groups: list[GroupId]
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """Held-out prompts, greedy, all on one version."""
+
+    index: int
+    version: int
+    step: int
+    final: bool
+    queue: list[int]  #: positions still to dispatch, in order
+    total: int
+    attempts: dict[int, int] = {}  #: of positions that were lost and run again
+    done: int = 0
+    correct: int = 0
+
+
+class EvaluationResult(msgspec.Struct, kw_only=True):
+    index: int
+    version: int
+    step: int
+    final: bool
+    total: int
+    correct: int
+
+
+class Outstanding(msgspec.Struct, kw_only=True):
+    """A command that waits for its ending event."""
+
+    command_id: int
+    cause: int
+    incarnation: int  #: of the actor it was addressed to
+    command: Command
+
+
+class State(msgspec.Struct, kw_only=True):
+    """The fold of the event log."""
+
+    settings: Settings
+    logic: int
+    phase: str = STARTING
+    time_ns: int = 0
+    seq: int = 0
+    coordinator_incarnation: int = 0
+    next_incarnation: int = 1
+
+    #: processes by name; role "rollout" has an entry in replicas once it is ready
+    actors: dict[str, Actor] = {}
+    replicas: dict[str, Replica] = {}
+
+    num_train: int = -1  #: -1 until the store has loaded the data
+    num_eval: int = 0
+    cursor: int = 0  #: next (pass * num_train + position) to hand out
+
+    groups: dict[GroupId, Group] = {}
+    trajectories: dict[TrajectoryId, Trajectory] = {}
+    next_order: int = 0
+    #: finished groups that no batch has taken
+    ready: dict[GroupId, None] = {}
+    #: unchosen training groups by deadline, for the staleness bound
+    deadlines: dict[int, int] = {}
+    #: trajectories whose replica is gone, oldest first
+    lost: dict[TrajectoryId, None] = {}
+    #: generated trajectories that no live replica is scoring
+    unscored: dict[TrajectoryId, None] = {}
+
+    chosen: int = 0  #: batches chosen so far = index of the next one
+    completed: int = 0  #: steps completed
+    batch: Batch | None = None
+    proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
+    proposal_failed: bool = False  #: fall back to the default for this batch
+
+    newest: int = -1  #: highest version that the relay holds
+    newest_step: int = -1
+    newest_digest: str = ""
+    held: list[int] = []  #: versions that can be pulled
+    next_version: int = 0
+    owed: int = -1  #: version whose publish was skipped, -1: none
+    owed_step: int = -1
+    exported: int = -1  #: version number of the export
+    export_path: str = ""
+
+    evaluation: Evaluation | None = None
+    evaluation_due: int = -1  #: at least this version is to be evaluated, -1: none
+    evaluations: list[EvaluationResult] = []
+    next_evaluation: int = 0
+
+    draining: bool = False
+    failure: str = ""
+    exit_code: int = 0
+
+    #: by key, e.g. "generate:0.17.3"; the order is the order of issue
+    commands: dict[str, Outstanding] = {}
+    timers: dict[str, int] = {}  #: due time in ns by name
+    #: replicas whose situation changed in this turn
+    touched: dict[str, None] = {}
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    ignored: dict[str, int] = {}  #: events that changed nothing, by reason
+    staleness_sum: int = 0  #: over trained trajectories
+    staleness_max: int = 0
+
+    def actor_alive(self, name: str) -> bool:
+        actor = self.actors.get(name)
+        return actor is not None and actor.alive
+
+    def live_replicas(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if self.actor_alive(r.name)]
+
+    def the(self, role: str) -> Actor | None:
+        """The live actor of a role of which there is one (store, trainer, relay)."""
+        for actor in self.actors.values():
+            if actor.role == role and actor.alive:
+                return actor
+        return None
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def digest(state: State) -> str:
+    """xxh3_128 of the deterministically ordered encoding."""
+    return xxhash.xxh3_128_hexdigest(_encoder.encode(state))

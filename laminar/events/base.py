@@ -1,0 +1,71 @@
+"""What every event and command has in common: frozen, strict, tagged in kebab-case.
+
+Reads   nothing
+Gives   Event, Command (bases), Settings (the part of the config that decisions depend on)
+
+The tag is made from the class name, `TrajectoryFinished` -> `trajectory-finished`, so that a name
+in the log, in the docs and in the code is one name. Integers and strings only where the core keeps
+a value: a reward travels as the bits of its float64, because the core's state holds no floats.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+
+def kebab(name: str) -> str:
+    """`TrajectoryFinished` -> `trajectory-finished`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab, gc=False
+):
+    """A fact, in the past tense. It may arrive more than once; handling is idempotent."""
+
+
+class Command(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab, gc=False
+):
+    """A decision, in the imperative, addressed to one process."""
+
+    to: str  #: actor name
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the decisions depend on; fixed for a run and logged with `coordinator-started`."""
+
+    seed: int
+    groups_per_step: int  #: prompts of one batch
+    group_size: int  #: siblings of one prompt
+    min_scored: int  #: rewarded siblings below which a group is dropped
+    max_staleness: int  #: completed steps
+    groups_per_version: int  #: new groups that one replica takes before it would rather pull
+    total_steps: int  #: 0: until the data ends
+    total_epochs: int
+    shuffle: bool
+    drop_last: bool
+    test_freq: int
+    val_before_train: bool
+    batch_strategy: str
+    reward_scope: str  #: trajectory | group
+    resume_wait_ms: int
+    batch_wait_ms: int
+    start_timeout_ms: int  #: for every actor to join and the first weights to be published
+    stall_ms: int  #: an actor that answers but makes no progress for so long is restarted
+
+
+class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An event as the machine sees it: in its place in the log, with its sender."""
+
+    seq: int  #: 1-based place in the run's history
+    time_ns: int  #: the coordinator's clock, never decreasing
+    peer: str  #: actor name; "coordinator" for its own
+    incarnation: int  #: of the sender
+    peer_seq: int  #: the session's number of the message, 0 for gauges and for our own
+    event: Event
+
+
+COORDINATOR = "coordinator"  #: the peer name of events that the coordinator itself reports

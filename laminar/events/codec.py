@@ -1,0 +1,68 @@
+"""The only decoder of events and commands: MessagePack maps, tagged unions, one error type.
+
+Reads   bytes from the wire and from the log
+Gives   Event, Command, Order; raises WireError for any bytes that are not exactly one of them
+
+A msgspec tagged union decodes 3.4 times as fast as a MessagePack dict. Hostile bytes make it raise
+UnicodeDecodeError and RecursionError besides its own errors, so all of them become WireError here.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import msgspec
+
+from laminar.events.base import Command, Event
+from laminar.events.commands import ALL_COMMANDS, Order
+from laminar.events.events import ALL_EVENTS
+
+MESSAGE_BYTES_MAX = 1 << 20
+"""Control messages are small: the largest, a batch of 512 groups of 16, is about 150 kB."""
+
+
+class WireError(ValueError):
+    """These bytes are not a message of ours."""
+
+
+def _union(types: tuple[type, ...]) -> Any:
+    return reduce(or_, types)
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(_union(ALL_EVENTS))
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(_union(ALL_COMMANDS))
+_order_decoder = msgspec.msgpack.Decoder(Order)
+
+
+def encode(message: Event | Command | Order) -> bytes:
+    """One MessagePack map; equal messages give equal bytes."""
+    return _encoder.encode(message)
+
+
+def decode_event(data: bytes | msgspec.Raw) -> Event:
+    event: Event = _decode(_event_decoder, data)
+    return event
+
+
+def decode_command(data: bytes | msgspec.Raw) -> Command:
+    command: Command = _decode(_command_decoder, data)
+    return command
+
+
+def decode_order(data: bytes) -> tuple[Order, Command]:
+    """The envelope and the command inside it."""
+    order: Order = _decode(_order_decoder, data)
+    return order, decode_command(order.command)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
+    size = memoryview(data).nbytes
+    if size > MESSAGE_BYTES_MAX:
+        raise WireError(f"message of {size} bytes is above the limit of {MESSAGE_BYTES_MAX}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a message of ours: {type(error).__name__}: {error}") from None

@@ -1,0 +1,281 @@
+"""WHAT HAPPENED: every event, grouped by who reports it.
+
+Reads   nothing
+Gives   one frozen struct per event; the sender and the handler of each are in events/index.py
+
+An event never carries payloads (tokens, weights): it names what is already durable elsewhere.
+"""
+
+from __future__ import annotations
+
+from laminar.events.base import Event, Settings
+from laminar.ids import GroupId, TrajectoryId
+
+# --- the coordinator itself -------------------------------------------------------------------
+
+
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """First record of every coordinator incarnation."""
+
+    incarnation: int
+    logic: int  #: version of the decision rules; an unknown one is refused
+    settings: Settings
+    config: str  #: the resolved configuration as TOML, without secrets
+
+
+class TimerFired(Event, frozen=True, kw_only=True):
+    """A time that the state was waiting for has come; a timer that is no longer set is ignored."""
+
+    timer: str
+
+
+class HeartbeatLost(Event, frozen=True, kw_only=True):
+    """The failure detector gave up on an actor: nothing was heard for the lease."""
+
+    actor: str
+    actor_incarnation: int
+    silent_ms: int
+
+
+class DrainRequested(Event, frozen=True, kw_only=True):
+    """The user asked the run to end in good order (Ctrl-C)."""
+
+    reason: str
+
+
+class BatchProposed(Event, frozen=True, kw_only=True):
+    """The user's batch strategy answered; `groups` is empty when it failed."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    detail: str = ""
+
+
+# --- every actor ------------------------------------------------------------------------------
+
+
+class ActorJoined(Event, frozen=True, kw_only=True):
+    """A process said hello for the first time; it has no incarnation yet."""
+
+    name: str
+    role: str  #: node | store | trainer | relay | rollout
+    boot_id: str
+    node: str
+    pid: int
+
+
+class ActorLeft(Event, frozen=True, kw_only=True):
+    """A process has ended in good order."""
+
+
+class ActorFailed(Event, frozen=True, kw_only=True):
+    """An actor cannot go on; `user_error` marks a mistake in config, data or model."""
+
+    reason: str
+    user_error: bool
+
+
+# --- node -------------------------------------------------------------------------------------
+
+
+class ProcessExited(Event, frozen=True, kw_only=True):
+    """An actor's process is gone; `restarting` says whether its node starts it again."""
+
+    actor: str
+    boot_id: str
+    code: int  #: exit status; -9 is SIGKILL
+    restarting: bool
+
+
+# --- store ------------------------------------------------------------------------------------
+
+
+class DataLoaded(Event, frozen=True, kw_only=True):
+    """The prompt pool is durable; rows are 0..num_train-1 and 0..num_eval-1."""
+
+    num_train: int
+    num_eval: int
+    overlap: int  #: training rows left out because their prompt is held out
+    digest: str
+
+
+class EndedTrajectory(Event, frozen=True, kw_only=True):
+    """One row of `trajectories-ended`."""
+
+    trajectory: TrajectoryId
+    num_tokens: int  #: sampled tokens that the store holds for it
+
+
+class TrajectoriesEnded(Event, frozen=True, kw_only=True):
+    """The store has written how these trajectories ended; it is the answer to a command."""
+
+    command_id: int
+    ended: tuple[EndedTrajectory, ...]
+
+
+# --- trainer ----------------------------------------------------------------------------------
+
+
+class TrainerReady(Event, frozen=True, kw_only=True):
+    """The policy is loaded and its first slot is granted."""
+
+    num_parameters: int
+    weights_bytes: int
+
+
+class StepCompleted(Event, frozen=True, kw_only=True):
+    """The optimizer has consumed one batch and the trainer's own book has it on disk."""
+
+    step: int  #: index from 0
+    version: int  #: number of the weights that this step made
+    changed: bool  #: false: the step had no signal and left the weights as they were
+    reason: str  #: why not, else empty
+    num_tokens: int
+    digest: str  #: xxh3_128 of the ids of the batch, in order
+    metrics: dict[str, float]
+
+
+class PublishSkipped(Event, frozen=True, kw_only=True):
+    """No slot was free in time: these weights are owed and the trainer went on."""
+
+    version: int
+    step: int
+    reason: str
+
+
+class ModelExported(Event, frozen=True, kw_only=True):
+    """The export was written, loaded again, and its weights are on their way to the relay."""
+
+    version: int
+    path: str
+
+
+# --- relay ------------------------------------------------------------------------------------
+
+
+class RelayReady(Event, frozen=True, kw_only=True):
+    """The relay listens; `address` is for processes of its machine."""
+
+    address: str
+
+
+class WeightsPublished(Event, frozen=True, kw_only=True):
+    """The relay holds a complete, digested version."""
+
+    version: int
+    step: int
+    digest: str  #: xxh3_128
+    num_bytes: int
+    held: tuple[int, ...]  #: versions that can be pulled now, ascending
+
+
+# --- rollout ----------------------------------------------------------------------------------
+
+
+class ReplicaReady(Event, frozen=True, kw_only=True):
+    """The engine can take work once it has weights."""
+
+    max_num_seqs: int
+    kv_capacity_tokens: int
+
+
+class WeightsLoaded(Event, frozen=True, kw_only=True):
+    """The engine generates with this version: digest checked, probe within tolerance."""
+
+    version: int
+    step: int
+    digest: str
+    probe_diff: float  #: max |log p(engine) - log p(trainer)| over the probe
+    seconds: float
+    reloaded: bool  #: false: the digest was the one already loaded, only the stamp changed
+
+
+class WeightsRejected(Event, frozen=True, kw_only=True):
+    """Digest or probe failed after two loads: the replica does not serve with this version."""
+
+    version: int
+    reason: str
+
+
+class VersionGone(Event, frozen=True, kw_only=True):
+    """The relay no longer holds the version that was to be pulled."""
+
+    version: int
+    held: tuple[int, ...]
+
+
+class TrajectoryStarted(Event, frozen=True, kw_only=True):
+    """The store opened the trajectory for this placement and the engine has it."""
+
+    trajectory: TrajectoryId
+    placement: int
+    tokens_resumed: int
+    tokens_lost: int  #: of an earlier attempt that is thrown away
+
+
+class TokenProgress(Event, frozen=True, kw_only=True):
+    """A gauge of one replica: unsequenced, never resent, the last value wins."""
+
+    tokens_total: int  #: sampled since the process started
+    kv_used_tokens: int
+    running: int
+    waiting: int
+
+
+class TrajectoryFinished(Event, frozen=True, kw_only=True):
+    """The last token is sampled and the whole response is durable in the store."""
+
+    trajectory: TrajectoryId
+    placement: int
+    num_tokens: int  #: sampled tokens, prompt excluded
+    finish_reason: str  #: stop | length, as the engine said
+
+
+class TrajectoryFailed(Event, frozen=True, kw_only=True):
+    """This sibling cannot be trained (refused log-probs, unscored, reward worker lost)."""
+
+    trajectory: TrajectoryId
+    placement: int
+    reason: str
+    detail: str
+
+
+class TrajectoryRewarded(Event, frozen=True, kw_only=True):
+    """The reward is durable in the store."""
+
+    trajectory: TrajectoryId
+    placement: int
+    score_bits: int  #: the float64 of the score as an unsigned integer
+    correct: bool  #: score >= 1 and not truncated
+    reason: str  #: ok | error | timeout
+    num_tokens: int
+
+
+ALL_EVENTS: tuple[type[Event], ...] = (
+    CoordinatorStarted,
+    TimerFired,
+    HeartbeatLost,
+    DrainRequested,
+    BatchProposed,
+    ActorJoined,
+    ActorLeft,
+    ActorFailed,
+    ProcessExited,
+    DataLoaded,
+    TrajectoriesEnded,
+    TrainerReady,
+    StepCompleted,
+    PublishSkipped,
+    ModelExported,
+    RelayReady,
+    WeightsPublished,
+    ReplicaReady,
+    WeightsLoaded,
+    WeightsRejected,
+    VersionGone,
+    TrajectoryStarted,
+    TokenProgress,
+    TrajectoryFinished,
+    TrajectoryFailed,
+    TrajectoryRewarded,
+)
