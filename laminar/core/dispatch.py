@@ -149,6 +149,9 @@ def lose(turn: Turn, trajectory_id: TrajectoryId) -> None:
     leave_engine(turn, trajectory)
     if not move(trajectory, "lose"):
         return
+    if state.actor_alive(trajectory.replica):
+        placed = cmd.Placed(trajectory=trajectory_id, placement=trajectory.placement)
+        turn.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     state.lost[trajectory_id] = None
     turn.set_timer(f"resume:{trajectory_id}", state.settings.resume_wait_ms)
     turn.touch_all()

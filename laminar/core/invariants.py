@@ -101,6 +101,7 @@ def no_standstill(state: State) -> None:
     live = [r for r in state.live_replicas() if serving(state, r)]
     under_way = any(r.running or r.loading for r in state.live_replicas())
     under_way = under_way or any(k.startswith(("score:", "propose")) for k in state.commands)
+    under_way = under_way or "weights" in state.timers
     if not live or under_way or state.lost:
         return
     _require(not batch_size(state), "a batch is finished and nobody trains it")

@@ -164,6 +164,8 @@ def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
     kind, _, subject = event.timer.partition(":")
     if kind == "start":
         lifecycle.on_start_timeout(turn)
+    elif kind == "weights":
+        lifecycle.fail(turn, f"the relay did not publish the weights of step {state.completed}", 1)
     elif kind == "batch-wait":
         recovery.batch_wait_expired(turn)
     elif kind == "resume":
@@ -221,6 +223,7 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
         return turn.ignore("repeat")
     turn.done("train")
     buffering.step_completed(turn)
+    weights.expect_version(turn, event.version)
     turn.touch_all()
 
 

@@ -10,7 +10,7 @@ A number is allocated with the step that makes the weights and never used again.
 
 from __future__ import annotations
 
-from laminar.core import evaluation
+from laminar.core import buffering, evaluation
 from laminar.core.admission import admits
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
@@ -34,8 +34,15 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     if state.owed >= 0 and event.step >= state.owed_step:
         state.owed = state.owed_step = -1
     turn.done("publish")
+    turn.clear_timer("weights")
     evaluation.version_published(turn, event.version, event.step)
     turn.touch_all()
+
+
+def expect_version(turn: Turn, version: int) -> None:
+    """A step is complete: its weights are published, owed, or due at the relay within a time."""
+    if turn.state.newest < version and turn.state.owed < version:
+        turn.set_timer("weights", buffering.PUBLISH_TIMEOUT_MS)
 
 
 def on_publish_skipped(turn: Turn, event: ev.PublishSkipped) -> None:
@@ -44,6 +51,7 @@ def on_publish_skipped(turn: Turn, event: ev.PublishSkipped) -> None:
     if event.version <= state.newest or event.version < state.owed:
         return turn.ignore("repeat")
     state.owed, state.owed_step = event.version, event.step
+    turn.clear_timer("weights")
 
 
 def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:

@@ -126,7 +126,7 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
 
 
 class AbortTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating what nobody waits for any more."""
+    """Stop generating what runs under these placements or lower ones; nobody waits for it."""
 
     items: tuple[Placed, ...]
 

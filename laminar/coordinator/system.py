@@ -1,0 +1,121 @@
+"""The real clock, and the real disk: one directory of append-only files.
+
+Reads / writes   files of the directory, by name
+Raises           DiskError for every failed create, write and sync
+
+A name is durable only once its directory is synced, so a new file is not handed out before. A
+short write is continued; on a full disk the continuation is what fails. Nothing is retried.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from laminar.config import ConfigError
+from laminar.ports import AppendFile, DiskError
+
+
+class RealClock:
+    """Monotonic time of this machine; its zero means nothing."""
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+
+class RealAppendFile:
+    """A file opened for appending; it owns the descriptor."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd = fd
+        self._name = name
+
+    def append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                written = os.write(self._fd, rest)
+            except OSError as error:
+                raise _failed("write", self._name, error) from error
+            if written == 0:
+                raise DiskError(f"write of {self._name} took none of {len(rest)} bytes")
+            rest = rest[written:]
+
+    def sync(self) -> None:
+        _sync_data(self._fd, self._name)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RealDisk:
+    """ports.Disk over an existing directory."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is no directory: name one that a run has made")
+        self._directory = directory
+
+    @classmethod
+    def make(cls, directory: Path) -> RealDisk:
+        """Make the directory unless it exists, its own entry durable; the parent must exist."""
+        try:
+            directory.mkdir(exist_ok=True)
+            _sync_directory(directory.parent)
+        except OSError as error:
+            raise _failed("creation", str(directory), error) from error
+        return cls(directory)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._directory))
+
+    def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
+        with open(self._directory / name, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def size(self, name: str) -> int:
+        return os.stat(self._directory / name).st_size
+
+    def sync(self, name: str) -> None:
+        """Make the present content of a file durable, whoever wrote it; raises DiskError."""
+        fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _sync_data(fd, name)
+        finally:
+            os.close(fd)
+
+    def create(self, name: str) -> AppendFile:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(self._directory / name, flags, 0o644)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise _failed("creation", name, error) from error
+        try:
+            _sync_directory(self._directory)
+        except OSError as error:
+            os.close(fd)
+            raise _failed("directory sync", name, error) from error
+        return RealAppendFile(fd, name)
+
+
+def _sync_data(fd: int, name: str) -> None:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise _failed("sync", name, error) from error
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _failed(what: str, name: str, error: OSError) -> DiskError:
+    return DiskError(error.errno, f"{what} of {name} failed: {error.strerror}")

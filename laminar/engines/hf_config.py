@@ -1,0 +1,245 @@
+"""The part of a Hugging Face config.json that decides a decoder's forward pass.
+
+Reads   config.json (as a dict, or from a model directory)
+Gives   ModelSpec; EngineError names the field and the value that the torch engine does not do
+
+A field that is silently ignored gives a model that runs and computes something else. So every
+field is either implemented, known to have no effect on inference, switched off, or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laminar.engines.protocol import EngineError
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+DEFAULT_ROPE_THETA = 10_000.0  #: what transformers takes when a config names none
+
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+_IMPLEMENTED = frozenset(_REQUIRED) | {
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "model_type",
+    "num_key_value_heads",
+    "pretraining_tp",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+}
+#: No effect on the logits of one forward pass.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_window_layers",
+        "pad_token_id",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_LLAMA3_FIELDS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Frequency scaling of Llama 3.1: long wavelengths are stretched, short ones kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes and switches of a Qwen2, Qwen3 or Llama decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    tied: bool  #: the output head is the embedding
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.model_type == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Any]:
+    """config.json of a model directory; raises EngineError."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineError(
+            f"{path} cannot be read ({error.strerror}); give the directory of a model"
+        ) from None
+    except ValueError as error:
+        raise EngineError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise EngineError(f"{path} holds a JSON {type(config).__name__}, not an object")
+    return config
+
+
+def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a config; raises EngineError for all that is not implemented."""
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        raise EngineError(
+            f"model_type = {kind!r} is not supported; the torch engine runs {', '.join(SUPPORTED)}"
+        )
+    _refuse_unknown(config)
+    _refuse_variants(config)
+    heads = _number(config, "num_attention_heads")
+    hidden = _number(config, "hidden_size")
+    theta, scaling = _rope(config)
+    spec = ModelSpec(
+        model_type=kind,
+        vocab_size=_number(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_number(config, "intermediate_size"),
+        num_layers=_number(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(config, kind, heads),
+        head_dim=_head_dim(config, kind, hidden, heads),
+        rms_norm_eps=_number(config, "rms_norm_eps", float),
+        max_positions=_number(config, "max_position_embeddings"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+    if spec.num_heads % spec.num_kv_heads:
+        raise EngineError(
+            f"num_key_value_heads = {spec.num_kv_heads} does not divide "
+            f"num_attention_heads = {spec.num_heads}"
+        )
+    if spec.head_dim % 2:
+        raise EngineError(f"head_dim = {spec.head_dim} is odd; rotary embeddings need an even one")
+    return spec
+
+
+def _refuse_unknown(config: Mapping[str, Any]) -> None:
+    """A field of no known meaning may stand there only as null or false: switched off."""
+    for name, value in config.items():
+        known = name in _IMPLEMENTED or name in _WITHOUT_EFFECT
+        if not known and value is not None and value is not False:
+            raise EngineError(
+                f"config field {name} = {value!r} is not implemented by the torch engine; "
+                "use another model, or remove the field if it does not change the forward pass"
+            )
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    """Known fields with values that ask for another forward pass."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise EngineError(f"hidden_act = {config['hidden_act']!r}: only 'silu' is implemented")
+    if config.get("pretraining_tp") not in (None, 1):
+        raise EngineError(f"pretraining_tp = {config['pretraining_tp']!r}: only 1 is implemented")
+    if config.get("use_sliding_window"):
+        raise EngineError("use_sliding_window = true: sliding windows are not implemented")
+    # Qwen configs carry a window size that the switch above leaves unused; Llama has no switch.
+    if config["model_type"] == "llama" and config.get("sliding_window") is not None:
+        raise EngineError(
+            f"sliding_window = {config['sliding_window']!r}: sliding windows are not implemented"
+        )
+    for layer_type in config.get("layer_types") or ():
+        if layer_type != "full_attention":
+            raise EngineError(
+                f"layer_types has {layer_type!r}: only 'full_attention' is implemented"
+            )
+
+
+def _number(config: Mapping[str, Any], name: str, kind: type = int) -> Any:
+    value = config.get(name)
+    if value is None:
+        raise EngineError(f"config field {name} is missing; the torch engine needs it")
+    wrong = isinstance(value, bool) or not isinstance(value, (int, kind))
+    if wrong or value <= 0:
+        raise EngineError(f"config field {name} = {value!r} is not a positive {kind.__name__}")
+    return kind(value)
+
+
+def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
+    if kind == "llama" and config.get("num_key_value_heads") is None:
+        return heads  # configs older than grouped attention leave it out
+    return int(_number(config, "num_key_value_heads"))
+
+
+def _head_dim(config: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
+    """Qwen3 states its own; the others default to an even split of the hidden size."""
+    if kind == "qwen3" or config.get("head_dim") is not None:
+        return int(_number(config, "head_dim"))
+    if hidden % heads:
+        raise EngineError(f"hidden_size = {hidden} is not a multiple of {heads} attention heads")
+    return hidden // heads
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling from `rope_parameters`, or from the older pair of fields."""
+    fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    older_name = fields.pop("type", None)
+    kind = fields.pop("rope_type", None) or older_name or "default"
+    theta = fields.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_ROPE_THETA
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError("partial_rotary_factor other than 1.0 is not implemented")
+    if kind == "llama3":
+        return float(theta), _llama3(fields)
+    if kind != "default":
+        raise EngineError(f"rope_type = {kind!r}: only 'default' and 'llama3' are implemented")
+    if fields:
+        raise EngineError(f"rope_type 'default' does not use {', '.join(sorted(fields))}")
+    return float(theta), None
+
+
+def _llama3(fields: Mapping[str, Any]) -> Llama3Rope:
+    if sorted(fields) != sorted(_LLAMA3_FIELDS):
+        raise EngineError(
+            f"rope_type 'llama3' needs exactly {', '.join(_LLAMA3_FIELDS)}; "
+            f"it has {', '.join(sorted(fields)) or 'none'}"
+        )
+    factor, low, high = (_number(fields, name, float) for name in _LLAMA3_FIELDS[:3])
+    return Llama3Rope(factor, low, high, _number(fields, "original_max_position_embeddings"))

@@ -1,0 +1,175 @@
+"""Drives one engine in a thread of its own and gives an event loop a face to it.
+
+Reads   requests and calls from the loop; Engine.step results
+Gives   deltas to `on_deltas` on the loop; one StepRecord per step; `failed`
+
+A decode step holds its thread for milliseconds to seconds, which an event loop cannot afford.
+All engine calls happen on the one engine thread, between two steps, so no engine needs locks.
+Results reach the loop in order: when `abort` or `call` resolves, every delta produced before it
+has been handed to `on_deltas`. A loop that is slow gets deltas of several steps in one call
+rather than a growing queue of callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+from laminar.engines.protocol import Engine, EngineError, EngineStats, GenerateRequest, TokenDelta
+
+T = TypeVar("T")
+
+MAX_STEP_RECORDS = 65_536  #: kept between two drains; the oldest are dropped first
+
+
+class StepRecord(NamedTuple):
+    """One step of the engine, for decode gaps and for overlap with training."""
+
+    start_ns: int  #: time.monotonic_ns
+    end_ns: int
+    running: int  #: sequences that got tokens
+    tokens: int
+
+
+class _Job(NamedTuple):
+    run: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+
+class EngineRunner:
+    """The engine's thread; every method is called from the loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Start the thread; `on_deltas` runs on `loop`, with a request's deltas in order."""
+        self._engine, self._on_deltas, self._loop = engine, on_deltas, loop
+        #: ends with the exception that stopped the engine, or with None after `close`
+        self.failed: asyncio.Future[None] = loop.create_future()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        self._undelivered: list[TokenDelta] = []
+        self._delivery_due = False
+        self._lock = threading.Lock()  # guards the two above
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        """Queue a request; the future fails with EngineError when the engine refuses it."""
+        return self.call(lambda engine: engine.add(request))
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        """Forget a request; after it resolves no delta of the request arrives."""
+        return self.call(lambda engine: engine.abort(request_id))
+
+    def call(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Run fn(engine) on the engine's thread between steps; the future has its outcome."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self.failed.done():
+            future.set_exception(EngineError("the engine's thread has stopped"))
+        else:
+            self._jobs.put(_Job(fn, future))
+        return future
+
+    def stats(self) -> EngineStats:
+        """As of the latest step or call."""
+        return self._stats
+
+    def drain_steps(self) -> list[StepRecord]:
+        """The records since the last drain, in order."""
+        records = []
+        while self._steps:
+            records.append(self._steps.popleft())
+        return records
+
+    async def close(self) -> None:
+        """Stop after the step under way, close the engine and end the thread."""
+        self._jobs.put(None)
+        await asyncio.wait([self.failed])
+        self._thread.join()
+
+    def _main(self) -> None:
+        """Body of the engine thread."""
+        cause: Exception | None = None
+        try:
+            while self._run_jobs():
+                if self._busy():
+                    self._step()
+            self._engine.close()
+        except Exception as error:
+            cause = error
+        self._loop.call_soon_threadsafe(self._end, cause)
+
+    def _run_jobs(self) -> bool:
+        """Run what the loop asked for, waiting for it when idle; False when told to close."""
+        wait = not self._busy()
+        while True:
+            try:
+                job = self._jobs.get(block=wait)
+            except Empty:
+                return True
+            if job is None:
+                return False
+            self._run_job(job)
+            wait = False
+
+    def _run_job(self, job: _Job) -> None:
+        try:
+            value, error = job.run(self._engine), None
+            self._stats = self._engine.stats()
+        except Exception as caught:
+            value, error = None, caught
+        self._loop.call_soon_threadsafe(_resolve, job.future, value, error)
+
+    def _busy(self) -> bool:
+        return self._stats.running + self._stats.waiting > 0
+
+    def _step(self) -> None:
+        start = time.monotonic_ns()
+        deltas = self._engine.step()
+        end = time.monotonic_ns()
+        self._stats = self._engine.stats()
+        tokens = sum(len(delta.token_ids) for delta in deltas)
+        self._steps.append(StepRecord(start, end, len(deltas), tokens))
+        with self._lock:
+            self._undelivered += deltas
+            due = bool(self._undelivered) and not self._delivery_due
+            self._delivery_due |= due
+        if due:
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """On the loop: hand over all deltas so far."""
+        with self._lock:
+            deltas, self._undelivered = self._undelivered, []
+            self._delivery_due = False
+        self._on_deltas(deltas)
+
+    def _end(self, cause: Exception | None) -> None:
+        """On the loop, once: the thread is about to end; nothing that waits may wait for ever."""
+        if cause is None:
+            self.failed.set_result(None)
+        else:
+            self.failed.set_exception(cause)
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is not None:
+                _resolve(job.future, None, EngineError("the engine's thread has stopped"))
+
+
+def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    if future.done():  # its waiter was cancelled
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

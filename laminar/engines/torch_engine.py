@@ -1,0 +1,308 @@
+"""The embedded engine: continuous batching over a fixed number of cache slots.
+
+Reads   GenerateRequests; Hugging Face tensors
+Gives   one TokenDelta per running sequence and step
+
+Running sequences occupy slots 0 .. n - 1 without holes (the last one moves into a freed slot), so
+each step is one forward pass over neighbouring cache rows. Requests that arrive with the same
+tokens, as a group's siblings do, are prefilled once and get copies of the cache. Sampling is
+counter-based: a sequence that moves to another replica of the same weights continues with the
+very same tokens (float32; reduced precision rounds differently from one batch to another).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar.engines.hf_config import parse_hf_config
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    TokenDelta,
+)
+from laminar.engines.sampling import uniforms
+from laminar.engines.torch_model import DecoderModel, round_up
+
+PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
+SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A running request; the cache holds its tokens but the last."""
+
+    request: GenerateRequest
+    length: int  #: tokens, prompt included
+    last_id: int
+
+
+class TorchEngine:
+    """Engine (see `protocol.Engine`) in this process; it starts without weights."""
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        vocab_limit: int | None = None,
+    ) -> None:
+        """Allocate weights and cache; ids at or above `vocab_limit` are never sampled."""
+        spec = parse_hf_config(hf_config)
+        _check_sizes(max_num_seqs, max_model_len, spec.max_positions)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise EngineError(f"dtype = {dtype} is not supported; use float32 or bfloat16")
+        limit = spec.vocab_size if vocab_limit is None else vocab_limit
+        if not 1 <= limit <= spec.vocab_size:
+            raise EngineError(
+                f"vocab_limit = {limit} does not fit the model's vocab_size = {spec.vocab_size}; "
+                "use the tokenizer that belongs to the model"
+            )
+        self._slots, self._max_len = max_num_seqs, max_model_len
+        self._model = DecoderModel(
+            spec,
+            slots=max_num_seqs,
+            max_len=max_model_len,
+            vocab_limit=limit,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        self._loaded = False
+        self._active: list[_Sequence] = []  # index = slot
+        self._waiting: deque[GenerateRequest] = deque()
+
+    def add(self, request: GenerateRequest) -> None:
+        name = f"request {request.request_id}"
+        ids = {s.request.request_id for s in self._active} | {r.request_id for r in self._waiting}
+        if request.request_id in ids:
+            raise EngineError(f"{name} is already running; abort it first")
+        _check_request(name, request, self._max_len)
+        self._check_ids(name, request.prompt_ids + request.done_ids)
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        for slot, sequence in enumerate(self._active):
+            if sequence.request.request_id == request_id:
+                self._release(slot)
+                return True
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return True
+        return False
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenDelta]:
+        if not self._active and not self._waiting:
+            return []
+        self._need_weights()
+        self._admit()
+        tokens, logprobs = self._decode()
+        return self._emit(tokens, logprobs)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._need_idle("load weights")
+        self._loaded = False
+        self._model.weights.load(tensors)
+        self._loaded = True
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._need_idle("score")
+        self._need_weights()
+        for index, sequence in enumerate(sequences):
+            self._check_ids(f"sequence {index}", sequence)
+            if len(sequence) > self._max_len:
+                raise EngineError(
+                    f"sequence {index} has {len(sequence)} tokens; "
+                    f"max_model_len = {self._max_len} is the limit"
+                )
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+        scores: list[list[float]] = [[] for _ in sequences]
+        for start in range(0, len(order), self._slots):
+            batch = order[start : start + self._slots]
+            rows = self._score_rows([sequences[i] for i in batch])
+            for index, row in zip(batch, rows, strict=True):
+                scores[index] = row
+        return scores
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            kv_used_tokens=sum(sequence.length for sequence in self._active),
+            kv_capacity_tokens=self._slots * self._max_len,
+            running=len(self._active),
+            waiting=len(self._waiting),
+        )
+
+    def close(self) -> None:
+        self._active.clear()
+        self._waiting.clear()
+
+    def _need_weights(self) -> None:
+        if not self._loaded:
+            raise EngineError("the engine has no weights; call load_weights first")
+
+    def _need_idle(self, what: str) -> None:
+        if self._active:
+            raise EngineError(
+                f"cannot {what} while {len(self._active)} sequences are running; "
+                "finish or abort them first"
+            )
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        limit = self._model.vocab_limit
+        if not ids:
+            raise EngineError(f"{name} has no tokens; give at least one")
+        if min(ids) < 0 or max(ids) >= limit:
+            wrong = next(i for i in ids if not 0 <= i < limit)
+            raise EngineError(f"{name} has token id {wrong}; the vocabulary has ids 0..{limit - 1}")
+
+    def _admit(self) -> None:
+        """Move waiting requests into the free slots and fill their cache.
+
+        The first request of each distinct token sequence is prefilled, all of them together;
+        the others, and those whose prompt is running already, get copies.
+        """
+        siblings: dict[tuple[int, ...], list[GenerateRequest]] = {}
+        for _ in range(min(self._slots - len(self._active), len(self._waiting))):
+            request = self._waiting.popleft()
+            siblings.setdefault(request.prompt_ids + request.done_ids, []).append(request)
+        if not siblings:
+            return
+        sources = {s.request.prompt_ids: slot for slot, s in enumerate(self._active)}
+        fresh = sorted((ids for ids in siblings if ids not in sources), key=len, reverse=True)
+        first = len(self._active)
+        for slot, ids in enumerate(fresh, first):
+            self._active.append(_Sequence(siblings[ids].pop(0), len(ids), ids[-1]))
+            sources[ids] = slot
+        if fresh:
+            for _ in self._model.prefill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK):
+                pass  # only the cache is wanted: the last token goes through the decode step
+        for ids, requests in siblings.items():
+            copies = [_Sequence(request, len(ids), ids[-1]) for request in requests]
+            self._model.cache.copy(sources[ids], len(self._active), len(copies), len(ids) - 1)
+            self._active += copies
+
+    def _decode(self) -> tuple[list[int], list[float]]:
+        """One forward pass over all running sequences; the sampled ids and their log-probs."""
+        n = len(self._active)
+        lengths = np.fromiter((s.length for s in self._active), np.int64, n)
+        last_ids = np.fromiter((s.last_id for s in self._active), np.int64, n)
+        seeds = np.fromiter((s.request.seed for s in self._active), np.uint64, n)
+        temperatures = np.fromiter((s.request.temperature for s in self._active), np.float64, n)
+        device = self._model.device
+        integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(device)
+        reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(device)
+        hidden = self._model.forward(
+            integers[0, :, None], integers[1, :, None], 0, round_up(int(lengths.max()))
+        )
+        tokens, logprobs = choose(self._model.logits(hidden[:, 0]), reals[0], reals[1])
+        return tokens.tolist(), logprobs.tolist()
+
+    def _emit(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
+        deltas, finished = [], []
+        for slot, sequence in enumerate(self._active):
+            request, token, logprob = sequence.request, tokens[slot], logprobs[slot]
+            if not math.isfinite(logprob):
+                raise EngineError(
+                    f"the model's logits are not finite for request {request.request_id} at "
+                    f"position {sequence.length}; the loaded weights are broken"
+                )
+            sequence.length += 1
+            sequence.last_id = token
+            reason = None
+            if token in request.stop_ids:
+                reason = STOP
+            elif sequence.length - len(request.prompt_ids) >= request.max_new_tokens:
+                reason = LENGTH
+            if reason:
+                finished.append(slot)
+            deltas.append(TokenDelta(request.request_id, [token], [logprob], reason))
+        for slot in reversed(finished):  # from the end: what moves down is never finished itself
+            self._release(slot)
+        return deltas
+
+    def _release(self, slot: int) -> None:
+        """Free a slot; the last running sequence moves into it."""
+        last = self._active.pop()
+        if slot < len(self._active):
+            self._model.cache.copy(len(self._active), slot, 1, last.length - 1)
+            self._active[slot] = last
+
+    def _score_rows(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Scores of at most `max_num_seqs` sequences, longest first."""
+        rows = [sequence[:-1] for sequence in sequences]
+        scores: list[list[float]] = [[] for _ in rows]
+        for start, hidden in self._model.prefill(rows, 0, SCORE_CHUNK):
+            logits = self._model.logits(hidden)
+            totals = logits.logsumexp(-1)
+            for row, sequence in enumerate(sequences[: len(logits)]):
+                ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
+                chosen = logits[row, : len(ids)].gather(-1, ids.to(logits.device)[:, None])
+                scores[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
+        return scores
+
+
+def choose(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample one id per row of float32 `logits` [n, V] by inverse CDF.
+
+    `temperatures` and `uniform` are float64 [n]; temperature 0 takes the largest logit. Gives
+    ids [n] and float32 log-probs [n] of softmax(logits / T), of softmax(logits) for greedy rows.
+    The cumulative sum is float64: in float32 the tail of a large vocabulary gets no mass.
+    """
+    greedy = temperatures == 0
+    divisor = torch.where(greedy, 1.0, temperatures).float()
+    scaled = logits / divisor[:, None]
+    top, top_ids = scaled.max(-1)
+    cumulative = (scaled.double() - top[:, None]).exp_().cumsum(-1)
+    total = cumulative[:, -1]
+    # right=True gives the first id whose cumulative mass exceeds the draw: one with mass above 0.
+    drawn = torch.searchsorted(cumulative, (uniform * total)[:, None], right=True)[:, 0]
+    ids = torch.where(greedy, top_ids, drawn.clamp_max_(logits.shape[1] - 1))
+    chosen = scaled.gather(-1, ids[:, None])[:, 0]
+    return ids, ((chosen.double() - top) - total.log()).float()
+
+
+def _check_sizes(max_num_seqs: int, max_model_len: int, max_positions: int) -> None:
+    if max_num_seqs < 1:
+        raise EngineError(f"max_num_seqs = {max_num_seqs} is too small; it must be at least 1")
+    if not 2 <= max_model_len <= max_positions:
+        raise EngineError(
+            f"max_model_len = {max_model_len} must lie between 2 and the model's "
+            f"max_position_embeddings = {max_positions}"
+        )
+
+
+def _check_request(name: str, request: GenerateRequest, max_len: int) -> None:
+    """Everything about a request that does not depend on the vocabulary."""
+    length = len(request.prompt_ids) + request.max_new_tokens
+    if not request.prompt_ids:
+        raise EngineError(f"{name} has an empty prompt; give at least one token")
+    if len(request.done_ids) >= request.max_new_tokens:
+        raise EngineError(
+            f"{name} has {len(request.done_ids)} tokens done of max_new_tokens = "
+            f"{request.max_new_tokens}; there is nothing to generate"
+        )
+    if request.done_ids and request.done_ids[-1] in request.stop_ids:
+        raise EngineError(f"{name} has already ended with stop id {request.done_ids[-1]}")
+    if length > max_len:
+        raise EngineError(
+            f"{name} may grow to {length} tokens; max_model_len = {max_len} is the limit"
+        )
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        raise EngineError(f"{name} has temperature {request.temperature}; use 0 or more")
+    if not 0 <= request.seed < 1 << 64:
+        raise EngineError(f"{name} has seed {request.seed}; use an unsigned 64-bit number")

@@ -1,0 +1,283 @@
+"""The decoder's mathematics: weights, key-value cache and one forward pass over slots.
+
+Reads   ModelSpec, Hugging Face tensors by name, token ids with their positions
+Gives   hidden states and logits; the cache rows of the slots it ran over
+
+One forward pass serves prefill, decode and scoring: n rows of L tokens, row r being slot
+first + r. Rows are always neighbouring slots, so that the cache is read as a view, without a
+gather. The heads of a group that share one key head are folded into the query length, because
+fused attention kernels then read each key once and no repeated copy is made. Q, K, V and
+gate, up are one matrix each: a small model's step is bound by the number of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laminar.engines.hf_config import ModelSpec
+from laminar.engines.protocol import EngineError
+
+_HINT = "the model's parameters under their Hugging Face names (a tied head only once)"
+
+KV_ROUND = 64  #: attention runs over a multiple of this many cache positions
+
+
+def round_up(length: int) -> int:
+    return -(-length // KV_ROUND) * KV_ROUND
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one layer; H hidden, I intermediate, D head size, h query and k key heads."""
+
+    input_norm: Tensor  #: [H]
+    qkv: Tensor  #: [(h + 2k) * D, H]
+    qkv_bias: Tensor | None  #: [(h + 2k) * D]
+    qk_norm: Tensor | None  #: [2, D], for query and key heads
+    o: Tensor  #: [H, h * D]
+    post_norm: Tensor  #: [H]
+    gate_up: Tensor  #: [2 * I, H]
+    down: Tensor  #: [H, I]
+
+
+class Weights:
+    """All parameters, allocated once; `targets` are views of them by Hugging Face name."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.embed = empty(spec.vocab_size, hidden)
+        self.norm = empty(hidden)
+        self.head = self.embed if spec.tied else empty(spec.vocab_size, hidden)
+        self.layers = [
+            Layer(
+                input_norm=empty(hidden),
+                qkv=empty(rows, hidden),
+                qkv_bias=empty(rows) if spec.qkv_bias else None,
+                qk_norm=empty(2, spec.head_dim) if spec.qk_norm else None,
+                o=empty(hidden, spec.num_heads * spec.head_dim),
+                post_norm=empty(hidden),
+                gate_up=empty(2 * inner, hidden),
+                down=empty(hidden, inner),
+            )
+            for _ in range(spec.num_layers)
+        ]
+        self.targets = dict(self._named(spec))
+
+    def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", self.embed
+        yield "model.norm.weight", self.norm
+        if not spec.tied:
+            yield "lm_head.weight", self.head
+        for index, layer in enumerate(self.layers):
+            for name, tensor in _named_in_layer(layer, spec):
+                yield f"model.layers.{index}.{name}", tensor
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every tensor to its place; EngineError unless names and shapes match exactly."""
+        missing = set(self.targets)
+        for name, tensor in tensors:
+            target = self.targets.get(name)
+            if target is None:
+                raise EngineError(f"tensor {name} is not used by this model; publish only {_HINT}")
+            if name not in missing:
+                raise EngineError(f"tensor {name} is given twice; publish it once")
+            if tensor.shape != target.shape or not tensor.is_floating_point():
+                raise EngineError(
+                    f"tensor {name} is {tensor.dtype} {list(tensor.shape)}; "
+                    f"the model needs floating point {list(target.shape)}"
+                )
+            target.copy_(tensor)
+            missing.remove(name)
+        if missing:
+            raise EngineError(
+                f"tensor {min(missing)} is missing, one of {len(missing)}; publish {_HINT}"
+            )
+
+
+def _named_in_layer(layer: Layer, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    sizes = [heads * spec.head_dim for heads in (spec.num_heads, *[spec.num_kv_heads] * 2)]
+    for part, tensor in zip("qkv", torch.split(layer.qkv, sizes), strict=True):
+        yield f"self_attn.{part}_proj.weight", tensor
+    if layer.qkv_bias is not None:
+        for part, tensor in zip("qkv", torch.split(layer.qkv_bias, sizes), strict=True):
+            yield f"self_attn.{part}_proj.bias", tensor
+    if layer.qk_norm is not None:
+        yield "self_attn.q_norm.weight", layer.qk_norm[0]
+        yield "self_attn.k_norm.weight", layer.qk_norm[1]
+    gate, up = layer.gate_up.chunk(2)
+    yield "input_layernorm.weight", layer.input_norm
+    yield "self_attn.o_proj.weight", layer.o
+    yield "post_attention_layernorm.weight", layer.post_norm
+    yield "mlp.gate_proj.weight", gate
+    yield "mlp.up_proj.weight", up
+    yield "mlp.down_proj.weight", layer.down
+
+
+class KVCache:
+    """Keys and values of all slots: [layers, slots, kv heads, positions, head size]."""
+
+    def __init__(
+        self, spec: ModelSpec, slots: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (spec.num_layers, slots, spec.num_kv_heads, positions, spec.head_dim)
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def copy(self, source: int, first: int, count: int, length: int) -> None:
+        """Give slots first .. first + count - 1 the first `length` positions of `source`."""
+        for cache in (self.k, self.v):
+            cache[:, first : first + count, :, :length] = cache[:, source, None, :, :length]
+
+
+class DecoderModel:
+    """A Qwen2, Qwen3 or Llama decoder over the slots of one cache."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        slots: int,
+        max_len: int,
+        vocab_limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.spec, self.device, self.dtype = spec, device, dtype
+        self.vocab_limit = vocab_limit
+        positions = round_up(max_len)
+        self.weights = Weights(spec, dtype, device)
+        self.cache = KVCache(spec, slots, positions, dtype, device)
+        self.cos, self.sin = (table.to(device, dtype) for table in _rope_tables(spec, positions))
+        self._steps = torch.arange(positions, device=device)
+        kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
+        self._head_kind = torch.tensor(kinds, device=device)
+
+    def forward(self, ids: Tensor, positions: Tensor, first: int, kv_len: int) -> Tensor:
+        """Run `ids` [n, L] at `positions` ([n, L], or [1, L] for all rows) in n slots.
+
+        Keys and values are written to the cache, and each token attends to the positions up to
+        its own; kv_len, a multiple of KV_ROUND, is above every position. Gives the normalised
+        hidden states [n, L, H].
+        """
+        rows = self._steps[: ids.shape[0], None] + first
+        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        mask = self._mask(positions, kv_len)
+        x = F.embedding(ids, self.weights.embed)
+        span = slice(first, first + ids.shape[0])
+        for index, layer in enumerate(self.weights.layers):
+            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
+            keys, values = self.cache.k[index], self.cache.v[index]
+            keys[rows, :, positions] = k
+            values[rows, :, positions] = v
+            attended = self._attend(q, keys[span, :, :kv_len], values[span, :, :kv_len], mask)
+            x = x + F.linear(attended, layer.o)
+            gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return self._norm(x, self.weights.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [..., vocab_limit]: ids that the tokenizer lacks are left out.
+
+        Leaving them out equals masking them with -inf, and saves their share of the product.
+        """
+        return F.linear(hidden, self.weights.head[: self.vocab_limit]).float()
+
+    def prefill(
+        self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Run whole rows, longest first, from position 0, in slots first, first + 1, ...
+
+        Yields (first position of the chunk, hidden states [rows that reach it, L, H]), at most
+        about `chunk_tokens` tokens at a time. Rows are right-padded within a chunk: what padding
+        leaves in the cache lies behind the row's end, where the row's own next tokens overwrite
+        it before anything attends to it.
+        """
+        start, longest = 0, len(rows[0])
+        while start < longest:
+            count = sum(len(row) > start for row in rows)
+            end = min(start + max(1, chunk_tokens // count), longest)
+            ids = torch.zeros((count, end - start), dtype=torch.long)
+            for row, padded in zip(rows, ids, strict=False):
+                part = torch.tensor(row[start:end])
+                padded[: len(part)] = part
+            positions = self._steps[None, start:end]
+            yield start, self.forward(ids.to(self.device), positions, first, round_up(end))
+            start = end
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+
+    def _mask(self, positions: Tensor, kv_len: int) -> Tensor:
+        """Additive causal mask [rows, 1, group * L, kv_len] (rows 1 when they share it)."""
+        rows, length = positions.shape
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        hidden = self._steps[:kv_len] > positions[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]
+        return mask.expand(-1, -1, group, -1, -1).reshape(rows, 1, group * length, kv_len)
+
+    def _qkv(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [n, L, h, D] and k [n, L, k, D], and v [n, L, k, D]."""
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, self.spec.head_dim)
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=2)
+        if layer.qk_norm is not None:
+            size = (self.spec.head_dim,)
+            qk = F.rms_norm(qk, size, None, self.spec.rms_norm_eps)
+            qk = qk * layer.qk_norm[self._head_kind]
+        qk = qk * cos + qk.roll(self.spec.head_dim // 2, -1) * sin
+        q, k = torch.split(qk, [heads, kv_heads], dim=2)
+        return q, k, v
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """q [n, L, h, D] over keys and values [n, k, T, D]; gives [n, L, h * D]."""
+        n, length, heads, size = q.shape
+        kv_heads = self.spec.num_kv_heads
+        q = q.view(n, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
+        q = q.reshape(n, kv_heads, -1, size)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        out = out.view(n, kv_heads, -1, length, size).permute(0, 3, 1, 2, 4)
+        return out.reshape(n, length, heads * size)
+
+
+def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D] in float32.
+
+    A pair of a rotation lies half a head apart. The sine of the first half is negated, so that
+    x * cos + roll(x, D / 2) * sin is the rotation.
+    """
+    angles = torch.arange(positions).float()[:, None] * _inverse_frequencies(spec)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def _inverse_frequencies(spec: ModelSpec) -> Tensor:
+    """Radians per position [D / 2], scaled as in Llama 3.1 when the spec says so.
+
+    Wavelengths above original length / low factor are stretched by `factor`, those below
+    original length / high factor are kept, and between them the two are blended linearly.
+    """
+    exponents = torch.arange(0, spec.head_dim, 2).float() / spec.head_dim
+    frequencies = 1.0 / spec.rope_theta**exponents
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return frequencies * keep + frequencies / scaling.factor * (1.0 - keep)

@@ -1,0 +1,227 @@
+"""What a log record is, and how it lies in a segment file.
+
+Frame   u32 length | u32 CRC32 | body      little-endian; the body is a MessagePack map with "kind"
+Kinds   header (first in every segment), event, decision, state-hash
+
+The CRC is chained: it covers every body of the segment up to and including its own, and starts
+from the CRC at which the segment before was taken over. So a record that was lost, swapped or
+brought in from another file breaks the chain, not only one whose bits changed. The keys `kind`,
+`schema`, `segment` and `takes_over` of a header keep their meaning in every schema, which lets
+any version check and dump the frames of any other.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+#: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
+#: at 1 MiB; the largest record holds one of them, or the resolved configuration.
+MAX_BODY_BYTES = 16 << 20
+#: Run name, hash and a few integers. It also tells a torn opening, which holds at most one header,
+#: from a segment that lost its header.
+MAX_HEADER_BYTES = 1024
+#: A segment is read as a whole, so this bounds a reader's memory.
+SEGMENT_BYTES = 64 << 20
+
+FRAME = struct.Struct("<II")  #: body length in bytes, chained CRC32
+#: Every body has fewer than 16 keys and "kind" first: one marker byte, then these.
+KIND_KEY = b"\xa4kind"
+
+_SEGMENT_NAME = re.compile(r"events-(\d{8,})\.log")
+
+
+class Position(NamedTuple):
+    """Where a record begins."""
+
+    segment: int  #: running number, from 1
+    offset: int  #: bytes from the start of the segment file
+
+
+class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of the history before a segment; later bytes, and segments between, are not in it."""
+
+    segment: int
+    offset: int  #: bytes
+    crc: int  #: chained CRC32 at that offset
+
+
+class Header(
+    msgspec.Struct, tag_field="kind", tag="header", frozen=True, forbid_unknown_fields=True
+):
+    """First record of a segment; `takes_over` is None where the history begins."""
+
+    schema: int
+    logic: int  #: version of the decisions
+    incarnation: int  #: of the coordinator that writes
+    run: str
+    seed: int
+    config_hash: str
+    segment: int
+    takes_over: Takeover | None
+
+
+class EventRecord(
+    msgspec.Struct, tag_field="kind", tag="event", frozen=True, forbid_unknown_fields=True
+):
+    """A fact and who reported it."""
+
+    seq: int
+    time_ns: int
+    peer: str
+    incarnation: int  #: of the peer
+    peer_seq: int
+    event: msgspec.Raw  #: MessagePack, as `events` encodes it
+
+
+class DecisionRecord(
+    msgspec.Struct, tag_field="kind", tag="decision", frozen=True, forbid_unknown_fields=True
+):
+    """A command and the event that caused it."""
+
+    cause: int  #: seq of the event
+    index: int  #: among the commands of that event, from 0
+    command: msgspec.Raw  #: MessagePack, as `events` encodes it
+
+
+class StateHashRecord(
+    msgspec.Struct, tag_field="kind", tag="state-hash", frozen=True, forbid_unknown_fields=True
+):
+    """Digest of the state after event `seq`; a replay must reach the same."""
+
+    seq: int
+    digest: str
+
+
+Record: TypeAlias = Header | EventRecord | DecisionRecord | StateHashRecord
+
+
+class LogTail(msgspec.Struct, frozen=True):
+    """Where the history ends now, and what lies behind its end."""
+
+    end: Takeover | None  #: None: no record yet
+    newest: int  #: highest segment number in the directory, 0 for none
+    last_seq: int | None  #: of the last event; None: no event yet
+    torn_bytes: int  #: after `end`: an unfinished write, never part of the history
+
+
+class LogCorrupt(Exception):
+    """The log cannot be trusted; nothing was changed."""
+
+    def __init__(self, segment: int, offset: int, expected: str, found: str, hint: str) -> None:
+        super().__init__(
+            f"{segment_name(segment)} is corrupt at offset {offset}: "
+            f"expected {expected}, found {found}; {hint}"
+        )
+        self.segment = segment
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_frame(record: Record, crc: int) -> tuple[bytes, int]:
+    """The frame of a record that follows the chained `crc`, and the new CRC; ValueError if long."""
+    body = _encode(record)
+    limit = MAX_HEADER_BYTES if isinstance(record, Header) else MAX_BODY_BYTES
+    if len(body) > limit:
+        raise ValueError(
+            f"a {type(record).__name__} of {len(body)} bytes is above the log's limit of {limit}: "
+            "shorten the run name (header) or keep the payload in the store (event, decision)"
+        )
+    crc = zlib.crc32(body, crc)
+    return FRAME.pack(len(body), crc) + body, crc
+
+
+def segment_name(number: int) -> str:
+    return f"events-{number:08d}.log"
+
+
+def segment_numbers(names: list[str]) -> list[int]:
+    """Numbers of the segment files among `names`, ascending; other files are none of ours."""
+    return sorted(int(match[1]) for match in map(_SEGMENT_NAME.fullmatch, names) if match)
+
+
+class Frames:
+    """A cursor over the bytes of one segment that stands at the end of the valid frames."""
+
+    def __init__(self, segment: int, data: bytes, seed: int) -> None:
+        self.segment = segment
+        self.data = data
+        self.offset = 0
+        self.crc = seed
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, body) of each frame, up to the first that is not valid."""
+        data, size = self.data, len(self.data)
+        while (start := self.offset + FRAME.size) <= size:
+            length, stored = FRAME.unpack_from(data, self.offset)
+            end = start + length
+            if not 0 < length <= MAX_BODY_BYTES or end > size:
+                return
+            body = data[start:end]
+            if zlib.crc32(body, self.crc) != stored:
+                return
+            yield self.offset, body
+            self.offset, self.crc = end, stored
+
+    def remaining(self) -> int:
+        return len(self.data) - self.offset
+
+    def continued(self) -> bool:
+        """True if a frame after the bad one at the cursor continues its chain.
+
+        The chain goes on from the CRC stored in the bad frame or, where that is the damaged part,
+        from the one computed over its body. A wrong length hides where the next frame begins, so
+        every place that could be the start of a body is tried.
+        """
+        if self.remaining() <= FRAME.size:
+            return False
+        length, stored = FRAME.unpack_from(self.data, self.offset)
+        start = self.offset + FRAME.size
+        chains = {stored, zlib.crc32(self.data[start : start + length], self.crc)}
+        key = self.data.find(KIND_KEY, start + FRAME.size)
+        while key >= 0:
+            at = key - 1 - FRAME.size
+            if any(self.valid_at(at, crc) for crc in chains):
+                return True
+            key = self.data.find(KIND_KEY, key + 1)
+        return False
+
+    def valid_at(self, offset: int, crc: int) -> bool:
+        """True if a frame that continues the chain `crc` begins at `offset`."""
+        if offset + FRAME.size > len(self.data):
+            return False
+        length, stored = FRAME.unpack_from(self.data, offset)
+        start = offset + FRAME.size
+        if not 0 < length <= MAX_BODY_BYTES or start + length > len(self.data):
+            return False
+        return bool(zlib.crc32(self.data[start : start + length], crc) == stored)
+
+    def fault(self) -> LogCorrupt:
+        """What is wrong with the frame at the cursor."""
+        remaining = self.remaining() - FRAME.size
+        if remaining < 0:
+            return self.corrupt(f"{FRAME.size} bytes of frame head", f"{self.remaining()} bytes")
+        length, stored = FRAME.unpack_from(self.data, self.offset)
+        if not 0 < length <= MAX_BODY_BYTES:
+            return self.corrupt(f"a body length of 1 to {MAX_BODY_BYTES}", f"{length}")
+        if length > remaining:
+            return self.corrupt(f"a body of {length} bytes", f"{remaining} bytes")
+        start = self.offset + FRAME.size
+        computed = zlib.crc32(self.data[start : start + length], self.crc)
+        return self.corrupt(f"CRC {computed:#010x} of the body", f"{stored:#010x} in the frame")
+
+    def corrupt(self, expected: str, found: str) -> LogCorrupt:
+        hint = "restore the file from a copy, or start a new run"
+        return LogCorrupt(self.segment, self.offset, expected, found, hint)

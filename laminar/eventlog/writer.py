@@ -1,0 +1,188 @@
+"""Appends records to the log: buffered, made durable once per tick, one segment file at a time.
+
+Reads   ports.Disk, and the LogTail that a scan found
+Writes  segment files; raises DiskError (end the process), LogTaken (another coordinator writes)
+
+A coordinator that was presumed dead may wake up beside its successor. Three orders keep two
+writers from both being believed, without locks: a writer first creates its segment (only one
+can), then finds its predecessor as long as the scan saw it, makes that durable (a killed writer
+leaves bytes that only the page cache holds), and last names its end in the header;
+and every commit looks for a newer segment after its sync. Whatever the old writer committed
+before the new segment existed is therefore seen by the successor, and what it commits later is
+refused to it, so nothing that was sent or acknowledged is missing from the history. Nothing is
+ever truncated. A failed write or sync is final, since a second sync may report success for pages
+that the kernel has already thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+
+from laminar.eventlog.record import (
+    MAX_HEADER_BYTES,
+    SCHEMA_VERSION,
+    SEGMENT_BYTES,
+    Header,
+    LogTail,
+    Record,
+    Takeover,
+    encode_frame,
+    segment_name,
+    segment_numbers,
+)
+from laminar.ports import AppendFile, Disk, DiskError
+
+
+class LogDisk(Disk, Protocol):
+    """A disk that can also make durable what another process wrote."""
+
+    def sync(self, name: str) -> None:
+        """Make the present content of a file durable (fdatasync); raises DiskError."""
+        ...
+
+
+class LogTaken(Exception):
+    """Another coordinator took this log over: this one must end without sending anything."""
+
+
+class LogWriter:
+    """The growing end of the log; a flush or commit that raised is the last one it tries."""
+
+    def __init__(self, disk: Disk, header: Header, segment_bytes: int) -> None:
+        """Creates the segment file; use `begin`, which also writes its header."""
+        self._disk = disk
+        self._header = header
+        self._segment_bytes = segment_bytes
+        self._file = _create(disk, header.segment)
+        self._offset = 0  #: bytes handed to the file
+        self._crc = header.takes_over.crc if header.takes_over else 0
+        self._pending: list[bytes] = []
+        self._unsynced = False
+        self._failed = False
+
+    @classmethod
+    def begin(
+        cls,
+        disk: LogDisk,
+        tail: LogTail,
+        *,
+        logic: int,
+        incarnation: int,
+        run: str,
+        seed: int,
+        config_hash: str,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> LogWriter:
+        """Take the log over at `tail`, in a new segment whose header is durable on return.
+
+        Raises LogTaken when the log grew since the scan: its writer lives, scan again or end.
+        """
+        if segment_bytes < MAX_HEADER_BYTES:
+            raise ValueError(f"segment_bytes is {segment_bytes}: give {MAX_HEADER_BYTES} or more")
+        header = Header(
+            schema=SCHEMA_VERSION,
+            logic=logic,
+            incarnation=incarnation,
+            run=run,
+            seed=seed,
+            config_hash=config_hash,
+            segment=tail.newest + 1,
+            takes_over=tail.end,
+        )
+        writer = cls(disk, header, segment_bytes)
+        _refuse_if_grown(disk, tail)
+        if tail.end:
+            disk.sync(segment_name(tail.end.segment))
+        writer.append(header)
+        writer.commit()
+        return writer
+
+    def append(self, record: Record) -> None:
+        """Buffer one record; ValueError (and nothing buffered) when it is too large."""
+        frame, self._crc = encode_frame(record, self._crc)
+        self._pending.append(frame)
+
+    def flush(self) -> None:
+        """Write what is buffered without making it durable: for a tick with nothing to send."""
+        with self._only_try():
+            self._write()
+
+    def commit(self) -> None:
+        """Make everything appended durable with one write and one sync; then it may be sent.
+
+        Raises DiskError, and LogTaken when a newer segment shows that the log has a new owner.
+        """
+        with self._only_try():
+            self._write()
+            self._sync()
+            if segment_numbers(self._disk.names())[-1:] != [self._header.segment]:
+                raise LogTaken(_taken(self._header.segment))
+            if self._offset > self._segment_bytes:
+                self._rotate()
+
+    def close(self) -> None:
+        """Close the file; what was not committed may be lost."""
+        self._file.close()
+
+    @contextmanager
+    def _only_try(self) -> Iterator[None]:
+        """A body that raises is never entered again, by this call or another."""
+        if self._failed:
+            raise DiskError("the event log failed before and is not tried again: end the process")
+        self._failed = True
+        yield
+        self._failed = False
+
+    def _write(self) -> None:
+        data = b"".join(self._pending)
+        if data:
+            self._file.append(data)
+            self._pending.clear()
+            self._offset += len(data)
+            self._unsynced = True
+
+    def _sync(self) -> None:
+        if self._unsynced:
+            self._file.sync()
+            self._unsynced = False
+
+    def _rotate(self) -> None:
+        """Go on in the next segment. The old one is durable by now, so its end can be named."""
+        end = Takeover(self._header.segment, self._offset, self._crc)
+        header = msgspec.structs.replace(self._header, segment=end.segment + 1, takes_over=end)
+        file = _create(self._disk, header.segment)
+        self._file.close()
+        self._file, self._header, self._offset = file, header, 0
+        self.append(header)
+        self._write()
+        self._sync()
+
+
+def _create(disk: Disk, number: int) -> AppendFile:
+    try:
+        return disk.create(segment_name(number))
+    except FileExistsError as error:
+        raise LogTaken(_taken(number - 1)) from error
+
+
+def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
+    """Called once the new segment exists: from then on an old writer's commits are refused."""
+    first = tail.end.segment if tail.end else 1
+    seen = tail.torn_bytes + (tail.end.offset if tail.end else 0)
+    found = sum(disk.size(segment_name(number)) for number in range(first, tail.newest + 1))
+    if found != seen:
+        raise LogTaken(
+            f"the event log grew from {seen} to {found} bytes since it was scanned: another "
+            "coordinator of this run was alive, start this one again"
+        )
+
+
+def _taken(number: int) -> str:
+    return (
+        f"{segment_name(number)} is no longer the newest segment of the event log: another "
+        "coordinator of this run has taken the log over, this one must end"
+    )

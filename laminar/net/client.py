@@ -1,0 +1,261 @@
+"""Client links in an event loop, and the actor's line to the coordinator.
+
+Reads   frames from a socket; the address file that a server writes next to the run
+Emits   bodies to callbacks, in order; events, gauges and heartbeats to the server
+
+The shell of `session` and `transport`: each turn drains the socket, hands over what came in
+order, and sends what the session says is due; the socket's slow tick drives resends and
+heartbeats. A server that falls silent is looked up again, because one that restarts may listen
+elsewhere. A callback that raises ends the shell and `wait_closed` raises what it raised: an actor
+that lost a command half-way must end, not go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.net.frames import BAD_BYTES, WireError
+from laminar.net.session import MS, ClientLink, Limits, LinkState
+from laminar.net.transport import CONTROL_MAX_BYTES, ClientSocket
+
+FLUSH_S = 2.0  #: how long `close` waits for acknowledgements
+LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
+
+now_ns = time.monotonic_ns
+
+
+class AddressFile(msgspec.Struct):
+    """What we read of an address file; it may hold more."""
+
+    address: str
+
+
+def write_address(path: Path, address: str, **facts: str | int) -> None:
+    """Write an address file so that a reader sees the old one or the new one, never half."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps({"address": address, **facts}))
+    new.replace(path)
+
+
+def read_address(path: Path) -> str | None:
+    """The address in the file, None while there is no file; ConfigError for a malformed one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=AddressFile).address
+    except FileNotFoundError:
+        return None
+    except BAD_BYTES as error:
+        raise ConfigError(
+            f"{path} is not an address file ({error}); delete it and restart its server"
+        ) from error
+
+
+class ClientShell:
+    """One client link on one socket in the running loop."""
+
+    def __init__(
+        self,
+        link: ClientLink,
+        find_address: Callable[[], str | None],
+        heartbeat_ms: int,
+        on_body: Callable[[bytes], None],
+        after_turn: Callable[[], None],
+    ) -> None:
+        self.link = link
+        self.bad_frames = 0
+        self.turned = asyncio.Event()  #: set after each turn that received frames
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._find_address = find_address
+        self._heartbeat_ns = heartbeat_ms * MS
+        self._looked_ns = 0
+        self._on_body = on_body
+        self._after_turn = after_turn
+        self._flush_due = False
+        self._socket = ClientSocket(link.limits.max_frame)
+        self._socket.attach(asyncio.get_running_loop(), self._turn)
+
+    @property
+    def address(self) -> str:
+        return self._socket.address
+
+    def flush_soon(self) -> None:
+        """Send what is due after the running callback, together with what follows in it."""
+        if not self._flush_due and not self.closed.done():
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def close(self, flush_s: float) -> int:
+        """Wait for acknowledgements, say Bye; how many messages stayed unacknowledged."""
+        try:
+            async with asyncio.timeout(flush_s):
+                while self.link.outbox and self.link.state is not LinkState.REFUSED:
+                    self.turned.clear()
+                    await self.turned.wait()
+        except TimeoutError:
+            pass
+        if not self.closed.done():
+            self.link.close()
+            self._send_due()
+            self._end(None)
+        return len(self.link.outbox)
+
+    def _turn(self) -> None:
+        try:
+            frames = self._socket.drain()
+            for frame in frames:
+                self._take(frame)
+            self._look_up()
+            self._send_due()
+            self._after_turn()
+            if frames:
+                self.turned.set()
+        except Exception as error:
+            self._end(error)
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            bodies = self.link.receive(frame, now_ns())
+        except WireError:
+            self.bad_frames += 1
+            return
+        for body in bodies:
+            self._on_body(body)
+
+    def _look_up(self) -> None:
+        """Find the server, and find it again when it is silent: it may listen elsewhere now."""
+        now, known = now_ns(), self._socket.address
+        silent = self.link.silent_ns(now) > 2 * self._heartbeat_ns
+        if known and (not silent or now - self._looked_ns < self._heartbeat_ns):
+            return
+        self._looked_ns = now
+        address = self._find_address()
+        if address and address != known:
+            self._socket.connect(address)
+            self.link.reintroduce()
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if not self.closed.done():
+            self._send_due()
+
+    def _send_due(self) -> None:
+        for frame in self.link.poll(now_ns()):
+            self._socket.send(frame)
+
+    def _end(self, error: Exception | None) -> None:
+        self._socket.close(LINGER_MS)
+        self.turned.set()
+        if error is None:
+            self.closed.set_result(None)
+        elif not self.closed.done():
+            self.link.close(f"its owner failed ({error!r})")
+            self.closed.set_exception(error)
+
+
+def started(shell: ClientShell | None) -> ClientShell:
+    """The shell, or RuntimeError for a client that was never started."""
+    if shell is None:
+        raise RuntimeError("call start() first, in a running event loop")
+    return shell
+
+
+class ControlClient:
+    """An actor's line to the coordinator: events out, commands in, found by the address file."""
+
+    def __init__(
+        self,
+        address_file: Path,
+        name: str,
+        role: str,
+        boot_id: str,
+        info: dict[str, str],
+        heartbeat_ms: int,
+        absent_ms: int,
+        on_body: Callable[[bytes], None],
+        on_welcome: Callable[[int], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """`on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
+        `on_refused(reason)`: once; nothing is sent or received after it."""
+        self._find_address = partial(read_address, address_file)
+        self._heartbeat_ms = heartbeat_ms
+        self._absent_ns = absent_ms * MS
+        self._on_body, self._on_welcome, self._on_refused = on_body, on_welcome, on_refused
+        self._link = ClientLink(
+            name,
+            role,
+            boot_id,
+            heartbeat_ns=heartbeat_ms * MS,
+            now_ns=now_ns(),
+            info=info,
+            limits=Limits(max_frame=CONTROL_MAX_BYTES),
+        )
+        self._shell: ClientShell | None = None
+        self._seen = ("", LinkState.JOINING)  #: server boot and state that the owner knows of
+
+    @property
+    def incarnation(self) -> int:
+        """0 until the first welcome."""
+        return self._link.incarnation
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that the coordinator has not yet made durable."""
+        return len(self._link.outbox)
+
+    @property
+    def absent_ns(self) -> int:
+        """How long the coordinator has been silent."""
+        return self._link.silent_ns(now_ns())
+
+    @property
+    def absent(self) -> bool:
+        """Silent for so long that this process should finish what it has and end."""
+        return self.absent_ns > self._absent_ns
+
+    def send(self, body: bytes) -> int:
+        """Queue an event, give its number; OutboxFull: hold back, LinkClosed: refused or closed.
+
+        Events may be queued before `start` and during an outage.
+        """
+        seq = self._link.send(body)
+        if self._shell is not None:
+            self._shell.flush_soon()
+        return seq
+
+    def gauge(self, body: bytes) -> None:
+        """Send a value that the next one replaces; forgotten when the coordinator is away."""
+        self._link.gauge(body)
+        if self._shell is not None:
+            self._shell.flush_soon()
+
+    async def start(self) -> None:
+        """Begin to look for the coordinator and to join it; does not wait for either."""
+        self._shell = ClientShell(
+            self._link, self._find_address, self._heartbeat_ms, self._on_body, self._notice
+        )
+
+    async def wait_closed(self) -> None:
+        """Return after `close`; raise what a callback raised."""
+        await asyncio.shield(started(self._shell).closed)
+
+    async def close(self, flush_s: float = FLUSH_S) -> int:
+        """Wait at most `flush_s` for acknowledgements, say Bye; how many messages are lost."""
+        return await started(self._shell).close(flush_s)
+
+    def _notice(self) -> None:
+        seen, self._seen = self._seen, (self._link.server_boot, self._link.state)
+        if self._seen == seen:
+            return
+        if self._link.state is LinkState.UP:
+            self._on_welcome(self._link.incarnation)
+        elif self._link.state is LinkState.REFUSED:
+            self._on_refused(self._link.reason)

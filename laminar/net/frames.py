@@ -1,0 +1,125 @@
+"""Frames: what one end of a link says to the other, and its bytes.
+
+Reads   bytes of a peer, at most `max_bytes`
+Gives   typed frames; WireError for any bytes that are not a frame that this peer may send
+
+A frame is a MessagePack map with its lower-case name under "type". Unknown fields are refused, and
+each side has its own decoder, so a frame that runs the wrong way is refused like garbage. The size
+is checked before anything is decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+
+class WireError(ValueError):
+    """Bytes that are not a legal frame here; the frame changes nothing, the owner counts it."""
+
+
+MAX_TEXT = 4096  #: characters of a reason or an info value
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Boot = Annotated[str, msgspec.Meta(max_length=128)]  #: empty: not welcomed yet
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag=str.lower):
+    """Base of all frames: a MessagePack map with the lower-case name under "type"."""
+
+
+class Hello(Frame, frozen=True):
+    """Client: who I am. Repeated until welcomed, and whenever the server fell silent."""
+
+    name: Name
+    role: Name
+    boot_id: Name
+    incarnation: Count  #: 0 until a server assigned one
+    first_seq: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]  #: all below are acknowledged
+    info: dict[Name, Text]
+
+
+class Welcome(Frame, frozen=True):
+    """Server: the link is up. `last_seq` is the last processed Data of this client."""
+
+    server_boot: Name
+    incarnation: Count
+    last_seq: Count
+
+
+class Data(Frame, frozen=True):
+    """Either side: one numbered body, with the acknowledgement that is due anyway."""
+
+    boot: Boot
+    seq: Count
+    ack: Count
+    body: bytes
+
+
+class Ack(Frame, frozen=True):
+    """Either side: everything up to `ack` arrived (at a server: and is processed)."""
+
+    boot: Boot
+    ack: Count
+
+
+class Gauge(Frame, frozen=True):
+    """Client: a value that the next one replaces; unnumbered, never resent."""
+
+    body: bytes
+
+
+class Heartbeat(Frame, frozen=True):
+    """Client: I am alive; are you? Answered with Ack."""
+
+    boot: Boot
+    ack: Count
+
+
+class Refused(Frame, frozen=True):
+    """Server: I take nothing from you; the reason is for a human."""
+
+    reason: Text
+
+
+class Bye(Frame, frozen=True):
+    """Client: I end; expect nothing more."""
+
+
+ClientFrame: TypeAlias = Hello | Data | Ack | Gauge | Heartbeat | Bye
+ServerFrame: TypeAlias = Welcome | Data | Ack | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_client_frames: msgspec.msgpack.Decoder[ClientFrame] = msgspec.msgpack.Decoder(ClientFrame)
+_server_frames: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
+#: What a typed decoder raises on hostile bytes; the last two are not msgspec's own.
+BAD_BYTES = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def encode(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode_client(frame: bytes, max_bytes: int) -> ClientFrame:
+    """A frame that a client may send; anything else is a WireError."""
+    _check_size(frame, max_bytes)
+    try:
+        return _client_frames.decode(frame)
+    except BAD_BYTES as error:
+        raise WireError(f"not a frame of a client: {error}") from error
+
+
+def decode_server(frame: bytes, max_bytes: int) -> ServerFrame:
+    """A frame that a server may send; anything else is a WireError."""
+    _check_size(frame, max_bytes)
+    try:
+        return _server_frames.decode(frame)
+    except BAD_BYTES as error:
+        raise WireError(f"not a frame of a server: {error}") from error
+
+
+def _check_size(frame: bytes, max_bytes: int) -> None:
+    if len(frame) > max_bytes:
+        raise WireError(f"a frame of {len(frame)} bytes exceeds the limit of {max_bytes}")

@@ -1,0 +1,229 @@
+"""Sockets: ZeroMQ ROUTER and DEALER, drained without blocking from an asyncio loop.
+
+Reads   frames of peers, from TCP
+Emits   frames to peers; ConfigError for an address that cannot be bound or connected
+Why     `zmq.asyncio` costs six times as much per message as a non-blocking drain when the socket's
+        descriptor is readable. That descriptor is edge-triggered, and reading the socket's events
+        or sending consumes the edge, so after every callback and every send the events are looked
+        at again, and a slow tick covers what is missed all the same.
+
+Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
+lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
+the same explicit id would be ignored without a word); who speaks is said inside the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable
+
+import zmq
+
+from laminar.config import ConfigError
+
+CONTROL_MAX_BYTES = 1024 * 1024  #: one frame on a control socket
+STORE_MAX_BYTES = 16 * 1024 * 1024  #: one frame on a store or relay socket
+HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
+DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
+SAFETY_TICK_S = 0.05
+RECONNECT_MIN_MS = 50
+RECONNECT_MAX_MS = 500
+PROBE_MS = 2_000  #: ZeroMQ's own heartbeat, which ends a connection whose other side vanished
+PROBE_TIMEOUT_MS = 6_000
+
+
+class _Socket:
+    """One ZeroMQ socket and its place in an event loop."""
+
+    def __init__(self, kind: int, max_message: int) -> None:
+        self._kind = kind
+        self._max_message = max_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._callback: Callable[[], None] = lambda: None
+        self._tick: asyncio.Handle | None = None
+        self._recheck_due = False
+        self._open()
+
+    @property
+    def fileno(self) -> int:
+        return int(self._socket.get(zmq.FD))
+
+    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call `callback` when frames may have come, and at least every SAFETY_TICK_S.
+
+        It should drain; while frames are left it is called again, after other work of the loop.
+        """
+        self._loop, self._callback = loop, callback
+        loop.add_reader(self.fileno, self._ready)
+        self._tick = loop.call_soon(self._on_tick)
+
+    def detach(self) -> None:
+        if self._loop is None:
+            return
+        self._loop.remove_reader(self.fileno)
+        if self._tick is not None:
+            self._tick.cancel()
+        self._loop = None
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close; what is queued has `linger_ms` to leave, in the background."""
+        self.detach()
+        self._socket.close(linger=linger_ms)
+
+    def _open(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(self._kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, HIGH_WATER_MARK),
+            (zmq.RCVHWM, HIGH_WATER_MARK),
+            (zmq.MAXMSGSIZE, self._max_message),
+            (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.HEARTBEAT_IVL, PROBE_MS),
+            (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS),
+        ):
+            self._socket.set(option, value)
+
+    def _send(self, parts: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            self._recheck_soon()
+        return True
+
+    def _receive_frame(self) -> bytes:
+        """The next part; a message of several parts is no frame of ours and becomes b""."""
+        frame = self._socket.recv(zmq.NOBLOCK)
+        while self._socket.get(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+            frame = b""
+        return frame
+
+    def _on_tick(self) -> None:
+        if self._loop is not None:
+            self._tick = self._loop.call_later(SAFETY_TICK_S, self._on_tick)
+            self._ready()
+
+    def _ready(self) -> None:
+        self._callback()
+        self._recheck_soon()
+
+    def _recheck_soon(self) -> None:
+        if self._loop is not None and not self._recheck_due:
+            self._recheck_due = True
+            self._loop.call_soon(self._recheck)
+
+    def _recheck(self) -> None:
+        self._recheck_due = False
+        if self._loop is not None and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._ready()
+
+
+class ServerSocket(_Socket):
+    """The bound end: many peers, each known by the routing id of its connection."""
+
+    def __init__(self, host: str, port: int, max_message: int = CONTROL_MAX_BYTES) -> None:
+        """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
+        connection of their sender. ConfigError if the port is taken or the host not loopback."""
+        ip = _loopback(host)
+        super().__init__(zmq.ROUTER, max_message)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(f"tcp://{ip}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise _bind_error(host, port, error) from error
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def drain(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
+        """(routing id, frame) of what has arrived, at most `max_frames`."""
+        frames: list[tuple[bytes, bytes]] = []
+        try:
+            for _ in range(max_frames):
+                routing_id = self._socket.recv(zmq.NOBLOCK)
+                frames.append((routing_id, self._receive_frame()))
+        except zmq.Again:
+            pass
+        return frames
+
+    def send(self, routing_id: bytes, frame: bytes) -> bool:
+        """False: the peer is gone or its queue is full; the session sends the frame again."""
+        return self._send([routing_id, frame])
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Give the port back at once, then close."""
+        if not self._socket.closed:
+            self._socket.unbind(self.address)
+        super().close(linger_ms)
+
+
+class ClientSocket(_Socket):
+    """The connecting end: one server at a time, reconnected by ZeroMQ for ever."""
+
+    def __init__(self, max_message: int = CONTROL_MAX_BYTES) -> None:
+        super().__init__(zmq.DEALER, max_message)
+        self.address = ""  #: empty: not connected yet
+
+    def connect(self, address: str) -> None:
+        """Connect to "tcp://host:port", in place of any former server.
+
+        A new socket is taken, so that nothing from the former server can still arrive.
+        ConfigError for an address that is none.
+        """
+        loop = self._loop
+        self.close()
+        self._open()
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot connect to {address!r}: {error}; an address reads tcp://host:port"
+            ) from error
+        self.address = address
+        if loop is not None:
+            self.attach(loop, self._callback)
+
+    def drain(self, max_frames: int = DRAIN_FRAMES) -> list[bytes]:
+        """Frames that have arrived, at most `max_frames`."""
+        frames: list[bytes] = []
+        try:
+            for _ in range(max_frames):
+                frames.append(self._receive_frame())
+        except zmq.Again:
+            pass
+        return frames
+
+    def send(self, frame: bytes) -> bool:
+        """False: not connected, or the queue is full; the session sends the frame again."""
+        return self._send([frame])
+
+
+def _loopback(host: str) -> str:
+    """`host` as a loopback IP; ConfigError for any other, since nobody is authenticated yet."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        if ipaddress.IPv4Address(host).is_loopback:
+            return host
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"refusing to listen on {host!r}: beyond this machine every connection must be "
+        "authenticated with keys, and none are configured; use 127.0.0.1"
+    )
+
+
+def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
+    if error.errno != zmq.EADDRINUSE:
+        return ConfigError(f"cannot listen on {host}:{port}: {error}; check coordinator.host")
+    return ConfigError(
+        f"cannot listen on {host}:{port}: the port is in use by another process; end it, or set "
+        "coordinator.port=0 to take any free port"
+    )

@@ -1,0 +1,152 @@
+"""Reading a store database from outside: what an audit checks, while the store runs or after it.
+
+Reads   store.sqlite and its payload files, in one read transaction; changes nothing
+Gives   the rows, and lists of problems, each one sentence; an empty list is a clean book
+Raises  ConfigError when the file is not there or is no store database
+
+`check_integrity` needs only the file: every count and digest in it must agree with what it counts.
+What it cannot know is which trajectories there should be, so `compare` holds the rows against the
+account of somebody else, the coordinator's ledger. Together they notice the loss of any one row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.config import ConfigError
+from laminar.storage import payload_files, rules, schema
+from laminar.storage.rules import TOKEN_BYTES, Row
+from laminar.storage.tables import StoredChunk, Tables
+
+
+class Expected(NamedTuple):
+    """How a trajectory must have ended by somebody else's account; None: not ended."""
+
+    end: str | None
+    reason: str | None
+    step: int | None
+    num_tokens: int
+
+
+@contextmanager
+def open_tables(path: Path) -> Iterator[Tables]:
+    """The tables as of now; a store that goes on writing does not change what is read."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name the store.sqlite of a run directory")
+    with _connected(path) as db:
+        yield Tables(db, payload_files.folder_of(path))
+
+
+def trajectory_rows(path: Path) -> Iterator[Row]:
+    """Every trajectory, by id."""
+    with open_tables(path) as tables:
+        yield from tables.rows()
+
+
+def compare(expected: Mapping[str, Expected], path: Path) -> list[str]:
+    """How the rows differ from the whole account `expected` of all trajectories ever issued."""
+    problems: list[str] = []
+    missing = set(expected)
+    for row in trajectory_rows(path):
+        missing.discard(row.id)
+        stored = Expected(row.end, row.end_reason, row.end_step, row.num_tokens)
+        if row.id not in expected:
+            problems.append(f"trajectory {row.id} is stored but not expected")
+        elif stored != expected[row.id]:
+            problems.append(f"trajectory {row.id}: {stored} is stored, {expected[row.id]} expected")
+    return problems + [f"trajectory {name} is expected but not stored" for name in sorted(missing)]
+
+
+def check_integrity(path: Path) -> list[str]:
+    """What in the database and its files contradicts itself."""
+    with open_tables(path) as tables:
+        problems = tables.sqlite_problems() + _meta_problems(tables)
+        for row in tables.rows():
+            problems += _trajectory_problems(tables, row)
+        orphans = tables.orphan_chunks()
+        return problems + [f"{number} chunks of {name} have no row" for name, number in orphans]
+
+
+def _meta_problems(tables: Tables) -> list[str]:
+    meta = tables.meta()
+    missing = [f"meta key {key!r} is missing" for key in schema.META if key not in meta]
+    if missing:
+        return missing
+    problems = []
+    for purpose in ("train", "eval"):
+        stored, counted = tables.prompt_rows(purpose), meta[f"{purpose}_prompts"]
+        if str(stored) != counted:
+            problems.append(f"{stored} {purpose} prompts are stored, {counted} were loaded")
+    if meta["data_digest"] and tables.prompts_digest() != meta["prompts_digest"]:
+        problems.append("the prompt rows do not have the digest they were loaded with")
+    return problems
+
+
+def _trajectory_problems(tables: Tables, row: Row) -> list[str]:
+    """The chunks must follow one another, belong to the attempt, and add up to the row."""
+    chunks = tables.stored_chunks(row.id)
+    problems = _order_problems(row, chunks) + _reward_problems(row)
+    tokens = logprobs = b""
+    try:
+        loaded = [tables.load(chunk) for chunk in chunks]
+        tokens = b"".join(chunk.tokens for chunk in loaded)
+        logprobs = b"".join(chunk.logprobs for chunk in loaded)
+    except payload_files.DamageError as error:
+        return [*problems, f"trajectory {row.id}: {error}"]
+    sizes = {len(tokens), len(logprobs), row.num_tokens * TOKEN_BYTES}
+    if len(sizes) != 1:
+        problems.append(
+            f"trajectory {row.id} counts {row.num_tokens} tokens, its chunks hold "
+            f"{len(tokens)} bytes of tokens and {len(logprobs)} of log-probs"
+        )
+    if row.status != "open" and row.digest != rules.payload_digest(tokens, logprobs):
+        problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
+    return problems
+
+
+def _order_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
+    problems = []
+    segment, offset = -1, 0
+    for chunk in chunks:
+        if chunk.segment == segment + 1:
+            segment, offset = segment + 1, 0
+        if (chunk.attempt, chunk.segment, chunk.offset) != (row.attempt, segment, offset):
+            problems.append(
+                f"trajectory {row.id} has a chunk at attempt {chunk.attempt} segment "
+                f"{chunk.segment} offset {chunk.offset} instead of attempt {row.attempt} "
+                f"segment {segment} offset {offset}"
+            )
+        offset = chunk.offset + chunk.num_tokens
+    if (row.segments, row.segment_tokens) != (segment + 1, offset):
+        problems.append(
+            f"trajectory {row.id} counts {row.segments} segments with {row.segment_tokens} tokens "
+            f"in the last, its chunks make {segment + 1} with {offset}"
+        )
+    return problems
+
+
+def _reward_problems(row: Row) -> list[str]:
+    if row.end in ("trained", "evaluated") and row.status != "rewarded":
+        return [f"trajectory {row.id} is {row.end} but only {row.status}"]
+    return []
+
+
+@contextmanager
+def _connected(path: Path) -> Iterator[sqlite3.Connection]:
+    db = None
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        db.execute("BEGIN")
+        db.execute("SELECT 1 FROM meta")
+    except sqlite3.DatabaseError as error:
+        if db is not None:
+            db.close()
+        raise ConfigError(f"{path} is no store database ({error}): name a store.sqlite") from error
+    try:
+        yield db
+    finally:
+        db.close()

@@ -1,0 +1,319 @@
+"""What each request does: read the row, ask the rules for the verdict, save what follows.
+
+Reads   typed requests (`messages`) and the rows they name (`tables`)
+Writes  rows and chunks, inside the transaction of the caller
+Raises  DamageError when something that was stored is missing
+
+Nothing is decided here; the decisions are in `rules`. Items of one request are handled in order,
+each seeing what the ones before it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from laminar.storage import messages as m
+from laminar.storage import rules
+from laminar.storage.payload_files import DamageError
+from laminar.storage.rules import Chunk, Row
+from laminar.storage.tables import Tables
+
+
+class PromptIds(msgspec.Struct, frozen=True):
+    """The one field of a PromptPayload that dispatch needs; the others are skipped unread."""
+
+    prompt_ids: bytes
+
+
+_prompt_ids = msgspec.msgpack.Decoder(PromptIds)
+
+
+class Handlers:
+    """One method per request type, over the rows of one database."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._by_type: dict[type, Callable[[Any], m.Reply]] = {
+            m.Open: self._open,
+            m.Append: self._append,
+            m.Finish: self._finish,
+            m.Fetch: self._fetch,
+            m.PutRewards: self._put_rewards,
+            m.End: self._end,
+            m.Stats: self._stats,
+        }
+
+    def answer(self, request: m.Request) -> m.Reply:
+        return self._by_type[type(request)](request)
+
+    def _open(self, request: m.Open) -> m.OpenReply:
+        room = _Room()
+        results: list[m.OpenResult] = []
+        left_out: list[str] = []
+        for item in request.items:
+            result = self._open_one(item, room)
+            if result is None:
+                left_out.append(item.trajectory_id)
+            else:
+                results.append(result)
+        return m.OpenReply(results=tuple(results), left_out=tuple(left_out))
+
+    def _open_one(self, item: m.OpenItem, room: _Room) -> m.OpenResult | None:
+        """None: not opened, for its tokens have no room in the reply."""
+        asked = _asked_by_open(item)
+        row = self._tables.row(item.trajectory_id)
+        verdict = rules.judge_open(row, asked)
+        if verdict.answer in ("fenced", "refused"):
+            return _barred_open(item, verdict.answer, verdict.reason)
+        prompt_ids = b""
+        if verdict.answer == "open":
+            prompt = self._tables.prompt(item.purpose, item.row_index)
+            if prompt is None:
+                return _barred_open(item, "refused", f"no {item.purpose} prompt {item.row_index}")
+            prompt_ids = _prompt_ids.decode(prompt).prompt_ids
+            if not room.take(len(prompt_ids) + rules.TOKEN_BYTES * (row.num_tokens if row else 0)):
+                return None
+        row = self._opened(row, verdict.change, asked)
+        chunks = self._tables.chunks(row.id) if verdict.answer == "open" else []
+        return _open_result(row, verdict, prompt_ids, chunks)
+
+    def _opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
+        if row is not None and change == "none":
+            return row
+        if change == "restart":
+            self._tables.drop_chunks(asked.id)
+        after = rules.opened(row, change, asked)
+        self._tables.save(row, after)
+        return after
+
+    def _append(self, request: m.Append) -> m.AppendReply:
+        return m.AppendReply(results=tuple(map(self._append_one, request.items)))
+
+    def _append_one(self, item: m.AppendItem) -> m.Result:
+        row = self._tables.row(item.trajectory_id)
+        chunk = Chunk(item.segment, item.offset, item.tokens, item.logprobs)
+        stored = None
+        if row is not None and rules.is_behind(row, item.segment, item.offset):
+            stored = self._tables.chunk(row, item.segment, item.offset)
+        verdict = rules.judge_append(row, item.placement, chunk, stored)
+        if row is not None and verdict.changes:
+            self._tables.add_chunk(row, chunk)
+            self._tables.save(row, rules.grown(row, chunk))
+        return _result(item.trajectory_id, verdict)
+
+    def _finish(self, request: m.Finish) -> m.FinishReply:
+        return m.FinishReply(results=tuple(map(self._finish_one, request.items)))
+
+    def _finish_one(self, item: m.FinishItem) -> m.Result:
+        row = self._tables.row(item.trajectory_id)
+        verdict = rules.judge_finish(row, item.placement, item.finish_reason, item.num_tokens)
+        if row is not None and verdict.changes:
+            digest = self._whole_digest(row)
+            after = row._replace(
+                status="generated", finish_reason=item.finish_reason, digest=digest
+            )
+            self._tables.save(row, after)
+        return _result(item.trajectory_id, verdict)
+
+    def _whole_digest(self, row: Row) -> str:
+        """The digest of the payload, which must have as many tokens and log-probs as the row."""
+        tokens, logprobs, _ = self._payload(row)
+        if {len(tokens), len(logprobs)} != {row.num_tokens * rules.TOKEN_BYTES}:
+            raise DamageError(
+                f"the chunks of {row.id} hold {len(tokens)} bytes of tokens and "
+                f"{len(logprobs)} of log-probs, its row counts {row.num_tokens} tokens"
+            )
+        return rules.payload_digest(tokens, logprobs)
+
+    def _fetch(self, request: m.Fetch) -> m.FetchReply:
+        room = _Room()
+        trajectories: list[m.Trajectory] = []
+        left_out: list[str] = []
+        unknown: list[str] = []
+        for trajectory_id in dict.fromkeys(request.ids):
+            row = self._tables.row(trajectory_id)
+            if row is None:
+                unknown.append(trajectory_id)
+                continue
+            prompt = self._tables.prompt(row.purpose, row.row_index)
+            if prompt is None:
+                raise DamageError(
+                    f"the {row.purpose} prompt {row.row_index} of {row.id} is missing"
+                )
+            if room.take(_fetched_size(row, prompt)):
+                trajectories.append(self._trajectory(row, prompt, request.with_prompt))
+            else:
+                left_out.append(trajectory_id)
+        return m.FetchReply(
+            trajectories=tuple(trajectories), left_out=tuple(left_out), unknown=tuple(unknown)
+        )
+
+    def _trajectory(self, row: Row, prompt: bytes, with_prompt: bool) -> m.Trajectory:
+        tokens, logprobs, segment_lengths = self._payload(row)
+        return m.Trajectory(
+            trajectory_id=row.id,
+            **row.identity._asdict(),
+            **row.stamp._asdict(),
+            attempt=row.attempt,
+            placement=row.placement,
+            replica=row.replica,
+            status=row.status,
+            finish_reason=row.finish_reason,
+            digest=row.digest,
+            score=rules.score_of(row.reward_bits),
+            reward_reason=row.reward_reason,
+            reward_detail=row.reward_detail,
+            end=row.end,
+            prompt_ids=_prompt_ids.decode(prompt).prompt_ids,
+            tokens=tokens,
+            logprobs=logprobs,
+            segment_lengths=segment_lengths,
+            prompt=prompt if with_prompt else None,
+        )
+
+    def _payload(self, row: Row) -> tuple[bytes, bytes, tuple[int, ...]]:
+        """All tokens, all log-probs, and the tokens per segment."""
+        chunks = self._tables.chunks(row.id)
+        tokens = b"".join(chunk.tokens for chunk in chunks)
+        logprobs = b"".join(chunk.logprobs for chunk in chunks)
+        return tokens, logprobs, rules.segment_lengths(chunks)
+
+    def _put_rewards(self, request: m.PutRewards) -> m.PutRewardsReply:
+        return m.PutRewardsReply(results=tuple(map(self._reward_one, request.items)))
+
+    def _reward_one(self, item: m.RewardItem) -> m.RewardResult:
+        row = self._tables.row(item.trajectory_id)
+        verdict = rules.judge_reward(row, item.placement, item.score, item.reason, item.detail)
+        if row is not None and verdict.changes:
+            row = self._rewarded(row, item)
+        result = m.RewardResult(
+            trajectory_id=item.trajectory_id, answer=verdict.answer, reason=verdict.reason
+        )
+        if row is None or verdict.answer in ("fenced", "refused"):
+            return result
+        score = rules.score_of(row.reward_bits)
+        return msgspec.structs.replace(result, score=score, reward_reason=row.reward_reason)
+
+    def _rewarded(self, row: Row, item: m.RewardItem) -> Row:
+        after = row._replace(
+            status="rewarded",
+            reward_bits=rules.score_bits(item.score),
+            reward_reason=item.reason,
+            reward_detail=item.detail,
+        )
+        self._tables.save(row, after)
+        self._tables.set_reward_text(row.id, item.score, item.text)
+        return after
+
+    def _end(self, request: m.End) -> m.EndReply:
+        return m.EndReply(results=tuple(map(self._end_one, request.items)))
+
+    def _end_one(self, item: m.EndItem) -> m.EndResult:
+        row = self._tables.row(item.trajectory_id)
+        asked = _asked_by_end(item)
+        verdict = rules.judge_end(row, asked)
+        if verdict.changes:
+            after = rules.ended(row, asked)
+            self._tables.save(row, after)
+            row = after
+        return m.EndResult(
+            trajectory_id=item.trajectory_id,
+            answer=verdict.answer,
+            reason=verdict.reason,
+            num_tokens=row.num_tokens if row else 0,
+            tokens_lost=row.tokens_lost if row else 0,
+        )
+
+    def _stats(self, request: m.Stats) -> m.StatsReply:
+        meta = self._tables.meta()
+        return m.StatsReply(
+            train_prompts=int(meta["train_prompts"]),
+            eval_prompts=int(meta["eval_prompts"]),
+            totals=tuple(
+                m.Total(state=state, trajectories=number, tokens=tokens, tokens_lost=lost)
+                for state, number, tokens, lost in self._tables.totals()
+            ),
+            database_bytes=self._tables.database_bytes(),
+        )
+
+
+class _Room:
+    """The payload bytes a reply still has room for; the first part always fits."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def take(self, size: int) -> bool:
+        if self._used and self._used + size > m.REPLY_BUDGET:
+            return False
+        self._used += size
+        return True
+
+
+def _asked_by_open(item: m.OpenItem) -> Row:
+    return Row(
+        id=item.trajectory_id,
+        group_id=item.group_id,
+        sibling=item.sibling,
+        purpose=item.purpose,
+        row_index=item.row_index,
+        attempt=item.attempt,
+        placement=item.placement,
+        replica=item.replica,
+        weight_version=item.weight_version,
+        version_step=item.version_step,
+        temperature=item.temperature,
+    )
+
+
+def _asked_by_end(item: m.EndItem) -> Row:
+    return Row(
+        id=item.trajectory_id,
+        group_id=item.group_id,
+        sibling=item.sibling,
+        purpose=item.purpose,
+        row_index=item.row_index,
+        attempt=0,
+        placement=item.placement,
+        end=item.end,
+        end_reason=item.reason,
+        end_step=item.step,
+    )
+
+
+def _result(trajectory_id: str, verdict: rules.Verdict) -> m.Result:
+    return m.Result(trajectory_id=trajectory_id, answer=verdict.answer, reason=verdict.reason)
+
+
+def _barred_open(item: m.OpenItem, answer: rules.OpenAnswer, reason: str) -> m.OpenResult:
+    return m.OpenResult(trajectory_id=item.trajectory_id, answer=answer, reason=reason)
+
+
+def _open_result(
+    row: Row, verdict: rules.OpenVerdict, prompt_ids: bytes, chunks: Sequence[Chunk]
+) -> m.OpenResult:
+    return m.OpenResult(
+        trajectory_id=row.id,
+        answer=verdict.answer,
+        reason=verdict.reason,
+        prompt_ids=prompt_ids,
+        tokens=b"".join(chunk.tokens for chunk in chunks),
+        segment_lengths=rules.segment_lengths(chunks),
+        num_tokens=row.num_tokens,
+        tokens_lost=row.tokens_lost,
+        attempt=row.attempt,
+        weight_version=row.weight_version,
+        version_step=row.version_step,
+        finish_reason=row.finish_reason,
+        score=rules.score_of(row.reward_bits),
+        reward_reason=row.reward_reason,
+    )
+
+
+def _fetched_size(row: Row, prompt: bytes) -> int:
+    """At least the bytes of the row in a reply: the prompt ids may be in it twice."""
+    detail = row.reward_detail or ""
+    return 2 * len(prompt) + 2 * rules.TOKEN_BYTES * row.num_tokens + 4 * len(detail) + 4096

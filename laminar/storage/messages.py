@@ -1,0 +1,340 @@
+"""The requests the store answers, its replies, and the one codec for both.
+
+Reads   bytes of a frame (`decode_request`, `decode_reply`)
+Gives   frozen structs; bytes of at most MESSAGE_LIMIT (`encode`); StoreWireError for any others
+
+MessagePack maps with kebab-case tags. Payloads travel as blobs: token ids int32, log-probs
+float32, both little-endian, segments one after the other in order. A request is a list of items
+and its reply lists their results in the same order, so that one commit covers many trajectories.
+Every request may be sent twice. Numbers and ids are bounded here, so that a decoded request cannot
+overflow a column and a reply cannot outgrow a frame.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from laminar.storage.rules import Answer, Ending, OpenAnswer, Purpose, RewardAnswer
+
+MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket, less its envelope
+REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; what is over it is left out
+MAX_ITEMS = 4096  #: items of one request
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Attempt = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Reason = Annotated[str, Meta(max_length=256)]
+Detail = Annotated[str, Meta(max_length=16_384)]
+Many = Meta(max_length=MAX_ITEMS)
+
+
+class StoreWireError(ValueError):
+    """Bytes that are no message of the store, or a message too large for a frame."""
+
+
+def _kebab(class_name: str) -> str:
+    return re.sub(r"(?<=.)([A-Z])", r"-\1", class_name).lower()
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the parts of messages."""
+
+
+class Message(Item, frozen=True, kw_only=True, tag=_kebab):
+    """Base of all messages: the field "type" holds the tag, PutRewards is "put-rewards"."""
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class OpenItem(Item, frozen=True, kw_only=True):
+    trajectory_id: Name
+    group_id: Name
+    sibling: Count
+    purpose: Purpose
+    row_index: Count  #: of the prompt, within its purpose
+    attempt: Attempt
+    placement: Count
+    weight_version: Count
+    version_step: Count  #: the trainer step that made these weights
+    replica: Name
+    temperature: Temperature
+
+
+class Open(Message, frozen=True, kw_only=True):
+    """Take trajectories over: fence every lower placement, learn how far they got."""
+
+    items: Annotated[tuple[OpenItem, ...], Many]
+
+
+class AppendItem(Item, frozen=True, kw_only=True):
+    """Resend a chunk as it was: one cut differently overlaps and is refused."""
+
+    trajectory_id: Name
+    placement: Count
+    segment: Count = 0
+    offset: Count  #: tokens of this segment before the chunk
+    tokens: bytes
+    logprobs: bytes
+
+
+class Append(Message, frozen=True, kw_only=True):
+    """Add sampled tokens and their log-probs."""
+
+    items: Annotated[tuple[AppendItem, ...], Many]
+
+
+class FinishItem(Item, frozen=True, kw_only=True):
+    trajectory_id: Name
+    placement: Count
+    finish_reason: Name
+    num_tokens: Count  #: over all segments; must agree with what is stored
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """Declare responses whole."""
+
+    items: Annotated[tuple[FinishItem, ...], Many]
+
+
+class Fetch(Message, frozen=True, kw_only=True):
+    """Read trajectories for scoring (with their prompts) or for training."""
+
+    ids: Annotated[tuple[Name, ...], Many]
+    with_prompt: bool = False
+
+
+class RewardItem(Item, frozen=True, kw_only=True):
+    trajectory_id: Name
+    placement: Count
+    score: float | None  #: finite; None: no reward function could score it
+    reason: Reason = ""
+    detail: Detail = ""
+    text: str | None = None  #: the response as text, for people who read the run
+
+
+class PutRewards(Message, frozen=True, kw_only=True):
+    """Store rewards; the first one of a trajectory stays."""
+
+    items: Annotated[tuple[RewardItem, ...], Many]
+
+
+class EndItem(Item, frozen=True, kw_only=True):
+    """The identity is repeated, because a trajectory may end that was never opened."""
+
+    trajectory_id: Name
+    group_id: Name
+    sibling: Count
+    purpose: Purpose
+    row_index: Count
+    placement: Count
+    end: Ending
+    reason: Reason = ""
+    step: Count
+
+
+class End(Message, frozen=True, kw_only=True):
+    """Close trajectories for ever, one row each, and learn how many tokens they had."""
+
+    items: Annotated[tuple[EndItem, ...], Many]
+
+
+class Stats(Message, frozen=True, kw_only=True):
+    """Ask for totals. Scans the trajectories: meant for reports, not for every step."""
+
+
+Request = Open | Append | Finish | Fetch | PutRewards | End | Stats
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+class OpenResult(Item, frozen=True, kw_only=True):
+    """`tokens` only for "open"; the facts of the row, as stored, unless "fenced" or "refused"."""
+
+    trajectory_id: str
+    answer: OpenAnswer
+    reason: str = ""
+    prompt_ids: bytes = b""
+    tokens: bytes = b""
+    segment_lengths: tuple[int, ...] = ()
+    num_tokens: int = 0  #: stored tokens, which is also the number of stored log-probs
+    tokens_lost: int = 0  #: of all earlier attempts together
+    attempt: int = 0
+    weight_version: int | None = None
+    version_step: int | None = None
+    finish_reason: str | None = None
+    score: float | None = None
+    reward_reason: str | None = None
+
+
+class OpenReply(Message, frozen=True, kw_only=True):
+    results: tuple[OpenResult, ...]
+    left_out: tuple[str, ...] = ()  #: not opened, for the reply was full: ask again
+
+
+class Result(Item, frozen=True, kw_only=True):
+    trajectory_id: str
+    answer: Answer
+    reason: str = ""
+
+
+class AppendReply(Message, frozen=True, kw_only=True):
+    results: tuple[Result, ...]
+
+
+class FinishReply(Message, frozen=True, kw_only=True):
+    results: tuple[Result, ...]
+
+
+class Trajectory(Item, frozen=True, kw_only=True):
+    trajectory_id: str
+    group_id: str
+    sibling: int
+    purpose: str
+    row_index: int
+    attempt: int
+    placement: int
+    replica: str | None
+    weight_version: int | None
+    version_step: int | None
+    temperature: float | None
+    status: str
+    finish_reason: str | None
+    digest: str | None
+    score: float | None
+    reward_reason: str | None
+    reward_detail: str | None
+    end: str | None
+    prompt_ids: bytes
+    tokens: bytes
+    logprobs: bytes
+    segment_lengths: tuple[int, ...]
+    prompt: bytes | None = None  #: for `decode_prompt`
+
+
+class FetchReply(Message, frozen=True, kw_only=True):
+    trajectories: tuple[Trajectory, ...]
+    left_out: tuple[str, ...] = ()  #: the reply was full: ask again
+    unknown: tuple[str, ...] = ()  #: never opened nor ended
+
+
+class RewardResult(Item, frozen=True, kw_only=True):
+    """`score` and `reward_reason` are the stored ones when the answer is "ok" or "already"."""
+
+    trajectory_id: str
+    answer: RewardAnswer
+    reason: str = ""
+    score: float | None = None
+    reward_reason: str | None = None
+
+
+class PutRewardsReply(Message, frozen=True, kw_only=True):
+    results: tuple[RewardResult, ...]
+
+
+class EndResult(Item, frozen=True, kw_only=True):
+    trajectory_id: str
+    answer: Answer
+    reason: str = ""
+    num_tokens: int = 0  #: stored tokens of the last attempt
+    tokens_lost: int = 0  #: of all earlier attempts together
+
+
+class EndReply(Message, frozen=True, kw_only=True):
+    results: tuple[EndResult, ...]
+
+
+class Total(Item, frozen=True, kw_only=True):
+    """The trajectories with one end, or without an end and with one status."""
+
+    state: str
+    trajectories: int
+    tokens: int
+    tokens_lost: int
+
+
+class StatsReply(Message, frozen=True, kw_only=True):
+    train_prompts: int
+    eval_prompts: int
+    totals: tuple[Total, ...]
+    database_bytes: int  #: of the database, without payload files
+
+
+class ErrorReply(Message, frozen=True, kw_only=True):
+    """The request was refused as a whole and changed nothing."""
+
+    reason: str
+
+
+Reply = (
+    OpenReply
+    | AppendReply
+    | FinishReply
+    | FetchReply
+    | PutRewardsReply
+    | EndReply
+    | StatsReply
+    | ErrorReply
+)
+
+
+class PromptPayload(Item, frozen=True, kw_only=True):
+    """One row of the data set, as the store keeps it for scoring and dispatch."""
+
+    prompt: Any  #: a string or a list of chat messages
+    ground_truth: Any
+    columns: dict[str, Any]
+    data_source: str
+    prompt_ids: bytes  #: int32 little-endian
+
+
+# --- codec ------------------------------------------------------------------------------------
+
+Decoded = TypeVar("Decoded")
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_prompts = msgspec.msgpack.Decoder(PromptPayload)
+
+
+def encode(message: Request | Reply) -> bytes:
+    data = _encode(message)
+    if len(data) > MESSAGE_LIMIT:
+        raise StoreWireError(
+            f"a {type(message).__name__} of {len(data)} bytes is over the limit of "
+            f"{MESSAGE_LIMIT}; send its items in several messages"
+        )
+    return data
+
+
+def decode_request(data: bytes) -> Request:
+    return _decode(_requests, data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    return _decode(_replies, data)
+
+
+def encode_prompt(prompt: PromptPayload) -> bytes:
+    """MessagePack of one prompt; TypeError for a column MessagePack cannot hold."""
+    return _encode(prompt)
+
+
+def decode_prompt(data: bytes) -> PromptPayload:
+    return _decode(_prompts, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    if len(data) > MESSAGE_LIMIT:
+        raise StoreWireError(f"{len(data)} bytes are over the limit of {MESSAGE_LIMIT}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreWireError(f"{len(data)} bytes are no message of the store: {error}") from error

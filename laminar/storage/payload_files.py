@@ -1,0 +1,85 @@
+"""Large payloads as files beside the database, named by their content.
+
+Reads   and writes one folder: files named xxh3_128 (hex) of their bytes, never changed
+Raises  DamageError for a missing or changed file; ports.DiskError when a write or sync fails
+
+A blob of many pages makes every later checkpoint of the database slower, so what is above
+INLINE_LIMIT goes here. A file is written under another name, synced, renamed, and its folder
+synced before the row that names it commits: a row never names a file that a crash could take away.
+The reverse, a file that no row names, is harmless and swept at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import xxhash
+
+from laminar.ports import DiskError
+
+INLINE_LIMIT = 64 * 2**10  #: bytes of a payload that still lies in the database
+
+_TEMPORARY = ".partial"
+
+
+class DamageError(Exception):
+    """Something that was stored is missing, or is not what was stored."""
+
+
+def folder_of(database: Path) -> Path:
+    """Where the payload files of a database lie: store.sqlite has store.files/."""
+    return database.with_name(f"{database.stem}.files")
+
+
+def write(folder: Path, data: bytes) -> str:
+    """Make `data` durable and return its name; the same bytes again only sync the folder."""
+    name = xxhash.xxh3_128_hexdigest(data)
+    try:
+        if not (folder / name).exists():
+            _write_and_rename(folder, name, data)
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise DiskError(error.errno, f"payload file {folder / name}: {error.strerror}") from error
+    return name
+
+
+def read(folder: Path, name: str) -> bytes:
+    try:
+        data = (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise DamageError(f"payload file {folder / name} is missing") from None
+    if xxhash.xxh3_128_hexdigest(data) != name:
+        raise DamageError(f"payload file {folder / name} does not hold the bytes of its name")
+    return data
+
+
+def create_folder(folder: Path) -> None:
+    """Make the folder and its entry in the parent durable."""
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sweep(folder: Path, named: Collection[str]) -> None:
+    """Remove every file that no row names: of restarted attempts and interrupted writes."""
+    for path in folder.iterdir():
+        if path.name not in named:
+            path.unlink()
+
+
+def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
+    partial = folder / f"{name}{_TEMPORARY}"
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(folder / name)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,356 @@
+"""The rules of the store: who may write what, decided from a row and a request. Pure.
+
+Reads   a `Row` (what is stored of one trajectory) and the plain values of one request item
+Gives   a verdict: the answer for the client and whether anything changes
+
+One sentence carries everything: a trajectory belongs to the highest placement that opened it.
+Placements are fencing tokens (Kleppmann, "How to do distributed locking", 2016): the coordinator
+raises the number each time it dispatches, resumes or moves a trajectory, and the store refuses
+whoever holds a lower one. Hand-off, crash recovery and a process that wakes up late are therefore
+the same operation, and no lock or lease has to be released first. Every request may arrive twice;
+a repeat is answered like the first and changes nothing. A finished response is never discarded:
+whoever opens it again is told how far it got.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+Purpose = Literal["train", "eval"]
+Status = Literal["open", "generated", "rewarded"]
+Ending = Literal["trained", "evaluated", "dropped"]
+Answer = Literal["ok", "fenced", "refused"]
+RewardAnswer = Literal["ok", "already", "fenced", "refused"]
+OpenAnswer = Literal["open", "generated", "rewarded", "ended", "fenced", "refused"]
+OpenChange = Literal["none", "create", "move", "restart"]
+
+TOKEN_BYTES = 4  #: an int32 token id, and a float32 log-prob
+MAX_TOKENS = 1_000_000  #: of one trajectory, so that it always fits into one reply
+MAX_LOGPROB = np.float32(1e-6)  #: rounding may push a log-prob just above 0
+
+
+class Identity(NamedTuple):
+    """What a trajectory is; fixed by the first request that names it."""
+
+    group_id: str
+    sibling: int
+    purpose: str
+    row_index: int
+
+
+class Stamp(NamedTuple):
+    """What an attempt is sampled with; fixed once it has tokens, for it must not mix versions."""
+
+    weight_version: int | None
+    version_step: int | None
+    temperature: float | None
+
+
+class Row(NamedTuple):
+    """All that is stored of one trajectory but its payload and text; the columns in this order."""
+
+    id: str
+    group_id: str
+    sibling: int
+    purpose: str
+    row_index: int
+    attempt: int  #: 1-based; 0: ended without ever being opened
+    placement: int
+    replica: str | None = None  #: who opened it last
+    weight_version: int | None = None
+    version_step: int | None = None
+    temperature: float | None = None
+    segments: int = 0  #: segments that have tokens
+    segment_tokens: int = 0  #: tokens of the last segment
+    num_tokens: int = 0  #: of all segments; kept current on every append
+    tokens_lost: int = 0  #: tokens of all earlier attempts, discarded by restarts
+    status: str = "open"
+    finish_reason: str | None = None
+    digest: str | None = None  #: `payload_digest`, set when generated
+    reward_bits: bytes | None = None  #: float64 little-endian; None: not rewarded, or unscorable
+    reward_reason: str | None = None
+    reward_detail: str | None = None
+    end: str | None = None
+    end_reason: str | None = None
+    end_step: int | None = None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.group_id, self.sibling, self.purpose, self.row_index)
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.weight_version, self.version_step, self.temperature)
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one segment: int32 and float32 little-endian, of equal number."""
+
+    segment: int
+    offset: int  #: tokens of this segment before the chunk
+    tokens: bytes
+    logprobs: bytes
+
+
+class Verdict(NamedTuple):
+    """The answer to a writer; `changes` is False for a repeat and for a refusal."""
+
+    answer: Answer
+    reason: str = ""
+    changes: bool = False
+
+
+class OpenVerdict(NamedTuple):
+    answer: OpenAnswer
+    change: OpenChange = "none"
+    reason: str = ""
+
+
+class RewardVerdict(NamedTuple):
+    answer: RewardAnswer
+    reason: str = ""
+    changes: bool = False
+
+
+_WRITE = Verdict("ok", changes=True)
+_REPEAT = Verdict("ok")
+
+
+def judge_open(row: Row | None, asked: Row) -> OpenVerdict:
+    """May the opener work on the trajectory, and from where? `asked` is the row it would make.
+
+    A higher placement takes over ("move"); with a higher attempt it discards the tokens so far
+    ("restart"), unless they are already a whole response.
+    """
+    if row is None:
+        return OpenVerdict("open", "create")
+    if row.identity != asked.identity:
+        return OpenVerdict("refused", reason=_other_identity(row))
+    if asked.placement < row.placement:
+        return OpenVerdict("fenced", reason=f"placement {row.placement} holds it")
+    if row.end is not None:
+        return OpenVerdict("ended", reason=f"{row.end}: {row.end_reason}")
+    takes_over = asked.placement > row.placement
+    if row.status == "generated":
+        return OpenVerdict("generated", "move" if takes_over else "none")
+    if row.status == "rewarded":
+        return OpenVerdict("rewarded", "move" if takes_over else "none")
+    return _judge_open_unfinished(row, asked, takes_over)
+
+
+def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool) -> OpenVerdict:
+    if asked.attempt > row.attempt and takes_over:
+        return OpenVerdict("open", "restart")
+    if asked.attempt != row.attempt:
+        reason = f"attempt {asked.attempt} is not new, attempt {row.attempt} is stored"
+        return OpenVerdict("refused", reason=reason)
+    if asked.stamp != row.stamp and (row.num_tokens or not takes_over):
+        reason = (
+            f"its {row.num_tokens} tokens were sampled with version {row.weight_version} of step "
+            f"{row.version_step} at temperature {row.temperature}; raise the attempt to change that"
+        )
+        return OpenVerdict("refused", reason=reason)
+    return OpenVerdict("open", "move" if takes_over else "none")
+
+
+def opened(row: Row | None, change: OpenChange, asked: Row) -> Row:
+    """The row after `judge_open` allowed a change; a restart keeps count of what it discards."""
+    if row is None:
+        return asked
+    if change == "restart":
+        return asked._replace(tokens_lost=row.tokens_lost + row.num_tokens)
+    stamp = row.stamp if row.num_tokens or row.status != "open" else asked.stamp
+    return row._replace(placement=asked.placement, replica=asked.replica, **stamp._asdict())
+
+
+def is_behind(row: Row, segment: int, offset: int) -> bool:
+    """Whether a chunk at this position starts where tokens are already stored."""
+    last = row.segments - 1
+    return segment < last or (segment == last and offset < row.segment_tokens)
+
+
+def judge_append(row: Row | None, placement: int, chunk: Chunk, stored: Chunk | None) -> Verdict:
+    """May the chunk be added? `stored` is the chunk with the same key, if there is one."""
+    barred = _barred(row, placement)
+    if row is None or barred is not None:
+        return barred or _unknown()
+    if is_behind(row, chunk.segment, chunk.offset):
+        if stored == chunk:
+            return _REPEAT
+        return Verdict("refused", f"{_position(chunk)} overlaps other stored tokens")
+    if row.end is not None or row.status != "open":
+        return Verdict("refused", f"the response is already {row.end or row.status}")
+    if not _continues(row, chunk):
+        return Verdict("refused", f"{_position(chunk)} leaves a gap: {_next_position(row)}")
+    problem = chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens)
+    return Verdict("refused", problem) if problem else _WRITE
+
+
+def chunk_problem(chunk: Chunk, room: int) -> str:
+    """What is wrong with the bytes of a chunk, or "" when nothing is.
+
+    Log-probs must be finite and at most 1e-6: anything else is not the log of a probability, and
+    one NaN would silently spoil the loss of a whole step.
+    """
+    if len(chunk.tokens) % TOKEN_BYTES or not chunk.tokens:
+        return f"{len(chunk.tokens)} bytes of tokens are not a positive number of int32"
+    if len(chunk.tokens) != len(chunk.logprobs):
+        tokens, logprobs = (len(part) / TOKEN_BYTES for part in (chunk.tokens, chunk.logprobs))
+        return f"{tokens:g} tokens came with {logprobs:g} log-probs"
+    if len(chunk.tokens) > room * TOKEN_BYTES:
+        return f"a trajectory holds at most {MAX_TOKENS} tokens"
+    if int(np.frombuffer(chunk.tokens, "<i4").min()) < 0:
+        return "a token id is negative"
+    values = np.frombuffer(chunk.logprobs, "<f4")
+    if not (np.isfinite(values) & (values <= MAX_LOGPROB)).all():
+        return "a log-prob is not finite or above 1e-6"
+    return ""
+
+
+def grown(row: Row, chunk: Chunk) -> Row:
+    """The row after an accepted chunk."""
+    count = len(chunk.tokens) // TOKEN_BYTES
+    return row._replace(
+        segments=chunk.segment + 1,
+        segment_tokens=chunk.offset + count,
+        num_tokens=row.num_tokens + count,
+    )
+
+
+def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens: int) -> Verdict:
+    """May the response be declared whole? Its writer must agree on the number of tokens."""
+    barred = _barred(row, placement)
+    if row is None or barred is not None:
+        return barred or _unknown()
+    if row.num_tokens != num_tokens:
+        return Verdict("refused", f"{row.num_tokens} tokens are stored, not {num_tokens}")
+    if row.status != "open":
+        if row.finish_reason == finish_reason:
+            return _REPEAT
+        return Verdict("refused", f"it already finished with {row.finish_reason!r}")
+    if row.end is not None:
+        return Verdict("refused", f"it is already {row.end}")
+    return _WRITE
+
+
+def judge_reward(
+    row: Row | None, placement: int, score: float | None, reason: str, detail: str
+) -> RewardVerdict:
+    """May the reward be stored? The first one stays: a batch may already have been chosen by it."""
+    barred = _barred(row, placement)
+    if row is None or barred is not None:
+        return RewardVerdict(*(barred or _unknown()))
+    if score is not None and not math.isfinite(score):
+        return RewardVerdict("refused", f"the score {score} is not finite")
+    if row.status == "rewarded":
+        stored = (row.reward_bits, row.reward_reason, row.reward_detail)
+        same = stored == (score_bits(score), reason, detail)
+        return RewardVerdict("ok" if same else "already")
+    if row.status != "generated" or row.end is not None:
+        return RewardVerdict("refused", f"it is {row.end or row.status}, not generated")
+    return RewardVerdict("ok", changes=True)
+
+
+def judge_end(row: Row | None, asked: Row) -> Verdict:
+    """May the trajectory end so? Nobody writes to it afterwards, and no other end replaces it.
+
+    `asked` is the row it would be, had it never been opened.
+    """
+    how = (asked.end, asked.end_reason, asked.end_step)
+    if asked.end not in ("dropped", "trained" if asked.purpose == "train" else "evaluated"):
+        return Verdict("refused", f"purpose {asked.purpose} cannot end as {asked.end}")
+    if row is None:
+        return _WRITE if asked.end == "dropped" else _unknown()
+    if row.identity != asked.identity:
+        return Verdict("refused", _other_identity(row))
+    if row.end is not None:
+        if (row.end, row.end_reason, row.end_step) == how:
+            return _REPEAT
+        ended = f"it is already {row.end} ({row.end_reason!r}, step {row.end_step})"
+        return Verdict("refused", ended)
+    if asked.placement < row.placement:
+        return Verdict("fenced", f"placement {row.placement} holds it")
+    if asked.end != "dropped" and row.status != "rewarded":
+        return Verdict(
+            "refused", f"it is {row.status}, and only what is rewarded can be {asked.end}"
+        )
+    return _WRITE
+
+
+def ended(row: Row | None, asked: Row) -> Row:
+    """The row after `judge_end` allowed it; one that was never opened has attempt 0."""
+    if row is None:
+        return asked
+    return row._replace(
+        placement=asked.placement,
+        end=asked.end,
+        end_reason=asked.end_reason,
+        end_step=asked.end_step,
+    )
+
+
+def payload_digest(tokens: bytes, logprobs: bytes) -> str:
+    """xxh3_128 (hex) of all tokens, then all log-probs: the same however they were cut."""
+    state = xxhash.xxh3_128(tokens)
+    state.update(logprobs)
+    return state.hexdigest()
+
+
+def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """Tokens per segment of chunks that are in order and without gaps."""
+    lengths: list[int] = []
+    for chunk in chunks:
+        if chunk.segment == len(lengths):
+            lengths.append(0)
+        lengths[-1] += len(chunk.tokens) // TOKEN_BYTES
+    return tuple(lengths)
+
+
+def score_bits(score: float | None) -> bytes | None:
+    return None if score is None else struct.pack("<d", score)
+
+
+def score_of(bits: bytes | None) -> float | None:
+    return None if bits is None else float(struct.unpack("<d", bits)[0])
+
+
+def _barred(row: Row | None, placement: int) -> Verdict | None:
+    """The refusal of a writer that does not hold the trajectory; None when it does."""
+    if row is None:
+        return _unknown()
+    if placement < row.placement:
+        return Verdict("fenced", f"placement {row.placement} holds it")
+    if placement > row.placement:
+        return Verdict("refused", f"placement {placement} has not opened it")
+    return None
+
+
+def _unknown() -> Verdict:
+    return Verdict("refused", "it was never opened")
+
+
+def _other_identity(row: Row) -> str:
+    return f"it is stored as {', '.join(f'{k} {v}' for k, v in row.identity._asdict().items())}"
+
+
+def _continues(row: Row, chunk: Chunk) -> bool:
+    if chunk.segment == row.segments:
+        return chunk.offset == 0
+    return chunk.segment == row.segments - 1 and chunk.offset == row.segment_tokens
+
+
+def _position(chunk: Chunk) -> str:
+    return f"segment {chunk.segment} offset {chunk.offset}"
+
+
+def _next_position(row: Row) -> str:
+    if row.segments == 0:
+        return "it starts at segment 0 offset 0"
+    last = f"segment {row.segments - 1} offset {row.segment_tokens}"
+    return f"it goes on at {last} or segment {row.segments} offset 0"

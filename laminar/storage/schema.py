@@ -1,0 +1,95 @@
+"""The tables of the store database, and the settings of its connections.
+
+Gives   SQL text and the column list of `rules.Row`
+
+`prompts` and `meta` are written once; `trajectories` keeps one row per issued trajectory for ever;
+`chunks` holds the tokens of its latest attempt, keyed by segment from the first day (a single-turn
+response is segment 0). Only SQL that SQLite 3.24 knows is used: clusters run old systems.
+"""
+
+from __future__ import annotations
+
+from laminar.storage.rules import Row
+
+FORMAT = "1"  #: of these tables; another one is refused
+
+META = {
+    "format": FORMAT,
+    "data_digest": "",  #: of the data, as given to load_prompts; "" until then
+    "train_prompts": "0",
+    "eval_prompts": "0",
+    "prompts_digest": "",  #: of the stored prompt rows, so that an audit needs no data file
+}
+
+WRITER_PRAGMAS = (
+    # One writer appends to the log while readers (an audit of a live run) go on undisturbed.
+    "PRAGMA journal_mode = WAL",
+    # The log is synced at every commit: what was acknowledged survives a power cut.
+    "PRAGMA synchronous = FULL",
+    # An old store process may still be in its last transaction when its successor starts.
+    "PRAGMA busy_timeout = 30000",
+    # The undo copies of savepoints need not touch the disk.
+    "PRAGMA temp_store = MEMORY",
+    # 64 MiB of pages: the rows of the live trajectories stay in memory.
+    "PRAGMA cache_size = -65536",
+)
+
+TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """
+    CREATE TABLE prompts (
+        purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
+        row_index INTEGER NOT NULL,
+        payload BLOB NOT NULL,
+        PRIMARY KEY (purpose, row_index)
+    )
+    """,
+    """
+    CREATE TABLE trajectories (
+        id TEXT PRIMARY KEY,
+        group_id TEXT NOT NULL,
+        sibling INTEGER NOT NULL,
+        purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
+        row_index INTEGER NOT NULL,
+        attempt INTEGER NOT NULL,
+        placement INTEGER NOT NULL,
+        replica TEXT,
+        weight_version INTEGER,
+        version_step INTEGER,
+        temperature REAL,
+        segments INTEGER NOT NULL DEFAULT 0,
+        segment_tokens INTEGER NOT NULL DEFAULT 0,
+        num_tokens INTEGER NOT NULL DEFAULT 0,
+        tokens_lost INTEGER NOT NULL DEFAULT 0,
+        status TEXT NOT NULL DEFAULT 'open' CHECK (status IN ('open', 'generated', 'rewarded')),
+        finish_reason TEXT,
+        digest TEXT,
+        reward_bits BLOB,
+        reward REAL,
+        reward_reason TEXT,
+        reward_detail TEXT,
+        "end" TEXT CHECK ("end" IN ('trained', 'evaluated', 'dropped')),
+        end_reason TEXT,
+        end_step INTEGER,
+        text TEXT
+    )
+    """,
+    """
+    CREATE TABLE chunks (
+        trajectory_id TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        segment INTEGER NOT NULL,
+        "offset" INTEGER NOT NULL,
+        placement INTEGER NOT NULL,
+        num_tokens INTEGER NOT NULL,
+        tokens BLOB,
+        logprobs BLOB,
+        file TEXT,
+        PRIMARY KEY (trajectory_id, attempt, segment, "offset")
+    )
+    """,
+    "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
+)
+
+#: Columns of `rules.Row`, in its order. `reward` (readable) and `text` are beside them.
+ROW_COLUMNS = ", ".join(f'"{name}"' for name in Row._fields)

@@ -1,0 +1,173 @@
+"""Reading and writing single rows: the only place that knows both the columns and the files.
+
+Reads   and writes the tables of `schema` and the payload files, inside the caller's transaction
+Raises  DamageError for a payload file that is missing or changed
+
+The store and the audit share these reads, so that what is checked is what is served.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from laminar.storage import payload_files
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
+from laminar.storage.schema import ROW_COLUMNS
+
+_INSERT_ROW = (
+    f"INSERT INTO trajectories ({ROW_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})"
+)
+
+
+class StoredChunk(NamedTuple):
+    """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs)."""
+
+    trajectory_id: str
+    attempt: int
+    segment: int
+    offset: int
+    placement: int
+    num_tokens: int
+    tokens: bytes | None
+    logprobs: bytes | None
+    file: str | None
+
+
+class Tables:
+    """The rows of one open database."""
+
+    def __init__(self, connection: sqlite3.Connection, folder: Path) -> None:
+        self._db = connection
+        self._folder = folder
+
+    def meta(self) -> dict[str, str]:
+        return dict(self._db.execute("SELECT key, value FROM meta"))
+
+    def set_meta(self, values: dict[str, str]) -> None:
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+    def add_prompts(self, purpose: str, payloads: Iterable[bytes]) -> None:
+        rows = ((purpose, index, payload) for index, payload in enumerate(payloads))
+        self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", rows)
+
+    def prompt(self, purpose: str, row_index: int) -> bytes | None:
+        sql = "SELECT payload FROM prompts WHERE purpose = ? AND row_index = ?"
+        found = self._db.execute(sql, (purpose, row_index)).fetchone()
+        return None if found is None else found[0]
+
+    def prompts_digest(self) -> str:
+        """xxh3_128 (hex) of every prompt row in key order, each framed by its key and length."""
+        state = xxhash.xxh3_128()
+        sql = "SELECT purpose, row_index, payload FROM prompts ORDER BY purpose, row_index"
+        for purpose, row_index, payload in self._db.execute(sql):
+            state.update(f"{purpose} {row_index} {len(payload)}\n".encode())
+            state.update(payload)
+        return state.hexdigest()
+
+    def row(self, trajectory_id: str) -> Row | None:
+        sql = f"SELECT {ROW_COLUMNS} FROM trajectories WHERE id = ?"
+        found = self._db.execute(sql, (trajectory_id,)).fetchone()
+        return None if found is None else Row._make(found)
+
+    def rows(self) -> Iterator[Row]:
+        sql = f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY id"
+        return map(Row._make, self._db.execute(sql))
+
+    def save(self, before: Row | None, after: Row) -> None:
+        """Insert the row, or write the columns that changed: an append changes three of them."""
+        if before is None:
+            self._db.execute(_INSERT_ROW, after)
+            return
+        old, new = before._asdict(), after._asdict()
+        changed = {name: new[name] for name in new if new[name] != old[name]}
+        columns = ", ".join(f'"{name}" = ?' for name in changed)
+        sql = f"UPDATE trajectories SET {columns} WHERE id = ?"
+        self._db.execute(sql, (*changed.values(), after.id))
+
+    def set_reward_text(self, trajectory_id: str, score: float | None, text: str | None) -> None:
+        """The columns for people: the reward as a number and the response as text."""
+        sql = "UPDATE trajectories SET reward = ?, text = ? WHERE id = ?"
+        self._db.execute(sql, (score, text, trajectory_id))
+
+    def add_chunk(self, row: Row, chunk: Chunk) -> None:
+        """Store a chunk of the row's attempt; a large one is durable as a file before its row."""
+        tokens: bytes | None = chunk.tokens
+        logprobs: bytes | None = chunk.logprobs
+        file = None
+        if len(chunk.tokens) + len(chunk.logprobs) > payload_files.INLINE_LIMIT:
+            file = payload_files.write(self._folder, chunk.tokens + chunk.logprobs)
+            tokens = logprobs = None
+        count = len(chunk.tokens) // TOKEN_BYTES
+        key = (row.id, row.attempt, chunk.segment, chunk.offset)
+        values = (*key, row.placement, count, tokens, logprobs, file)
+        self._db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def drop_chunks(self, trajectory_id: str) -> None:
+        """Forget all chunks; their files are swept at the next start."""
+        self._db.execute("DELETE FROM chunks WHERE trajectory_id = ?", (trajectory_id,))
+
+    def stored_chunks(self, trajectory_id: str) -> list[StoredChunk]:
+        """The chunks of a trajectory in order, without what lies in files."""
+        sql = 'SELECT * FROM chunks WHERE trajectory_id = ? ORDER BY attempt, segment, "offset"'
+        return [StoredChunk._make(found) for found in self._db.execute(sql, (trajectory_id,))]
+
+    def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
+        """The chunk of the row's attempt that starts at this very offset."""
+        sql = (
+            "SELECT * FROM chunks WHERE trajectory_id = ? AND attempt = ? AND segment = ? "
+            'AND "offset" = ?'
+        )
+        found = self._db.execute(sql, (row.id, row.attempt, segment, offset)).fetchone()
+        return None if found is None else self.load(StoredChunk._make(found))
+
+    def chunks(self, trajectory_id: str) -> list[Chunk]:
+        return [self.load(stored) for stored in self.stored_chunks(trajectory_id)]
+
+    def load(self, stored: StoredChunk) -> Chunk:
+        """The chunk with its bytes, from the row or from its file."""
+        tokens, logprobs = stored.tokens or b"", stored.logprobs or b""
+        if stored.file is not None:
+            data = payload_files.read(self._folder, stored.file)
+            half = len(data) // 2
+            tokens, logprobs = data[:half], data[half:]
+        return Chunk(stored.segment, stored.offset, tokens, logprobs)
+
+    def file_names(self) -> set[str]:
+        """The payload files that a chunk names."""
+        sql = "SELECT file FROM chunks WHERE file IS NOT NULL"
+        return {name for (name,) in self._db.execute(sql)}
+
+    def totals(self) -> list[tuple[str, int, int, int]]:
+        """(end, or status of what has none; trajectories; tokens; tokens lost), by name."""
+        sql = (
+            'SELECT COALESCE("end", status), COUNT(*), SUM(num_tokens), SUM(tokens_lost) '
+            "FROM trajectories GROUP BY 1 ORDER BY 1"
+        )
+        return self._db.execute(sql).fetchall()
+
+    def database_bytes(self) -> int:
+        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+        (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
+        return int(pages * page_size)
+
+    def prompt_rows(self, purpose: str) -> int:
+        sql = "SELECT COUNT(*) FROM prompts WHERE purpose = ?"
+        return int(self._db.execute(sql, (purpose,)).fetchone()[0])
+
+    def orphan_chunks(self) -> list[tuple[str, int]]:
+        """(trajectory id, chunks) of chunks whose trajectory has no row."""
+        sql = (
+            "SELECT trajectory_id, COUNT(*) FROM chunks WHERE trajectory_id NOT IN "
+            "(SELECT id FROM trajectories) GROUP BY trajectory_id ORDER BY trajectory_id"
+        )
+        return self._db.execute(sql).fetchall()
+
+    def sqlite_problems(self) -> list[str]:
+        """What SQLite itself finds wrong in the file."""
+        found = [line for (line,) in self._db.execute("PRAGMA integrity_check")]
+        return [] if found == ["ok"] else [f"SQLite: {line}" for line in found]

@@ -1,0 +1,118 @@
+"""From a prompt row to the token ids that the engine starts from.
+
+Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
+Gives   lists of token ids, made once at start; raises ConfigError
+
+This is the only place where a prompt's text becomes ids: the engine, the store and the trainer pass
+the ids on and never tokenise text again, so no two of them can disagree about a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from laminar.config import ConfigError, DataConfig
+from laminar.tasks.prompts import PromptRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    rows: list[PromptRow]
+    ids: list[list[int]]  #: ids[i] belongs to rows[i]
+    left_out: int  #: rows longer than data.max_prompt_length, with data.filter_overlong_prompts
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
+) -> list[int]:
+    """Token ids of one prompt, ready for the first sampled token; raises ConfigError."""
+    if data.apply_chat_template and tokenizer.chat_template:
+        ids = _with_template(tokenizer, row, data)
+    else:
+        ids = _without_template(tokenizer, row, data)
+    if not ids:
+        raise ConfigError(f"the prompt of row {row.index} has no tokens; drop the row")
+    return ids
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
+) -> EncodedPrompts:
+    """Every prompt's ids under the length limit; raises ConfigError unless rows may be left out."""
+    kept: list[PromptRow] = []
+    kept_ids: list[list[int]] = []
+    for row in rows:
+        ids = encode_prompt(tokenizer, row, data)
+        if len(ids) <= data.max_prompt_length:
+            kept.append(row)
+            kept_ids.append(ids)
+        elif not data.filter_overlong_prompts:
+            raise ConfigError(
+                f"the prompt of row {row.index} has {len(ids)} tokens, more than "
+                f"data.max_prompt_length = {data.max_prompt_length}; raise the limit or set "
+                "data.filter_overlong_prompts = true to leave such rows out"
+            )
+    if rows and not kept:
+        raise ConfigError(
+            f"all {len(rows)} prompts are longer than data.max_prompt_length = "
+            f"{data.max_prompt_length}; raise the limit"
+        )
+    return EncodedPrompts(kept, kept_ids, len(rows) - len(kept))
+
+
+def _with_template(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
+) -> list[int]:
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            _messages(row, data),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+            **data.apply_chat_template_kwargs,
+        )
+    except (TemplateError, TypeError) as error:
+        raise ConfigError(
+            f"the chat template of the model refuses the prompt of row {row.index}: {error}; "
+            "change the messages or data.apply_chat_template_kwargs"
+        ) from None
+    return [int(i) for i in ids]
+
+
+def _messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
+    """The row as messages; data.system_prompt goes in front unless the row brings its own."""
+    if isinstance(row.prompt, str):
+        messages = [{"role": "user", "content": row.prompt}]
+    else:
+        messages = row.prompt
+    if data.system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": data.system_prompt}, *messages]
+    return messages
+
+
+def _without_template(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
+) -> list[int]:
+    reason = (
+        "the tokenizer has no chat template"
+        if data.apply_chat_template
+        else "data.apply_chat_template = false"
+    )
+    if not isinstance(row.prompt, str):
+        raise ConfigError(
+            f"the prompt of row {row.index} is a list of messages, but {reason}; give prompts as "
+            "strings, or use a chat template"
+        )
+    if data.system_prompt or data.apply_chat_template_kwargs:
+        raise ConfigError(
+            "data.system_prompt and data.apply_chat_template_kwargs have no effect because "
+            f"{reason}; remove them, or use a chat template"
+        )
+    return [int(i) for i in tokenizer(row.prompt, add_special_tokens=True)["input_ids"]]

@@ -1,0 +1,339 @@
+"""The prompts of a run: where the rows come from and which of them are held out.
+
+Reads   a reasoning-gym dataset, or .jsonl / .parquet files (DataConfig)
+Gives   PromptSet: training rows, held-out rows, their overlap and a digest of all; ConfigError for
+        every mistake in a file or in the dataset's settings
+
+The split is part of the experiment, so it depends on nothing but the prompts: the held-out prompts
+are the ones with the smallest xxh3_64 hexdigest of their text, whatever the order of the rows, and
+training keeps no row with such a prompt. The shipped base model was warmed up without the prompts
+that come first in that same order. Rows are kept as MessagePack and JSON can carry them; what
+those formats would change in silence (tuples, dict keys that are not strings, integers beyond 64
+bits) is marked by `plain` and brought back by `restore` before anything scores it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from laminar.config import ConfigError, DataConfig
+
+ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
+TUPLE, PAIRS, INTEGER = "!tuple", "!pairs", "!int"
+
+Prompt = str | list[dict[str, Any]]
+Record = tuple[str, dict[str, Any]]  # where it stands in words, and its columns
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of the data; `columns` and `ground_truth` are as `plain` gives them."""
+
+    index: int  #: 0-based position in the loaded data (over all files in order)
+    prompt: Prompt
+    ground_truth: Any
+    columns: dict[str, Any]  #: all columns but the prompt; of a dataset the whole item
+    data_source: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    train: list[PromptRow]
+    held_out: list[PromptRow]
+    overlap: int  #: further rows left out of training because their prompt is held out
+    digest: str  #: xxh3_128 of both lists
+
+
+def load_prompts(data: DataConfig) -> PromptSet:
+    """All rows of the run, split; raises ConfigError."""
+    rows = list(_dataset_rows(data) if data.dataset else _file_rows(data.train_files, data))
+    digests = [prompt_digest(row.prompt) for row in rows]
+    if data.val_files:
+        held_out = list(_file_rows(data.val_files, data))
+        taken = 0
+    else:
+        held_out = _smallest(rows, digests, data.val_size)
+        taken = len(held_out)
+    keys = {prompt_digest(row.prompt) for row in held_out}
+    train = [row for row, key in zip(rows, digests, strict=True) if key not in keys]
+    if not train:
+        raise ConfigError(
+            f"no training prompt is left: all {len(rows)} rows have a prompt that is held out "
+            f"(data.val_size = {data.val_size}, data.val_files = {data.val_files}); "
+            "hold out fewer or give more data"
+        )
+    overlap = len(rows) - len(train) - taken
+    return PromptSet(train, held_out, overlap, _digest_of(train, held_out))
+
+
+def prompt_digest(prompt: Prompt) -> str:
+    """xxh3_64 hexdigest of the prompt text; a list of messages counts as its canonical JSON."""
+    text = prompt if isinstance(prompt, str) else _canonical(prompt)
+    return xxhash.xxh3_64(text.encode()).hexdigest()
+
+
+def _smallest(rows: list[PromptRow], digests: list[str], count: int) -> list[PromptRow]:
+    """The first row of each of the `count` distinct prompts with the smallest digests."""
+    first: dict[str, PromptRow] = {}
+    for row, digest in zip(rows, digests, strict=True):
+        first.setdefault(digest, row)
+    return [first[digest] for digest in sorted(first)[:count]]
+
+
+def _digest_of(train: list[PromptRow], held_out: list[PromptRow]) -> str:
+    state = xxhash.xxh3_128()
+    for name, rows in (("train", train), ("held_out", held_out)):
+        state.update(f"{name} {len(rows)}\n".encode())
+        for row in rows:
+            state.update((_canonical(vars(row)) + "\n").encode())
+    return state.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+# --- reasoning-gym ------------------------------------------------------------------------------
+
+
+def make_dataset(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
+    """A reasoning-gym dataset object; raises ConfigError for a wrong name or setting."""
+    from reasoning_gym.composite import DatasetSpec  # a second to import: only when needed
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"data.dataset = {name!r} is not a reasoning-gym dataset; the nearest name is {near}"
+        )
+    legal = sorted({f.name for f in fields(DATASETS[name][1])} - {"size", "seed"})
+    for key in config:
+        if key in ("size", "seed"):
+            raise ConfigError(f"data.dataset_config has the key {key}; set data.dataset_{key}")
+        if key not in legal:
+            raise ConfigError(
+                f"data.dataset_config has the key {key!r}, which the dataset {name} does not know; "
+                f"it knows {', '.join(legal)}"
+            )
+    try:
+        if name == "composite":  # its parts are objects, which TOML cannot spell
+            config = {**config, "datasets": [DatasetSpec(**d) for d in config.get("datasets", ())]}
+        return create_dataset(name, size=size, seed=seed, **config)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data.dataset_config = {config!r} is refused by the dataset {name}: "
+            f"{_one_line(error)}; correct the value"
+        ) from None
+
+
+def _dataset_rows(data: DataConfig) -> Iterator[PromptRow]:
+    dataset = make_dataset(data.dataset, data.dataset_config, data.dataset_size, data.dataset_seed)
+    for index in range(data.dataset_size):
+        where = f"item {index} of the dataset {data.dataset}"
+        try:
+            item = dataset[index]
+        except Exception as error:  # each dataset has its own way to fail
+            raise ConfigError(
+                f"{where} could not be made ({_one_line(error)}); change data.dataset_config, "
+                "data.dataset_seed or data.dataset_size"
+            ) from None
+        columns = {key: _plain_column(where, key, value) for key, value in item.items()}
+        yield PromptRow(
+            index=index,
+            prompt=columns["question"],
+            ground_truth=columns["answer"],
+            columns=columns,
+            data_source=columns["metadata"].get("source_dataset", data.dataset),
+        )
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
+    index = 0
+    for name in files:
+        path = Path(name)
+        for where, record in _records(path):
+            yield _row(index, where, record, path.stem, data)
+            index += 1
+
+
+def _records(path: Path) -> Iterator[Record]:
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"data file {path} must end in .jsonl or .parquet; convert or rename it")
+    if not path.is_file():
+        raise ConfigError(f"data file {path} does not exist; correct data.train_files or val_files")
+    empty = True
+    for record in reader(path):
+        empty = False
+        yield record
+    if empty:
+        raise ConfigError(f"data file {path} has no rows; give a file with at least one")
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{where} is not valid JSON: {error}; correct the line") from None
+            if not isinstance(record, dict):
+                raise ConfigError(
+                    f"{where} is a JSON {type(record).__name__}; each line must be an object"
+                )
+            yield where, record
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(
+            f"data file {path} is not a readable parquet file: {_one_line(error)}; write it again"
+        ) from None
+    for number, record in enumerate(table.to_pylist()):
+        yield f"{path} row {number}", record
+
+
+def _row(index: int, where: str, record: dict[str, Any], stem: str, data: DataConfig) -> PromptRow:
+    if data.prompt_key not in record:
+        raise ConfigError(
+            f"{where} has no column {data.prompt_key!r} (it has {', '.join(record)}); "
+            "set data.prompt_key"
+        )
+    columns = {
+        key: _plain_column(where, key, value)
+        for key, value in record.items()
+        if key != data.prompt_key
+    }
+    return PromptRow(
+        index=index,
+        prompt=_checked_prompt(where, data.prompt_key, record[data.prompt_key]),
+        ground_truth=_answer(where, columns, data),
+        columns=columns,
+        data_source=str(columns.get("data_source") or stem),
+    )
+
+
+def _checked_prompt(where: str, key: str, prompt: Any) -> Prompt:
+    """The prompt, with the null fields that parquet adds to messages taken out."""
+    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+    elif not isinstance(prompt, str):
+        raise ConfigError(
+            f"{where} has a prompt of the wrong type ({type(prompt).__name__}); it must be a "
+            "string or a list of messages with the strings role and content"
+        )
+    checked: Prompt = _plain_column(where, key, prompt)
+    return checked
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
+    """The column data.answer_key, else the first usual one that is not null, else None."""
+    for key in (data.answer_key,) if data.answer_key else ANSWER_KEYS:
+        value = _lookup(columns, key)
+        if value is not None:
+            return value
+    if data.answer_key:
+        raise ConfigError(
+            f"{where} has no answer under {data.answer_key!r} (it has {', '.join(columns)}); "
+            "set data.answer_key"
+        )
+    return None
+
+
+def _lookup(columns: dict[str, Any], key: str) -> Any:
+    """A column by its name, or a field below a column by a dotted path; None when absent."""
+    if key in columns:
+        return columns[key]
+    node: Any = columns
+    for part in key.split("."):
+        if not isinstance(node, dict):
+            return None
+        node = node.get(part)
+    return node
+
+
+# --- values that JSON and MessagePack can carry -------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """`value` in None, bool, 64-bit int, float, str, list and str-keyed dict; raises TypeError.
+
+    Subclasses of the basic types (NumPy scalars, string enums) become the basic type.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        value.encode()  # raises UnicodeEncodeError on half a surrogate pair
+        return str.__str__(value)  # str() of an enum would be its name
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else {INTEGER: str(int(value))}
+    if isinstance(value, tuple):
+        return {TUPLE: [plain(v) for v in value]}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if isinstance(value, dict):
+        if all(isinstance(k, str) and k not in (TUPLE, PAIRS, INTEGER) for k in value):
+            return {plain(k): plain(v) for k, v in value.items()}
+        return {PAIRS: [[plain(k), plain(v)] for k, v in value.items()]}
+    raise TypeError(type(value).__name__)
+
+
+def restore(value: Any) -> Any:
+    """The value that `plain` was given."""
+    if isinstance(value, list):
+        return [restore(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if TUPLE in value:
+        return tuple(restore(v) for v in value[TUPLE])
+    if PAIRS in value:
+        return {restore(k): restore(v) for k, v in value[PAIRS]}
+    if INTEGER in value:
+        return int(value[INTEGER])
+    return {k: restore(v) for k, v in value.items()}
+
+
+def _plain_column(where: str, name: str, value: Any) -> Any:
+    try:
+        return plain(value)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{where}: the column {name!r} has half a surrogate pair, which is not text; "
+            "correct the row"
+        ) from None
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: the column {name!r} holds a value of type {error}, which cannot be kept; "
+            "drop the column or write it as text, numbers and lists"
+        ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

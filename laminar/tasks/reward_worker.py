@@ -1,0 +1,127 @@
+"""The child process that runs reward functions: python -m laminar.tasks.reward_worker.
+
+Reads   frames on stdin (little-endian u32 length, MessagePack): Start, then RewardCalls, one each
+Gives   frames on stdout: Ready or Refused, then one Scored per call; user code prints to stderr
+
+User code may print, read stdin, hang, leak or crash, so it runs here and not in the process that
+holds an engine. The channel is moved away from descriptors 0 and 1 before user code is imported,
+and the process does not outlive its parent: a thread ends it when stdin closes, and if a function
+never gives the interpreter back to that thread, a timer that needs no interpreter does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from typing import Any, BinaryIO
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.tasks.reward_functions import (
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    describe,
+    open_scorer,
+)
+
+LENGTH = struct.Struct("<I")
+END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself
+
+
+class Start(msgspec.Struct, tag="start"):
+    spec: RewardSpec
+    limit_s: float  #: a call that runs longer has lost its parent, which would have killed it
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The scorer is open."""
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """The scorer cannot be opened."""
+
+    reason: str
+
+
+class Scored(msgspec.Struct, tag="scored"):
+    results: list[RewardResult]
+
+
+Reply = Ready | Refused | Scored
+
+
+def frame(message: Any) -> bytes:
+    """A message as it goes over the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def main() -> None:
+    requests, replies = _take_channel()
+    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, inbox), daemon=True).start()
+    body = inbox.get()
+    if body is not None:
+        _serve(msgspec.msgpack.decode(body, type=Start), inbox, replies)
+
+
+def _serve(start: Start, inbox: queue.SimpleQueue[bytes | None], replies: BinaryIO) -> None:
+    def send(reply: Reply) -> None:
+        replies.write(frame(reply))
+        replies.flush()
+
+    try:
+        scorer = open_scorer(start.spec)
+    except ConfigError as error:
+        return send(Refused(str(error)))
+    except BaseException as error:  # whatever it is, the parent shall be able to show it
+        return send(Refused(f"the {start.spec.kind} scorer does not load: {describe(error, '')}"))
+    send(Ready())
+    while (body := inbox.get()) is not None:
+        call = msgspec.msgpack.decode(body, type=RewardCall)
+        faulthandler.dump_traceback_later(start.limit_s, exit=True)
+        results = scorer(call)
+        faulthandler.cancel_dump_traceback_later()
+        send(Scored(results))
+
+
+def _take_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Private copies of stdin and stdout; what is left is /dev/null and stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return requests, replies
+
+
+def _read(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Frames to the inbox; at the end of stdin the whole process group goes, whatever runs."""
+    while (body := _read_frame(requests)) is not None:
+        inbox.put(body)
+    inbox.put(None)
+    time.sleep(END_GRACE_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _read_frame(requests: BinaryIO) -> bytes | None:
+    head = requests.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    size = LENGTH.unpack(head)[0]
+    body = requests.read(size)
+    return body if len(body) == size else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The tokenizer of a model, how many ids it knows, and which of them end a response.
+
+Reads   tokenizer files, generation_config.json and config.json of a model directory or hub name
+Gives   the tokenizer, its size and the end ids; raises ConfigError
+
+A model names its end tokens in up to three places that need not agree: the tokenizer has one, the
+generation config often a list (a chat model's turn end), the config sometimes another one still.
+Generation that knows only one of them runs past the others, so the end ids are the union.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laminar.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub name; raises ConfigError."""
+    from transformers import AutoTokenizer  # seconds to import: only processes that tokenise pay
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the tokenizer of model {name!r} cannot be loaded: {reason}; model.name must be a "
+            "directory or hub name with tokenizer files"
+        ) from error
+
+
+def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id; ids from here on have logits in some models but no text."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def end_ids(name: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a response when sampled: of tokenizer, generation config and config.
+
+    Raises ConfigError when there is none, because no response would ever end by itself.
+    """
+    config = _model_json(name, "config.json")
+    if config is None:
+        raise ConfigError(f"model {name!r} has no config.json; model.name must be a whole model")
+    generation = _model_json(name, "generation_config.json") or {}
+    found = {
+        *_as_ids(tokenizer.eos_token_id),
+        *_as_ids(generation.get("eos_token_id")),
+        *_as_ids(config.get("eos_token_id")),
+    }
+    if not found:
+        raise ConfigError(
+            f"model {name!r} names no end token; set eos_token in its tokenizer_config.json"
+        )
+    return frozenset(found)
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [int(i) for i in value] if isinstance(value, list) else [int(value)]
+
+
+def _model_json(name: str, file: str) -> dict[str, Any] | None:
+    """A JSON file of the model, or None when the model has no such file."""
+    path = Path(name, file) if Path(name).is_dir() else _hub_file(name, file)
+    if path is None or not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object; restore the file of the model")
+    return content
+
+
+def _hub_file(name: str, file: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model {name!r} is neither a directory nor a model of the hub: {reason}"
+        ) from error

@@ -1,0 +1,163 @@
+"""Trained samples, their split into mini- and micro-batches, and the tensors of a micro-batch.
+
+Reads   TrainSample: ids, behaviour log-probs and reward of one trajectory
+Gives   lists of indices, and MicroBatch: right-padded rows with flat per-token tensors
+
+Rows are padded on the right and start at position 0, so a causal model needs no mask at all: no
+real token can see padding, and no two sequences share a row. Everything per token is flat over the
+response tokens of all rows, in the order of `sample_ids`: the softmax over the vocabulary is paid
+for trained tokens only, and padding cannot enter a sum because it is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One trajectory as it is trained: single-turn, one token sequence."""
+
+    sample_id: str
+    group_id: str
+    prompt_ids: Ids  #: at least one
+    response_ids: Ids  #: at least one; all of them sampled, the stop token included
+    logprobs: NDArray[np.float32]  #: behaviour: of the distribution sampled from, temperature in
+    reward: float
+    temperature: float  #: of the sampling; above 0
+    truncated: bool  #: the engine's finish reason was the length limit
+    weight_version: int
+    version_step: int  #: completed training steps when that version was made
+    replica: str
+    advantage: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt_ids) or not len(self.response_ids):
+            raise ValueError(f"sample {self.sample_id} has an empty prompt or response")
+        if len(self.logprobs) != len(self.response_ids):
+            raise ValueError(
+                f"sample {self.sample_id} has {len(self.logprobs)} log-probs for "
+                f"{len(self.response_ids)} response tokens"
+            )
+        if not self.temperature > 0:
+            raise ValueError(
+                f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
+                "cannot be trained"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Sequences as the model reads them, and where the scored tokens' logits are."""
+
+    input_ids: Tensor  #: [rows, width] int64, right-padded
+    keep: int  #: trailing positions of every row whose logits are needed
+    index: Tensor  #: [tokens] int64 into the flattened [rows * keep] logits
+    targets: Tensor  #: [tokens] int64
+    counts: NDArray[np.int64]  #: [rows] scored tokens of each row
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward pass takes; per-token tensors are [tokens] float32."""
+
+    sample_ids: tuple[str, ...]  #: of the rows
+    rows: TokenRows
+    behaviour: Tensor
+    advantages: Tensor
+    temperature: Tensor
+    lengths: Tensor  #: response length of the token's sequence
+
+
+def by_group(samples: Sequence[TrainSample]) -> dict[str, list[TrainSample]]:
+    """Samples by group id; groups and siblings keep their order of appearance."""
+    groups: dict[str, list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    return groups
+
+
+def mini_batches(samples: Sequence[TrainSample], groups: int) -> list[list[TrainSample]]:
+    """Consecutive runs of `groups` whole groups; the last one of a short batch may be smaller."""
+    siblings = list(by_group(samples).values())
+    starts = range(0, len(siblings), groups)
+    return [[s for group in siblings[i : i + groups] for s in group] for i in starts]
+
+
+def micro_batches(lengths: Sequence[int], max_padded_tokens: int) -> list[list[int]]:
+    """Indices of rows that share a pass: rows * longest <= max_padded_tokens, or one row.
+
+    Sorted by length, so little is padded; longest first, so that what may run out of memory does
+    so at once. Equal lengths keep their order: the split is a function of the arguments.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found: list[list[int]] = []
+    for i in order:
+        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= max_padded_tokens:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.device) -> TokenRows:
+    """Pad `sequences`; row i scores its tokens from position starts[i] >= 1 to its end.
+
+    The logits that predict the token at position p are those of position p - 1.
+    """
+    width = max(map(len, sequences))
+    first = min(starts) - 1
+    keep = width - first
+    ids = np.zeros((len(sequences), width), dtype=np.int64)
+    index = []
+    for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+        ids[row, : len(sequence)] = sequence
+        index.append(row * keep + np.arange(start - 1, len(sequence) - 1) - first)
+    targets = np.concatenate([s[start:] for s, start in zip(sequences, starts, strict=True)])
+    return TokenRows(
+        input_ids=torch.from_numpy(ids).to(device),
+        keep=keep,
+        index=torch.from_numpy(np.concatenate(index)).to(device),
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        counts=np.array([len(i) for i in index], dtype=np.int64),
+    )
+
+
+def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
+    """The tensors of one micro-batch, rows in the order of `samples`."""
+    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
+    rows = token_rows(sequences, [len(s.prompt_ids) for s in samples], device)
+
+    def per_token(values: Sequence[float]) -> Tensor:
+        repeated = np.repeat(np.asarray(values, dtype=np.float32), rows.counts)
+        return torch.from_numpy(repeated).to(device)
+
+    behaviour = np.concatenate([s.logprobs for s in samples]).astype(np.float32)
+    return MicroBatch(
+        sample_ids=tuple(s.sample_id for s in samples),
+        rows=rows,
+        behaviour=torch.from_numpy(behaviour).to(device),
+        advantages=per_token([s.advantage for s in samples]),
+        temperature=per_token([s.temperature for s in samples]),
+        lengths=per_token([len(s.response_ids) for s in samples]),
+    )
+
+
+def ids_digest(samples: Sequence[TrainSample]) -> str:
+    """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([s.sample_id for s in samples]))

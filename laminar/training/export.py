@@ -1,0 +1,46 @@
+"""The trained policy as a directory that from_pretrained loads.
+
+Reads   the model, and the tokenizer of the model it started from
+Writes  safetensors, config, generation config, tokenizer files and chat template, in one rename
+
+A directory that exists under its name is whole: everything is written and synced beside it first.
+Tied tensors are written once, as transformers does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from laminar.config import ConfigError
+
+
+def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) -> None:
+    """Write `model` to `directory`, float32; ConfigError when the directory exists.
+
+    `tokenizer_source` is the directory or hub name that the run's tokenizer came from.
+    """
+    if directory.exists():
+        raise ConfigError(f"export directory {directory} exists; remove it or give another path")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    if partial.exists():  # an export that died half-way
+        shutil.rmtree(partial)
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(tokenizer_source).save_pretrained(partial)
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
+    partial.rename(directory)
+    _sync(directory.parent)
+
+
+def _sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

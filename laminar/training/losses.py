@@ -1,0 +1,132 @@
+"""Per-token terms of the objective and the coefficients that sum them.
+
+Reads   flat tensors over the trained tokens of a micro-batch, all of shape [tokens], float32
+Gives   flat tensors of the same shape; the learner forms sum(coefficient * term)
+
+Every aggregation mode is a fixed coefficient per token, made from counts of the whole mini-batch.
+A loss that is a plain sum over tokens cannot depend on how the tokens were split into
+micro-batches, and there is no place where a micro-batch could be averaged by mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  #: exp(20) is 5e8: beyond it a ratio is only an overflow in the making
+MAX_KL = 10.0  #: verl's bound on the k3 estimate of one token
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """What one optimizer update covers, masked sequences included."""
+
+    tokens: int  #: response tokens
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerm:
+    loss: Tensor  #: has the gradient
+    log_ratio: Tensor  #: log(current / proximal), detached
+    clipped: Tensor  #: bool: the clip range decided the loss
+    clipped_lower: Tensor  #: bool: the dual clip decided it
+
+
+def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Log-probs [tokens, vocab] float32 of the distribution that was sampled from.
+
+    logits [tokens, vocab] of any float type, temperature [tokens] float32.
+    """
+    return torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+
+
+def gather_targets(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """log_probs [tokens, vocab] at targets [tokens] int64; the result is [tokens]."""
+    return log_probs.gather(-1, targets[:, None]).squeeze(-1)
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Entropy in nats, [tokens], of log-probs [tokens, vocab]."""
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def policy_term(
+    log_probs: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> PolicyTerm:
+    """PPO's clipped surrogate with verl's dual clip, as a loss to minimise.
+
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most -A * dual_clip
+    (Ye et al. 2020). Only `log_probs` is differentiated; `proximal` and `advantages` are data.
+    """
+    log_ratio = clamped_log_ratio(log_probs, proximal)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    surrogate = torch.maximum(plain, bounded)
+    ceiling = -advantages * dual_clip
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
+    return PolicyTerm(
+        loss=loss,
+        log_ratio=log_ratio.detach(),
+        clipped=bounded > plain,
+        clipped_lower=(surrogate > ceiling) & negative,
+    )
+
+
+def importance_ratio(proximal: Tensor, behaviour: Tensor) -> Tensor:
+    """Proximal over behaviour probability, detached; its minimum with a cap is the TIS weight."""
+    return clamped_log_ratio(proximal, behaviour).exp().detach()
+
+
+def kl_term(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) per token (Schulman 2020, "Approximating KL").
+
+    low_var_kl is k3 = exp(-x) - 1 + x with x = log(policy / reference), with verl's clamps; k2 is
+    x^2 / 2. k1 = x is refused: as a loss on the policy's own samples its expected gradient is 0.
+    """
+    if kind == "k2":
+        return 0.5 * (log_probs - reference).square()
+    if kind == "low_var_kl":
+        log_ratio = clamped_log_ratio(reference, log_probs)
+        return (log_ratio.exp() - log_ratio - 1.0).clamp(-MAX_KL, MAX_KL)
+    raise ValueError(f"KL loss type {kind!r} is not one of low_var_kl, k2")
+
+
+def token_coefficients(
+    mode: str, lengths: Tensor, counts: BatchCounts, max_response_length: int
+) -> Tensor:
+    """Coefficient of every token, [tokens] float32, for one `loss_agg_mode`.
+
+    `lengths` [tokens] is the response length of the sequence that the token belongs to; `counts`
+    are those of the whole mini-batch. Summed with these the per-token losses give
+
+    token-mean: sum / N; token-sum: sum; seq-mean-token-sum: sum / B; seq-mean-token-mean: mean over
+    sequences of the mean over their tokens; seq-mean-token-sum-norm: sum / B / max_response_length.
+    """
+    lengths = lengths.float()
+    ones = torch.ones_like(lengths)
+    if mode == "token-mean":
+        return ones / counts.tokens
+    if mode == "token-sum":
+        return ones
+    if mode == "seq-mean-token-sum":
+        return ones / counts.sequences
+    if mode == "seq-mean-token-mean":
+        return 1.0 / (lengths * counts.sequences)
+    if mode == "seq-mean-token-sum-norm":
+        return ones / (counts.sequences * max_response_length)
+    raise ValueError(f"loss_agg_mode {mode!r} is unknown")
