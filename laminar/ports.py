@@ -50,3 +50,7 @@ class Disk(Protocol):
     def create(self, name: str) -> AppendFile:
         """A new file (O_EXCL: FileExistsError if it exists), its directory entry made durable."""
         ...
+
+    def sync(self, name: str) -> None:
+        """Make the present content of a file durable, whoever wrote it; raises DiskError."""
+        ...

@@ -12,6 +12,7 @@ later due one waits, or moves on to the next version published. The last one run
 from __future__ import annotations
 
 from laminar import ids
+from laminar.core import siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import open_group
 from laminar.core.state import (
@@ -20,7 +21,6 @@ from laminar.core.state import (
     EvaluationResult,
     Group,
     Replica,
-    State,
 )
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -57,11 +57,12 @@ def _begin_if_due(turn: Turn, replica: Replica) -> None:
     _pin(turn, replica.version)
 
 
-def version_wanted(state: State) -> int:
+def version_wanted(turn: Turn) -> int:
     """The version that an empty replica should load for an evaluation; -1: none.
 
     A due one needs somebody to pull; a running one only if its work has no live replica left.
     """
+    state = turn.state
     evaluation = state.evaluation
     if evaluation is None:
         somebody_pulls = any(r.loading for r in state.live_replicas())
@@ -71,7 +72,20 @@ def version_wanted(state: State) -> int:
     helpers = [r for r in state.live_replicas() if r.version == evaluation.version]
     if helpers and not (evaluation.final and state.phase == FINAL_EVALUATION):
         return -1
+    if not helpers and evaluation.version not in state.held:
+        _move_on(turn)
+        return state.evaluation_due
     return evaluation.version
+
+
+def _move_on(turn: Turn) -> None:
+    """The relay had evicted the version before it was pinned: evaluate the newest instead."""
+    state = turn.state
+    state.evaluation, state.evaluation_due = None, state.newest
+    for group in list(state.groups.values()):
+        if group.purpose == ids.EVAL and group.status == "open":
+            siblings.drop_group(turn, group, "version-gone")
+    _pin(turn, -1)
 
 
 def plan_evaluation(turn: Turn, replica: Replica) -> None:

@@ -132,7 +132,10 @@ def _unstick(turn: Turn, group: Group, trajectory: Trajectory) -> None:
     elsewhere = [
         r
         for r in state.live_replicas()
-        if r.name != trajectory.replica and r.version == trajectory.version and room(r) > 0
+        if r.name != trajectory.replica
+        and r.version == trajectory.version
+        and serving(state, r)
+        and room(r) > 0
     ]
     if trajectory.status in IN_ENGINE and elsewhere:
         lose(turn, trajectory.id)

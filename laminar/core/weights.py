@@ -117,7 +117,7 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
     wanted = _version_of_lost_work(state)
     if wanted >= 0 and wanted != replica.version:
         return pull(turn, replica, wanted, exact=True, purpose="resume")
-    wanted = evaluation.version_wanted(state)
+    wanted = evaluation.version_wanted(turn)
     if wanted >= 0 and wanted != replica.version:
         pull(turn, replica, wanted, exact=state.evaluation is not None, purpose="evaluation")
 

@@ -67,7 +67,11 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Admit what waits, then one decode step; [] when there is nothing to do."""
+        """Admit what waits, then one decode step; [] when there is nothing to do.
+
+        EngineError when work waits and no weights are loaded, or the log-probs are not finite;
+        in the second case all requests are dropped.
+        """
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -79,7 +83,10 @@ class Engine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle."""
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle.
+
+        EngineError for what `step` raises too: log-probs that are not finite are never returned.
+        """
         ...
 
     def stats(self) -> EngineStats:

@@ -162,6 +162,21 @@ class TorchEngine:
                 "finish or abort them first"
             )
 
+    def _need_finite(self, logprobs: list[float]) -> None:
+        """Refuse a broken model's output, and leave nothing of it in the cache.
+
+        A NaN there would outlive its weights: masked positions are multiplied by 0, and 0 * NaN
+        is NaN. Running sequences have lost their cache then and are dropped.
+        """
+        if all(map(math.isfinite, logprobs)):
+            return
+        self.close()
+        self._model.cache.clear()
+        raise EngineError(
+            "the model gives logits that are not finite: the loaded weights are broken; "
+            "all sequences were dropped, load other weights"
+        )
+
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         limit = self._model.vocab_limit
         if not ids:
@@ -213,14 +228,10 @@ class TorchEngine:
         return tokens.tolist(), logprobs.tolist()
 
     def _emit(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
+        self._need_finite(logprobs)
         deltas, finished = [], []
         for slot, sequence in enumerate(self._active):
             request, token, logprob = sequence.request, tokens[slot], logprobs[slot]
-            if not math.isfinite(logprob):
-                raise EngineError(
-                    f"the model's logits are not finite for request {request.request_id} at "
-                    f"position {sequence.length}; the loaded weights are broken"
-                )
             sequence.length += 1
             sequence.last_id = token
             reason = None
@@ -253,6 +264,7 @@ class TorchEngine:
                 ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
                 chosen = logits[row, : len(ids)].gather(-1, ids.to(logits.device)[:, None])
                 scores[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
+        self._need_finite([score for row in scores for score in row])
         return scores
 
 

@@ -131,9 +131,13 @@ class KVCache:
         self, spec: ModelSpec, slots: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (spec.num_layers, slots, spec.num_kv_heads, positions, spec.head_dim)
-        # Zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN.
+        # Zeros, not empty: what lies behind a mask must be finite.
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def clear(self) -> None:
+        self.k.zero_()
+        self.v.zero_()
 
     def copy(self, source: int, first: int, count: int, length: int) -> None:
         """Give slots first .. first + count - 1 the first `length` positions of `source`."""

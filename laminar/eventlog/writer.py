@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import msgspec
 
@@ -35,14 +34,6 @@ from laminar.eventlog.record import (
     segment_numbers,
 )
 from laminar.ports import AppendFile, Disk, DiskError
-
-
-class LogDisk(Disk, Protocol):
-    """A disk that can also make durable what another process wrote."""
-
-    def sync(self, name: str) -> None:
-        """Make the present content of a file durable (fdatasync); raises DiskError."""
-        ...
 
 
 class LogTaken(Exception):
@@ -67,7 +58,7 @@ class LogWriter:
     @classmethod
     def begin(
         cls,
-        disk: LogDisk,
+        disk: Disk,
         tail: LogTail,
         *,
         logic: int,

@@ -61,24 +61,22 @@ class RewardPool:
         self._start = frame(Start(spec, limit_s=2 * timeout_s + REAP_S))
         self._open = False
         self._workers: list[_Worker | None] = [None] * workers
-        self._free: asyncio.Queue[int] = asyncio.Queue()  # of slots; its getters wait in order
+        self._free = list(range(workers))  # slots
+        self._turn = asyncio.Semaphore(workers)  # first come, first served; Queue.get is not
 
     async def start(self) -> None:
         """Start all workers and wait until each has its scorer open.
 
         Raises ConfigError when the scorer does not load, RewardWorkerLost when a worker dies first.
         """
-        self._open = True
-        slots = range(len(self._workers))
-        found = await asyncio.gather(*map(self._ready, slots), return_exceptions=True)
-        for slot in slots:
-            self._free.put_nowait(slot)
+        found = await asyncio.gather(*map(self._ready, self._free), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException):
                 await self.close()
                 if isinstance(error, _Died):
                     raise RewardWorkerLost(f"a reward worker could not start: {error}")
                 raise error
+        self._open = True
 
     async def score(self, call: RewardCall) -> list[RewardResult]:
         """One result per completion, in order; raises RewardWorkerLost.
@@ -93,24 +91,24 @@ class RewardPool:
 
     async def close(self) -> None:
         """End all workers; calls that wait or do not finish at once raise RewardWorkerLost."""
-        if not self._open:
-            return
         self._open = False
         await asyncio.gather(*(worker.close() for worker in self._workers if worker))
-        for _ in self._workers:  # when all slots are here, nobody uses a worker any more
-            await self._free.get()
-        await asyncio.gather(*map(self._drop, range(len(self._workers))))
+        await asyncio.gather(*(self._turn.acquire() for _ in self._workers))  # the last to come
+        await asyncio.gather(*map(self._drop, self._free))
+        for _ in self._workers:
+            self._turn.release()
 
     async def _score(self, call: RewardCall) -> list[RewardResult]:
         self._check_open()
-        slot = await self._free.get()
-        try:
-            return await self._run(slot, call)
-        except BaseException:
-            await self._drop(slot)  # what it answers later must not reach the next call
-            raise
-        finally:
-            self._free.put_nowait(slot)
+        async with self._turn:
+            slot = self._free.pop()
+            try:
+                return await self._run(slot, call)
+            except BaseException:
+                await self._drop(slot)  # what it answers later must not reach the next call
+                raise
+            finally:
+                self._free.append(slot)
 
     async def _run(self, slot: int, call: RewardCall) -> list[RewardResult]:
         request, reason = frame(call), ""
@@ -118,6 +116,7 @@ class RewardPool:
             self._check_open()
             try:
                 worker = await self._ready(slot)
+                self._check_open()
                 body = await worker.exchange(request, self._timeout_s)
             except (_Died, ConfigError) as error:  # ConfigError: the file has changed since start
                 self.workers_lost += 1
@@ -150,8 +149,6 @@ class RewardPool:
             return worker
         await self._drop(slot)
         worker = self._workers[slot] = await _Worker.spawn(self._env)
-        if not self._open:
-            raise _Died("the pool was closed")
         body = await worker.exchange(self._start, self._start_timeout_s)
         if body is None:
             raise _Died(f"its scorer did not load within {self._start_timeout_s:g} s")

@@ -4,7 +4,8 @@ Reads   the model, and the tokenizer of the model it started from
 Writes  safetensors, config, generation config, tokenizer files and chat template, in one rename
 
 A directory that exists under its name is whole: everything is written and synced beside it first.
-Tied tensors are written once, as transformers does.
+The files are written one by one because save_pretrained of a model refuses generation configs that
+published models do ship (a temperature without do_sample), and a run must not fail at its end.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from laminar.config import ConfigError
+from laminar.training.model import named_weights
 
 
 def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) -> None:
@@ -29,12 +32,21 @@ def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) ->
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():  # an export that died half-way
         shutil.rmtree(partial)
-    model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(tokenizer_source).save_pretrained(partial)
+    _save_model(model, partial)
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     partial.rename(directory)
     _sync(directory.parent)
+
+
+def _save_model(model: PreTrainedModel, directory: Path) -> None:
+    """Config, generation config and weights; a tied tensor once."""
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.to_json_file(directory / "generation_config.json")
+    tensors = {name: tensor.contiguous() for name, tensor in named_weights(model)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _sync(path: Path) -> None:

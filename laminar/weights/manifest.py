@@ -1,0 +1,219 @@
+"""What one weight version is: its tensors, where their bytes lie, and the hashes that prove them.
+
+Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
+Gives   TensorSpec, Part, Probe, Manifest and their MessagePack form; ManifestError for anything else
+
+A manifest that exists is consistent: every check runs when it is built, so also when it is decoded,
+and no reader has to distrust an offset. Offsets are aligned to a cache line, so that every tensor
+can be viewed in place whatever its type. The probe travels with the bytes because a digest proves
+the bytes and not their effect: a tied head left packed has the right digest and the wrong policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every item size."""
+MANIFEST_BYTES_MAX = 64 << 20
+"""A terabyte in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the name that torch gives the type."""
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Shape = Annotated[tuple[Positive, ...], msgspec.Meta(max_length=8)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class ManifestError(ValueError):
+    """This layout or these bytes do not describe a weight version."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a version, stored contiguously in row-major order."""
+
+    name: Name
+    dtype: str  #: a key of ITEM_BYTES
+    shape: Shape
+    offset: Natural  #: bytes from the start of the version, a multiple of ALIGNMENT
+    nbytes: Positive
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A span of bytes that one trainer rank wrote; a sharded tensor has one per rank."""
+
+    rank: Natural
+    offset: Natural  #: of the first row of the span, bytes from the start of the version
+    nbytes: Positive
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A few sequences scored by the trainer; a replica that loaded must reproduce the scores."""
+
+    sequences: tuple[tuple[Natural, ...], ...]  #: token ids, at least two per sequence
+    logprobs: tuple[tuple[float, ...], ...]  #: of tokens 1..L-1 of each sequence, temperature 1
+    tolerance: float  #: largest |difference| of one log-prob, nats
+
+    def __post_init__(self) -> None:
+        if not self.sequences or min(map(len, self.sequences)) < 2:
+            raise ManifestError("a probe needs sequences of at least two tokens")
+        wanted = [len(sequence) - 1 for sequence in self.sequences]
+        found = [len(row) for row in self.logprobs]
+        if wanted != found:
+            raise ManifestError(f"the probe's log-probs number {found}, its sequences need {wanted}")
+        if not all(math.isfinite(value) for row in self.logprobs for value in row):
+            raise ManifestError("a log-prob of the probe is not finite")
+        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
+            raise ManifestError(f"the probe's tolerance {self.tolerance} is not a positive number")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One complete version. Building or decoding an inconsistent one raises."""
+
+    version: Natural
+    step: Natural  #: completed optimizer steps that these weights contain
+    kind: Literal["full"]
+    dtype: str  #: of every tensor
+    total_bytes: Positive
+    tensors: tuple[TensorSpec, ...]  #: ascending offsets
+    parts: tuple[Part, ...]  #: ascending offsets
+    chunk_bytes: Positive
+    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk; the last chunk may be short
+    digest: Digest  #: xxh3_128 of all total_bytes, padding included
+    probe: Probe | None
+
+    def __post_init__(self) -> None:
+        end = check_tensors(self.tensors)
+        if end != self.total_bytes:
+            raise ManifestError(f"the tensors take {end} bytes, total_bytes is {self.total_bytes}")
+        other = next((spec for spec in self.tensors if spec.dtype != self.dtype), None)
+        if other is not None:
+            raise ManifestError(f"tensor {other.name!r} is {other.dtype}, not {self.dtype}")
+        _check_parts(self.parts, self.tensors, end)
+        wanted = num_chunks(self.total_bytes, self.chunk_bytes)
+        if len(self.chunk_checksums) != wanted:
+            raise ManifestError(f"{len(self.chunk_checksums)} checksums for {wanted} chunks")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def layout(
+    named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str
+) -> tuple[TensorSpec, ...]:
+    """Place tensors one after the other at aligned offsets, in the order given.
+
+    Every rank that gives the same names and shapes gets the same offsets. Raises ManifestError for
+    an unknown type, no tensors, a repeated name or a tensor without elements.
+    """
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape in named_shapes:
+        nbytes = math.prod(shape) * _item_bytes(name, dtype)
+        specs.append(
+            TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes)
+        )
+        offset = _aligned(offset + nbytes)
+    tensors = tuple(specs)
+    check_tensors(tensors)
+    return tensors
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> int:
+    """Bytes of a version of these tensors, a multiple of ALIGNMENT; raises ManifestError.
+
+    Names are unique, sizes follow from type and shape, and each tensor starts at the first aligned
+    offset behind the one before it: no overlap, and no gap in which stale bytes could hide.
+    """
+    if not tensors:
+        raise ManifestError("a version needs at least one tensor")
+    names: set[str] = set()
+    end = 0
+    for spec in tensors:
+        if spec.name in names:
+            raise ManifestError(f"tensor {spec.name!r} is there twice")
+        names.add(spec.name)
+        _check_size(spec)
+        if spec.offset != end:
+            raise ManifestError(f"tensor {spec.name!r} is at offset {spec.offset}, not {end}")
+        end = _aligned(end + spec.nbytes)
+    return end
+
+
+def num_chunks(total_bytes: int, chunk_bytes: int) -> int:
+    return -(-total_bytes // chunk_bytes)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """One MessagePack map."""
+    return _encoder.encode(manifest)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Manifest:
+    """The manifest in these bytes; ManifestError if they are anything else."""
+    size = memoryview(data).nbytes
+    if size > MANIFEST_BYTES_MAX:
+        raise ManifestError(f"manifest of {size} bytes is above the limit of {MANIFEST_BYTES_MAX}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"not a manifest: {type(error).__name__}: {error}") from None
+
+
+def _check_size(spec: TensorSpec) -> None:
+    # Structs built in Python are not checked against their annotations, so sizes are checked here.
+    if not all(size >= 1 for size in spec.shape):
+        raise ManifestError(f"tensor {spec.name!r} of shape {spec.shape} has no elements")
+    wanted = math.prod(spec.shape) * _item_bytes(spec.name, spec.dtype)
+    if spec.nbytes != wanted:
+        raise ManifestError(
+            f"tensor {spec.name!r} says {spec.nbytes} bytes, "
+            f"{spec.dtype} of shape {spec.shape} takes {wanted}"
+        )
+
+
+def _check_parts(parts: Sequence[Part], tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+    """Parts ascend without overlap inside the version and leave out no byte of a tensor."""
+    end = 0
+    index = 0  # of the first tensor that is not yet covered
+    for part in parts:
+        if part.offset < end or part.nbytes < 1 or part.offset + part.nbytes > total_bytes:
+            raise ManifestError(
+                f"the part of rank {part.rank} at {part.offset} with {part.nbytes} bytes overlaps "
+                f"another or leaves the version of {total_bytes} bytes"
+            )
+        if index < len(tensors) and part.offset > max(end, tensors[index].offset):
+            break
+        end = part.offset + part.nbytes
+        while index < len(tensors) and tensors[index].offset + tensors[index].nbytes <= end:
+            index += 1
+    if index < len(tensors):
+        raise ManifestError(f"no part holds all of tensor {tensors[index].name!r}")
+
+
+def _item_bytes(name: str, dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ManifestError(f"tensor {name!r} has type {dtype!r}, not one of {sorted(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,177 @@
+"""The real disk under the event log: short writes, failures, durability of names."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from laminar.config import ConfigError
+from laminar.coordinator.system import RealClock, RealDisk
+from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.record import StateHashRecord
+from laminar.eventlog.writer import LogTaken, LogWriter
+from laminar.ports import DiskError
+
+
+def begin(disk: RealDisk) -> LogWriter:
+    tail = scan(disk)
+    return LogWriter.begin(
+        disk, tail, logic=1, incarnation=tail.newest + 1, run="r", seed=0, config_hash="0"
+    )
+
+
+def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:
+    disk = RealDisk.make(tmp_path / "events")
+    records = [StateHashRecord(seq, "ab") for seq in range(4)]
+    for each in records[:2]:
+        writer = begin(disk)
+        writer.append(each)
+        writer.commit()
+        writer.close()
+    assert disk.names() == ["events-00000001.log", "events-00000002.log"]
+    again = RealDisk(tmp_path / "events")
+    found = [each for _, each in read_log(again) if isinstance(each, StateHashRecord)]
+    assert found == records[:2]
+
+
+def test_read_gives_exactly_the_bytes_asked_for(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    file = disk.create("f")
+    file.append(b"0123456789")
+    file.append(b"")
+    file.close()
+    assert disk.size("f") == 10
+    assert disk.read("f") == b"0123456789"
+    assert disk.read("f", 4) == b"456789"
+    assert disk.read("f", 4, 3) == b"456"
+    assert disk.read("f", 8, 30) == b"89"
+    assert disk.read("f", 20) == b""
+
+
+def test_create_is_exclusive(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    disk.create("f").close()
+    with pytest.raises(FileExistsError):
+        disk.create("f")
+    begin(disk).close()
+    (tmp_path / "events-00000002.log").touch()
+    tail = scan(disk)
+    (tmp_path / "events-00000003.log").touch()
+    with pytest.raises(LogTaken):
+        LogWriter.begin(disk, tail, logic=1, incarnation=2, run="r", seed=0, config_hash="0")
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write = os.write
+    sizes: list[int] = []
+
+    def short(fd: int, data: memoryview) -> int:
+        sizes.append(real_write(fd, data[:7]))
+        return sizes[-1]
+
+    disk = RealDisk(tmp_path)
+    writer = begin(disk)
+    monkeypatch.setattr(os, "write", short)
+    records = [StateHashRecord(seq, "ab") for seq in range(20)]
+    for each in records:
+        writer.append(each)
+    writer.commit()
+    assert len(sizes) > 50
+    assert [each for _, each in read_log(disk)][1:] == records
+
+
+def test_a_disk_that_fills_up_is_an_error_and_leaves_a_torn_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.write
+    room = [30]
+
+    def filling(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real_write(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    disk = RealDisk(tmp_path)
+    writer = begin(disk)
+    monkeypatch.setattr(os, "write", filling)
+    writer.append(StateHashRecord(1, "x" * 100))
+    with pytest.raises(DiskError, match=r"events-00000001\.log failed: No space") as caught:
+        writer.commit()
+    assert caught.value.errno == errno.ENOSPC
+    assert scan(disk).torn_bytes == 30
+
+
+def test_a_write_that_takes_nothing_does_not_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RealDisk(tmp_path).create("f")
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    with pytest.raises(DiskError, match="took none of 3 bytes"):
+        file.append(b"abc")
+
+
+def failing(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_failed_sync_is_a_disk_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RealDisk(tmp_path).create("f")
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(DiskError, match="sync of f failed"):
+        file.sync()
+    with pytest.raises(DiskError, match="sync of f failed"):
+        RealDisk(tmp_path).sync("f")
+
+
+def test_what_a_killed_writer_left_is_synced_before_it_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = RealDisk(tmp_path)
+    old = begin(disk)
+    old.append(StateHashRecord(1, "ab"))
+    old.flush()
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fdatasync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+    )
+    begin(disk)
+    assert synced == ["events-00000001.log", "events-00000002.log"]
+
+
+def test_a_new_name_is_durable_before_the_file_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    disk = RealDisk.make(tmp_path / "events")
+    assert synced == [str(tmp_path)]
+    disk.create("f")
+    assert synced == [str(tmp_path), str(tmp_path / "events")]
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(DiskError, match="directory sync of g failed"):
+        disk.create("g")
+
+
+def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
+    disk = RealDisk.make(tmp_path / "events")
+    (tmp_path / "events").rmdir()
+    with pytest.raises(DiskError, match="creation of f failed"):
+        disk.create("f")
+    with pytest.raises(DiskError, match=r"creation of .*missing/events failed"):
+        RealDisk.make(tmp_path / "missing" / "events")
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is no directory"):
+        RealDisk(tmp_path / "nowhere")
+
+
+def test_the_clock_never_decreases() -> None:
+    clock = RealClock()
+    times = [clock.now_ns() for _ in range(1000)]
+    assert times == sorted(times)
