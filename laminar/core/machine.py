@@ -53,7 +53,11 @@ class Machine:
 
     def __init__(self) -> None:
         self._state: State | None = None
-        self.last_command_ids: list[int] = []
+
+    @property
+    def started(self) -> bool:
+        """The first event has come."""
+        return self._state is not None
 
     @property
     def state(self) -> State:

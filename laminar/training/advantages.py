@@ -38,9 +38,9 @@ def group_advantages(
         raise ValueError(f"advantage estimator {estimator!r} is not one of grpo, rloo")
     if np.ptp(values) <= CONSTANT_SPREAD:
         return np.zeros_like(values)
-    centred = values - values.mean()
+    centred: NDArray[np.float64] = values - values.mean()
     if estimator == "rloo":
-        return centred * (len(values) / (len(values) - 1))
-    if norm_by_std:
-        return centred / (values.std(ddof=1) + STD_EPSILON)
+        centred *= len(values) / (len(values) - 1)
+    elif norm_by_std:
+        centred /= values.std(ddof=1) + STD_EPSILON
     return centred

@@ -41,10 +41,9 @@ class LoadedPolicy:
         """
         autocast = compute_dtype != torch.float32
         with torch.autocast(self.device.type, dtype=compute_dtype, enabled=autocast):
-            output = self.model(
-                input_ids=rows.input_ids, use_cache=False, logits_to_keep=rows.keep
-            )
-        return output.logits.flatten(0, 1).index_select(0, rows.index)[:, : self.vocab_limit]
+            output = self.model(input_ids=rows.input_ids, use_cache=False, logits_to_keep=rows.keep)
+        logits: Tensor = output.logits
+        return logits.flatten(0, 1).index_select(0, rows.index)[:, : self.vocab_limit]
 
 
 def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
@@ -52,16 +51,7 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
 
     `tokenizer_size` is one more than the tokenizer's largest id; models pad their vocabulary.
     """
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model {name!r} cannot be loaded: {reason}; give model.name the directory or hub "
-            "name of a causal LM with safetensors weights"
-        ) from error
+    model, info = _from_pretrained(name)
     _check_loaded(name, info)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
@@ -70,6 +60,22 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
         )
     width = model.get_output_embeddings().weight.shape[0]
     return LoadedPolicy(model.to(device).eval(), min(width, tokenizer_size))
+
+
+def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model and what its loading left out or over."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model {name!r} cannot be loaded: {reason}; give model.name the directory or hub "
+            "name of a causal LM with safetensors weights"
+        ) from error
+    model, info = loaded
+    return model, info
 
 
 def _check_loaded(name: str, info: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """What one weight version is: its tensors, where their bytes lie, and the hashes that prove them.
 
 Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
-Gives   TensorSpec, Part, Probe, Manifest and their MessagePack form; ManifestError for anything else
+Gives   TensorSpec, Part, Probe, Manifest, as MessagePack; ManifestError for anything else
 
-A manifest that exists is consistent: every check runs when it is built, so also when it is decoded,
-and no reader has to distrust an offset. Offsets are aligned to a cache line, so that every tensor
-can be viewed in place whatever its type. The probe travels with the bytes because a digest proves
+A manifest that exists is consistent: the checks run when it is built, and so also when it is
+decoded, and no reader has to distrust an offset. Offsets are aligned to a cache line, so that a
+tensor of any type can be viewed in place. The probe travels with the bytes because a digest proves
 the bytes and not their effect: a tied head left packed has the right digest and the wrong policy.
 """
 
@@ -77,7 +77,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         wanted = [len(sequence) - 1 for sequence in self.sequences]
         found = [len(row) for row in self.logprobs]
         if wanted != found:
-            raise ManifestError(f"the probe's log-probs number {found}, its sequences need {wanted}")
+            raise ManifestError(
+                f"the probe's log-probs number {found}, its sequences need {wanted}"
+            )
         if not all(math.isfinite(value) for row in self.logprobs for value in row):
             raise ManifestError("a log-prob of the probe is not finite")
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
@@ -88,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One complete version. Building or decoding an inconsistent one raises."""
 
     version: Natural
-    step: Natural  #: completed optimizer steps that these weights contain
+    step: Natural  #: that made these weights
     kind: Literal["full"]
     dtype: str  #: of every tensor
     total_bytes: Positive
@@ -116,9 +118,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
-def layout(
-    named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str
-) -> tuple[TensorSpec, ...]:
+def layout(named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> tuple[TensorSpec, ...]:
     """Place tensors one after the other at aligned offsets, in the order given.
 
     Every rank that gives the same names and shapes gets the same offsets. Raises ManifestError for
@@ -131,7 +131,7 @@ def layout(
         specs.append(
             TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes)
         )
-        offset = _aligned(offset + nbytes)
+        offset = aligned(offset + nbytes)
     tensors = tuple(specs)
     check_tensors(tensors)
     return tensors
@@ -154,11 +154,17 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> int:
         _check_size(spec)
         if spec.offset != end:
             raise ManifestError(f"tensor {spec.name!r} is at offset {spec.offset}, not {end}")
-        end = _aligned(end + spec.nbytes)
+        end = aligned(end + spec.nbytes)
     return end
 
 
+def aligned(offset: int) -> int:
+    """The first multiple of ALIGNMENT that is not below `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 def num_chunks(total_bytes: int, chunk_bytes: int) -> int:
+    """The last one may be short."""
     return -(-total_bytes // chunk_bytes)
 
 
@@ -213,7 +219,3 @@ def _item_bytes(name: str, dtype: str) -> int:
     if dtype not in ITEM_BYTES:
         raise ManifestError(f"tensor {name!r} has type {dtype!r}, not one of {sorted(ITEM_BYTES)}")
     return ITEM_BYTES[dtype]
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,199 @@
+"""The coordinator process: a socket, signals and files around the pure tick.
+
+Reads   the control socket; the event log of an earlier incarnation of this run
+Writes  the event log, the address file, and through observers metrics.jsonl and status.json
+Ends    with the run's exit code; 75 when the log cannot be written, so that a supervisor restarts it
+
+Start-up is recovery: scan the log, replay it, take it over in a new segment, listen on the same
+port as before. An empty directory is the case of an empty log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import signal
+import time
+from pathlib import Path
+
+from laminar.config import Config, ConfigError, dumps
+from laminar.coordinator.strategy import StrategyWorker
+from laminar.coordinator.system import RealDisk
+from laminar.coordinator.tick import Tick
+from laminar.core.machine import LOGIC_VERSION
+from laminar.core.state import ENDED
+from laminar.eventlog.reader import scan
+from laminar.eventlog.replay import Observer, Replay, replay
+from laminar.eventlog.writer import LogWriter
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event, Settings
+from laminar.net.client import write_address
+from laminar.net.session import Limits
+from laminar.net.transport import CONTROL_MAX_BYTES, ServerSocket
+from laminar.observe.logs import get_logger
+
+ADDRESS_FILE = "coordinator.json"
+EVENTS_DIR = "events"
+FAREWELL_S = 3.0
+"""How long an ended run's last commands and acknowledgements may take to leave."""
+STALL_MS = 120_000
+"""An engine that samples nothing for two minutes with work to do is wedged (a long prefill of a
+large model on a CPU stays below it)."""
+
+
+class ReplayDiffers(RuntimeError):
+    """The log of this run does not lead to the decisions that it records."""
+
+
+def settings_of(config: Config) -> Settings:
+    """The part of the configuration that decisions depend on."""
+    return Settings(
+        seed=config.seed,
+        groups_per_step=config.data.train_batch_size,
+        group_size=config.rollout.group_size,
+        min_scored=config.min_scored,
+        max_staleness=config.async_.max_staleness,
+        groups_per_version=config.groups_per_version,
+        total_steps=config.trainer.total_training_steps,
+        total_epochs=config.trainer.total_epochs,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+        test_freq=config.trainer.test_freq,
+        val_before_train=config.trainer.val_before_train,
+        batch_strategy=config.algorithm.batch_strategy,
+        reward_scope=config.reward.scope,
+        resume_wait_ms=config.recovery.resume_wait_ms,
+        batch_wait_ms=int(config.trainer.batch_wait_s * 1000),
+        start_timeout_ms=int(config.coordinator.start_timeout_s * 1000),
+        stall_ms=STALL_MS,
+    )
+
+
+class Coordinator:
+    """One incarnation of the coordinator of a run."""
+
+    def __init__(self, config: Config, run_dir: Path, observer: Observer) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.log = get_logger()
+        self._own: list[Event] = []
+        self._wake: asyncio.Event = asyncio.Event()
+        self._ended: asyncio.Event = asyncio.Event()
+        self._error: BaseException | None = None
+        self._observer = observer
+        self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report)
+        events = run_dir / EVENTS_DIR
+        disk = RealDisk(events) if events.is_dir() else RealDisk.make(events)
+        tail = scan(disk)
+        if tail.torn_bytes:
+            self.log.warning("torn-tail", bytes=tail.torn_bytes, after_event=tail.last_seq)
+        found = replay(disk, tail, observer=observer)
+        if found.difference is not None:
+            raise ReplayDiffers(str(found.difference))
+        self._open(disk, found)
+
+    def _open(self, disk: RealDisk, found: Replay) -> None:
+        tail = scan(disk)
+        incarnation = tail.newest + 1
+        text = dumps(self.config)
+        writer = LogWriter.begin(
+            disk,
+            tail,
+            logic=LOGIC_VERSION,
+            incarnation=incarnation,
+            run=self.config.run.name,
+            seed=self.config.seed,
+            config_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+        )
+        self.tick = Tick(
+            found.machine,
+            writer,
+            boot=f"coordinator-{incarnation}-{secrets.token_hex(4)}",
+            lease_ms=self.config.coordinator.lease_ms,
+            clock_ns=time.monotonic_ns(),
+            observer=self._observer,
+            limits=Limits(max_frame=CONTROL_MAX_BYTES),
+        )
+        self.log.info("started", incarnation=incarnation, replayed_events=found.events)
+        self._own.append(
+            ev.CoordinatorStarted(
+                incarnation=incarnation,
+                logic=LOGIC_VERSION,
+                settings=settings_of(self.config),
+                config=text,
+            )
+        )
+
+    # --- the process --------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until the run has ended; returns its exit code."""
+        self.socket = ServerSocket(self.config.coordinator.host, self._port())
+        try:
+            write_address(self.run_dir / ADDRESS_FILE, self.socket.address)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
+            self.socket.attach(loop, self._turn)
+            await self._ended.wait()
+            if self._error is not None:
+                raise self._error
+            await self._farewell()
+        finally:
+            self.socket.close()
+            await self._strategy.close()
+        state = self.tick.machine.state
+        self.log.info("ended", failure=state.failure, exit_code=state.exit_code, event=state.seq)
+        return state.exit_code
+
+    def report(self, event: Event) -> None:
+        """An event of our own: it is handled in the next turn."""
+        self._own.append(event)
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _port(self) -> int:
+        """The configured port, else the one that the actors of this run know already."""
+        if self.config.coordinator.port:
+            return self.config.coordinator.port
+        try:
+            known = json.loads((self.run_dir / ADDRESS_FILE).read_text())["address"]
+        except (FileNotFoundError, ValueError, KeyError):
+            return 0
+        return int(str(known).rpartition(":")[2])
+
+    def _drain_requested(self, name: str) -> None:
+        self.report(ev.DrainRequested(reason=name))
+
+    def _turn(self) -> None:
+        try:
+            self._one_turn()
+        except BaseException as error:
+            self._error = error
+            self._ended.set()
+
+    def _one_turn(self) -> None:
+        frames = self.socket.drain()
+        own, self._own = self._own, []
+        empty = len(frames) < 512
+        for routing_id, frame in self.tick.turn(frames, own, time.monotonic_ns(), empty):
+            self.socket.send(routing_id, frame)
+        for command_id, command in self.tick.local:
+            if isinstance(command, cmd.ProposeBatch):
+                self._strategy.propose(command_id, command)
+        self.tick.local.clear()
+        if self.tick.machine.started and self.tick.machine.state.phase == ENDED:
+            self._ended.set()
+
+    async def _farewell(self) -> None:
+        """Let the last commands and acknowledgements leave, then close the log with a hash."""
+        deadline = time.monotonic() + FAREWELL_S
+        while not self.tick.everything_acknowledged and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self.tick.log_state_hash()
+        self.tick.log.commit()
+        self.tick.log.close()
+
+
+__all__ = ["ADDRESS_FILE", "EVENTS_DIR", "ConfigError", "Coordinator", "settings_of"]

@@ -1,0 +1,134 @@
+"""A user's batch strategy, by path, in a process of its own.
+
+Reads   ProposeBatch commands; a file given as algorithm.batch_strategy = "path.py:function"
+Emits   BatchProposed events; an empty answer when the function fails
+
+The function gets the metadata of finished groups and the number wanted, and returns group ids. It
+runs outside the coordinator because it may be slow or crash; its answer is logged, so a replay does
+not run it again.
+
+    def choose(candidates: list[dict], count: int) -> list[str]: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.core.buffering import STRATEGIES
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import GroupId
+
+LINE_BYTES_MAX = 16 << 20
+"""One answer line of a strategy: group ids only, but a user's print must not break the pipe."""
+
+
+def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[str]]:
+    """The function named by "path.py:function"; ConfigError when it cannot be had."""
+    path, _, name = reference.rpartition(":")
+    if not path or not Path(path).is_file():
+        names = ", ".join(STRATEGIES)
+        raise ConfigError(
+            f"algorithm.batch_strategy = {reference!r} is neither one of {names} nor an existing "
+            "file as path.py:function"
+        )
+    spec = importlib.util.spec_from_file_location("laminar_user_strategy", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"algorithm.batch_strategy: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, name)
+    except Exception as error:
+        raise ConfigError(
+            f"algorithm.batch_strategy: {path}:{name} does not import: {error}"
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"algorithm.batch_strategy: {name} in {path} is not a function")
+    result: Callable[[list[dict[str, Any]], int], list[str]] = function
+    return result
+
+
+class StrategyWorker:
+    """Starts the process with the first question and asks one question at a time."""
+
+    def __init__(self, reference: str, report: Callable[[ev.BatchProposed], None]) -> None:
+        self._reference = "" if reference in STRATEGIES else reference
+        self._report = report
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def propose(self, command_id: int, command: cmd.ProposeBatch) -> None:
+        """Ask; the answer arrives as an event."""
+        task = asyncio.get_running_loop().create_task(self._ask(command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _ask(self, command: cmd.ProposeBatch) -> None:
+        detail, groups = "", ()
+        try:
+            groups = await self._exchange(command)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            detail = f"{type(error).__name__}: {error}"
+        self._report(ev.BatchProposed(step=command.step, groups=groups, detail=detail))
+
+    async def _exchange(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "laminar.coordinator.strategy",
+                self._reference,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LINE_BYTES_MAX,
+            )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        question = {
+            "candidates": msgspec.to_builtins(command.candidates),
+            "count": command.count,
+        }
+        stdin.write(json.dumps(question).encode() + b"\n")
+        await stdin.drain()
+        answer = json.loads(await stdout.readuntil(b"\n"))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return tuple(GroupId(str(group)) for group in answer["groups"])
+
+
+def _serve(reference: str) -> None:
+    """The child: one JSON line in, one JSON line out; the user's prints go to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    function = load_strategy(reference)
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            groups = [str(g) for g in function(question["candidates"], question["count"])]
+            answer: dict[str, Any] = {"groups": groups}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

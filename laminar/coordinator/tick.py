@@ -1,0 +1,302 @@
+"""One turn of the coordinator, over the ports: receive, decide, make durable, send.
+
+Reads   frames of peers, events of our own, the clock
+Writes  the event log
+Gives   frames to send, and commands that the coordinator's own process carries out
+
+    frames -> sessions (number, dedupe) -> decode -> machine -> log (one sync) -> commands and acks
+
+Nothing leaves before it, and what caused it, is durable: a killed coordinator has never said what
+its log does not know. Pure: the same code runs behind a ZeroMQ socket and in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from laminar.coordinator.detector import FailureDetector
+from laminar.core.machine import Machine
+from laminar.core.state import digest
+from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord
+from laminar.eventlog.replay import HASH_EVERY, Observer
+from laminar.eventlog.writer import LogWriter
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.codec import WireError, decode_event, encode
+from laminar.net.frames import Hello, Refused, decode_client
+from laminar.net.frames import encode as encode_frame
+from laminar.net.session import Limits, LinkState, OutboxFull, ServerLink
+
+Frame = tuple[bytes, bytes]  #: (routing id, bytes)
+
+UNKNOWN_PEERS_MAX = 4096
+"""Processes that said hello and are not admitted yet; more at once is an attack or a bug."""
+
+
+class Tick:
+    """The coordinator without its loop."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        log: LogWriter,
+        *,
+        boot: str,
+        lease_ms: int,
+        clock_ns: int,
+        observer: Observer,
+        limits: Limits,
+    ) -> None:
+        """`clock_ns` is the loop's clock now; `boot` names this coordinator process."""
+        self.machine = machine
+        self.log = log
+        self.detector = FailureDetector(lease_ms * 1_000_000, clock_ns)
+        self.local: list[tuple[int, Command]] = []  #: commands for our own process
+        self.bad_frames = 0
+        self._boot = boot
+        self._limits = limits
+        self._observer = observer
+        self._clock_start_ns = clock_ns
+        self._time_start_ns = machine.state.time_ns if machine.started else 0
+        self._links: dict[str, ServerLink] = {}  #: by boot id
+        self._routes: dict[bytes, str] = {}  #: routing id -> boot id
+        self._route_of: dict[str, bytes] = {}
+        self._asking: dict[str, tuple[Hello, bytes]] = {}  #: boot id -> not admitted yet
+        self._heard_ns: dict[str, int] = {}
+        self._to_acknowledge: dict[str, int] = {}  #: boot id -> last number applied
+        self._outgoing: list[tuple[int, Command]] = []
+        self._frames_out: list[Frame] = []
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    def turn(
+        self, frames: Sequence[Frame], own: Sequence[Event], now_ns: int, socket_empty: bool
+    ) -> list[Frame]:
+        """Handle what has arrived; returns the frames to send, in order."""
+        time_ns = self._time_start_ns + now_ns - self._clock_start_ns
+        for event in own:
+            self._apply(COORDINATOR, 0, 0, event, time_ns)
+        for routing_id, frame in frames:
+            self._receive(routing_id, frame, now_ns, time_ns)
+        self._fire_timers(time_ns)
+        if self.detector.turn(now_ns, socket_empty) and self.machine.started:
+            actors = self.machine.state.actors
+            for lost in self.detector.lost(now_ns, actors, self._heard_ns):
+                self._apply(COORDINATOR, 0, 0, lost, time_ns)
+        self._make_durable()
+        return self._send(now_ns)
+
+    def _fire_timers(self, time_ns: int) -> None:
+        if not self.machine.started:
+            return
+        timers = self.machine.state.timers
+        due = sorted((when, name) for name, when in timers.items() if when <= time_ns)
+        for _, name in due:
+            self._apply(COORDINATOR, 0, 0, ev.TimerFired(timer=name), time_ns)
+
+    def next_timer_ns(self) -> int | None:
+        """When the earliest timer is due, in the loop's clock."""
+        timers = self.machine.state.timers
+        if not timers:
+            return None
+        return min(timers.values()) - self._time_start_ns + self._clock_start_ns
+
+    # --- receiving ----------------------------------------------------------------------------
+
+    def _receive(self, routing_id: bytes, frame: bytes, now_ns: int, time_ns: int) -> None:
+        try:
+            hello = self._hello_of(routing_id, frame)
+            boot_id = hello.boot_id if hello else self._routes[routing_id]
+            if hello is not None:
+                self._route(routing_id, boot_id)
+                if boot_id not in self._links and not self._admit(
+                    hello, routing_id, now_ns, time_ns
+                ):
+                    return
+            link = self._links[boot_id]
+            for peer_seq, body in link.receive(frame, now_ns):
+                self._deliver(link, peer_seq, body, time_ns)
+        except (WireError, KeyError):
+            self.bad_frames += 1  # a peer that is unknown here will say hello when nobody answers
+            return
+        self._heard_ns[boot_id] = now_ns
+
+    def _hello_of(self, routing_id: bytes, frame: bytes) -> Hello | None:
+        """A known route needs no second decoding, unless its peer introduces itself again."""
+        if routing_id in self._routes and b"\xa5hello" not in frame[:16]:
+            return None
+        message = decode_client(frame, self._limits.max_frame)
+        return message if isinstance(message, Hello) else None
+
+    def _route(self, routing_id: bytes, boot_id: str) -> None:
+        old = self._route_of.get(boot_id)
+        if old is not None and old != routing_id:
+            self._routes.pop(old, None)
+        self._routes[routing_id], self._route_of[boot_id] = boot_id, routing_id
+
+    def _admit(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
+        """Make the link of a process that the log knows; report one that it does not know."""
+        state = self.machine.state
+        actor = state.actors.get(hello.name)
+        if actor is not None and actor.boot_id == hello.boot_id:
+            if not actor.alive:
+                self._refuse(hello.boot_id, "it was declared lost; start it again")
+                return False
+            self._link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
+            return True
+        if hello.boot_id not in self._asking and len(self._asking) < UNKNOWN_PEERS_MAX:
+            self._asking[hello.boot_id] = (hello, routing_id)
+            joined = ev.ActorJoined(
+                name=hello.name,
+                role=hello.role,
+                boot_id=hello.boot_id,
+                node=hello.info.get("node", ""),
+                pid=int(pid) if (pid := hello.info.get("pid", "")).isdigit() else 0,
+            )
+            self._apply(hello.name, 0, 0, joined, time_ns)
+            self._heard_ns[hello.boot_id] = now_ns
+        return False
+
+    def _link(self, hello: Hello, incarnation: int, last_seq: int, now_ns: int) -> None:
+        """Every outstanding command of the actor goes out again; it acts once per command id."""
+        link = ServerLink(
+            hello,
+            server_boot=f"{self._boot}:{hello.boot_id}",
+            incarnation=incarnation,
+            now_ns=now_ns,
+            last_seq=last_seq,
+            limits=self._limits,
+        )
+        self._links[hello.boot_id] = link
+        outstanding = [
+            o
+            for o in self.machine.state.commands.values()
+            if o.command.to == hello.name and o.incarnation == incarnation
+        ]
+        for item in sorted(outstanding, key=lambda o: o.command_id):
+            self._outgoing.append((item.command_id, item.command))
+
+    def _deliver(self, link: ServerLink, peer_seq: int, body: bytes, time_ns: int) -> None:
+        if peer_seq:
+            self._to_acknowledge[link.boot_id] = peer_seq
+        try:
+            event = decode_event(body)
+        except WireError:
+            self.bad_frames += 1
+            return
+        self._apply(link.name, link.incarnation, peer_seq, event, time_ns)
+
+    # --- deciding -----------------------------------------------------------------------------
+
+    def _apply(
+        self, peer: str, incarnation: int, peer_seq: int, event: Event, time_ns: int
+    ) -> None:
+        """Let the machine handle one event, and log it with what was decided."""
+        last = self.machine.state if self.machine.started else None
+        stamped = Stamped(
+            seq=last.seq + 1 if last else 1,
+            time_ns=max(time_ns, last.time_ns) if last else time_ns,
+            peer=peer,
+            incarnation=incarnation,
+            peer_seq=peer_seq,
+            event=event,
+        )
+        commands = self.machine.handle(stamped)
+        self._log(stamped, commands)
+        for index, command in enumerate(commands):
+            self._outgoing.append(((stamped.seq << 20) + index, command))
+        self._observer(stamped, commands, self.machine.state)
+
+    def _log(self, stamped: Stamped, commands: list[Command]) -> None:
+        self.log.append(
+            EventRecord(
+                seq=stamped.seq,
+                time_ns=stamped.time_ns,
+                peer=stamped.peer,
+                incarnation=stamped.incarnation,
+                peer_seq=stamped.peer_seq,
+                event=msgspec.Raw(encode(stamped.event)),
+            )
+        )
+        for index, command in enumerate(commands):
+            self.log.append(
+                DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(encode(command)))
+            )
+        if stamped.seq % HASH_EVERY == 0:
+            self.log_state_hash()
+
+    def log_state_hash(self) -> None:
+        """Log what a replay has to reach at this point."""
+        state = self.machine.state
+        self.log.append(StateHashRecord(seq=state.seq, digest=digest(state)))
+
+    def _make_durable(self) -> None:
+        """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
+        if self._outgoing or self._to_acknowledge:
+            self.log.commit()
+        else:
+            self.log.flush()
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def _send(self, now_ns: int) -> list[Frame]:
+        for boot_id, peer_seq in self._to_acknowledge.items():
+            self._links[boot_id].processed(peer_seq)
+        self._to_acknowledge.clear()
+        for command_id, command in self._outgoing:
+            self._address(command_id, command, now_ns)
+        self._outgoing.clear()
+        out, self._frames_out = self._frames_out, []
+        for boot_id, link in list(self._links.items()):
+            for frame in link.poll(now_ns):
+                out.append((self._route_of[boot_id], frame))
+            if link.state is LinkState.CLOSED:
+                self._forget(boot_id)
+        return out
+
+    def _address(self, command_id: int, command: Command, now_ns: int) -> None:
+        if isinstance(command, cmd.AcceptActor):
+            hello, _ = self._asking.pop(command.boot_id, (None, b""))
+            if hello is not None:
+                self._link(hello, command.incarnation, 0, now_ns)
+        elif isinstance(command, cmd.RefuseActor):
+            self._asking.pop(command.boot_id, None)
+            self._refuse(command.boot_id, command.reason)
+        elif isinstance(command, cmd.ProposeBatch):
+            self.local.append((command_id, command))
+        else:
+            self._queue(command_id, command)
+
+    def _queue(self, command_id: int, command: Command) -> None:
+        actor = self.machine.state.actors.get(command.to)
+        link = self._links.get(actor.boot_id) if actor is not None else None
+        if link is None or link.state is not LinkState.UP:
+            return  # outstanding: it goes out when the actor comes back
+        order = cmd.Order(
+            command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(encode(command))
+        )
+        try:
+            link.send(encode(order))
+        except OutboxFull as error:
+            link.refuse(
+                f"it acknowledges nothing: {error}"
+            )  # its lease runs out, work is recovered
+
+    def _refuse(self, boot_id: str, reason: str) -> None:
+        route = self._route_of.get(boot_id)
+        if route is not None:
+            self._frames_out.append((route, encode_frame(Refused(reason))))
+
+    def _forget(self, boot_id: str) -> None:
+        del self._links[boot_id]
+        self._routes.pop(self._route_of.pop(boot_id, b""), None)
+
+    @property
+    def everything_acknowledged(self) -> bool:
+        """No command is on its way any more (or its link is gone)."""
+        return all(
+            not link.outbox or link.state is not LinkState.UP for link in self._links.values()
+        )

@@ -1,0 +1,156 @@
+"""Replay: run the machine over a log and compare every decision and every state hash.
+
+Reads   a log through ports.Disk
+Gives   Replay: the machine at the end, counts, and the first difference if there is one
+
+The last event before a crash may have been written without all of its decisions (nothing was sent
+of it then), so at the end of a segment that was taken over, and at the end of the log, a prefix of
+the decisions is enough. Everywhere else they must be identical, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from laminar.core.machine import LogicError, Machine
+from laminar.core.state import State, digest
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import (
+    DecisionRecord,
+    EventRecord,
+    Header,
+    LogTail,
+    Position,
+    StateHashRecord,
+)
+from laminar.events.base import Command, Stamped
+from laminar.events.codec import WireError, decode_command, decode_event, encode
+from laminar.ports import Disk
+
+Observer = Callable[[Stamped, list[Command], State], None]
+
+HASH_EVERY = 1_000
+"""Events between two logged state hashes: encoding a large state takes some milliseconds."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where log and machine disagree."""
+
+    position: Position
+    seq: int  #: of the event
+    logged: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return (
+            f"segment {self.position.segment}, offset {self.position.offset}, event {self.seq}:\n"
+            f"  logged:   {self.logged}\n  replayed: {self.replayed}"
+        )
+
+
+@dataclass
+class Replay:
+    """What a replay found."""
+
+    machine: Machine = field(default_factory=Machine)
+    events: int = 0
+    decisions: int = 0
+    hashes: int = 0
+    difference: Difference | None = None
+
+
+def stamped(record: EventRecord) -> Stamped:
+    """The event of a record, typed; WireError for one that this program does not know."""
+    return Stamped(
+        seq=record.seq,
+        time_ns=record.time_ns,
+        peer=record.peer,
+        incarnation=record.incarnation,
+        peer_seq=record.peer_seq,
+        event=decode_event(record.event),
+    )
+
+
+def replay(
+    disk: Disk,
+    tail: LogTail | None = None,
+    *,
+    until: int | None = None,
+    observer: Observer | None = None,
+) -> Replay:
+    """Run the whole log (or up to event `until`); stops at the first difference."""
+    found = Replay()
+    expected: list[bytes] = []  # decisions of the last event that are not compared yet
+    index = 0
+    for position, record in read_log(disk, tail):
+        if isinstance(record, Header):
+            expected, index = [], 0
+        elif isinstance(record, EventRecord):
+            if expected[index:]:
+                found.difference = _missing(position, found, expected[index])
+                return found
+            if until is not None and record.seq > until:
+                return found
+            expected, index = _handle(found, position, record, observer), 0
+        elif isinstance(record, DecisionRecord):
+            found.difference = _compare_decision(position, found, record, expected, index)
+            index += 1
+            found.decisions += 1
+        elif isinstance(record, StateHashRecord):
+            found.difference = _compare_hash(position, found, record)
+        if found.difference is not None:
+            return found
+    return found
+
+
+def _handle(
+    found: Replay, position: Position, record: EventRecord, observer: Observer | None
+) -> list[bytes]:
+    try:
+        event = stamped(record)
+        commands = found.machine.handle(event)
+    except (WireError, LogicError) as error:
+        found.difference = Difference(position, record.seq, "an event", str(error))
+        return []
+    found.events += 1
+    if observer is not None:
+        observer(event, commands, found.machine.state)
+    return [encode(command) for command in commands]
+
+
+def _compare_decision(
+    position: Position, found: Replay, record: DecisionRecord, expected: list[bytes], index: int
+) -> Difference | None:
+    seq = found.machine.state.seq
+    if record.cause != seq or record.index != index or index >= len(expected):
+        replayed = _shown(expected[index]) if index < len(expected) else "no further decision"
+        logged = f"decision {record.index} of event {record.cause}: {_shown(record.command)}"
+        return Difference(position, seq, logged, replayed)
+    if bytes(record.command) != expected[index]:
+        return Difference(position, seq, _shown(record.command), _shown(expected[index]))
+    return None
+
+
+def _compare_hash(position: Position, found: Replay, record: StateHashRecord) -> Difference | None:
+    actual = digest(found.machine.state)
+    found.hashes += 1
+    if record.seq != found.machine.state.seq or record.digest != actual:
+        logged = f"state {record.digest} after event {record.seq}"
+        replayed = f"state {actual} after event {found.machine.state.seq}"
+        return Difference(position, found.machine.state.seq, logged, replayed)
+    return None
+
+
+def _missing(position: Position, found: Replay, command: bytes) -> Difference:
+    return Difference(position, found.machine.state.seq, "no such decision", _shown(command))
+
+
+def _shown(command: bytes | msgspec.Raw) -> str:
+    try:
+        return repr(decode_command(command))
+    except WireError as error:
+        return f"unreadable command ({error})"

@@ -1,0 +1,297 @@
+"""One training step of GRPO: from consumed trajectories to new weights.
+
+Reads   TrainSamples in the order in which they are to be split, and the step's index
+Gives   StepResult; changes the policy's weights and the optimizer's state in place
+
+A step is one consumed batch: advantages per group, one or more mini-batches of whole groups, one
+optimizer update each. Gradients are summed over micro-batches with coefficients of the whole
+mini-batch, so that the memory budget decides how a batch is split and nothing else. An update
+without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
+and follow its old momentum all the same. The step is a function of samples, weights and optimizer
+state; on a CPU with one thread a redone step gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar.config import AlgorithmConfig, Config, ConfigError
+from laminar.training.advantages import group_advantages
+from laminar.training.batching import (
+    MicroBatch,
+    TrainSample,
+    by_group,
+    collate,
+    ids_digest,
+    micro_batches,
+    mini_batches,
+    token_rows,
+)
+from laminar.training.losses import BatchCounts, gather_targets, log_softmax_at
+from laminar.training.metrics import (
+    Mismatch,
+    TokenFigures,
+    batch_metrics,
+    mismatch_by_origin,
+    reward_by_version,
+    token_metrics,
+)
+from laminar.training.model import LoadedPolicy
+from laminar.training.objective import ObjectiveConfig, objective, score
+from laminar.training.schedule import check_schedule, learning_rate
+
+NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
+NON_FINITE = "non-finite-gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One mini-batch: an optimizer update, or the reason why there was none."""
+
+    sample_ids: tuple[str, ...]
+    skipped_reason: str | None
+    grad_norm: float  #: before clipping; 0 without signal
+    pg_loss: float
+    kl_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    updates: tuple[Update, ...]
+    metrics: dict[str, float]
+    mismatch: dict[tuple[str, int], Mismatch]  #: by (replica, weight version)
+    reward_by_version: dict[int, tuple[float, int]]  #: mean reward and samples
+    num_tokens: int  #: response tokens consumed
+    digest: str  #: xxh3_128 of the ids of the samples, in order
+
+    @property
+    def changed(self) -> bool:
+        """Whether the optimizer touched the weights at all."""
+        return any(u.skipped_reason is None for u in self.updates)
+
+    @property
+    def skipped_reason(self) -> str | None:
+        """Of the first update that was left out."""
+        return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _MiniBatch:
+    sample_ids: tuple[str, ...]
+    counts: BatchCounts  #: masked sequences included
+    has_signal: bool
+    micros: list[MicroBatch]  #: of the sequences that are trained
+
+
+class Learner:
+    """Owns the policy, the optimizer and, with a KL term, the reference."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: LoadedPolicy,
+        *,
+        reference: LoadedPolicy | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        """`total_steps` of the run is needed by a decaying schedule only; raises ConfigError."""
+        check_schedule(config.optim, total_steps)
+        if config.algorithm.use_kl_loss and reference is None:
+            raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
+        if policy.device.type == "cpu":
+            torch.set_num_threads(config.trainer.threads)
+        self.config = config
+        self.policy = policy
+        self.reference = reference if config.algorithm.use_kl_loss else None
+        self.total_steps = total_steps
+        self._objective = ObjectiveConfig(
+            config.algorithm, config.data.max_response_length, _compute_dtype(config, policy.device)
+        )
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            policy.model.parameters(),
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+
+    def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
+        """Consume one batch as training step `step` (from 0).
+
+        Groups are cut into mini-batches in the order given. Raises ValueError for an empty batch,
+        a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
+        """
+        self._check(samples)
+        samples = with_advantages(samples, self.config.algorithm)
+        lr = learning_rate(self.config.optim, step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        minis = [self._prepare(m) for m in mini_batches(samples, self.config.mini_batch_groups)]
+        proximal = self._proximal(minis)
+        figures = TokenFigures()
+        updates = tuple(
+            self._update(mini, scores, figures)
+            for mini, scores in zip(minis, proximal, strict=True)
+        )
+        return StepResult(
+            step=step,
+            updates=updates,
+            metrics=batch_metrics(samples, step)
+            | token_metrics(figures)
+            | _update_metrics(updates)
+            | {"actor/lr": lr},
+            mismatch=mismatch_by_origin(figures, samples),
+            reward_by_version=reward_by_version(samples),
+            num_tokens=sum(mini.counts.tokens for mini in minis),
+            digest=ids_digest(samples),
+        )
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Log-probs of tokens 1..L-1 of each sequence with the current weights.
+
+        Raises ValueError for an empty sequence or an id that is not in the tokenizer.
+        """
+        arrays = [np.asarray(s, dtype=np.int32) for s in sequences]
+        for i, ids in enumerate(arrays):
+            self._check_ids(f"sequence {i}", ids)
+        scores: list[list[float]] = [[] for _ in arrays]
+        budget = self.config.trainer.micro_batch_tokens
+        for chosen in micro_batches([len(a) for a in arrays], budget):
+            rows = token_rows([arrays[i] for i in chosen], [1] * len(chosen), self.policy.device)
+            logits = self.policy.logits(rows, self._objective.compute_dtype)
+            at = torch.full((len(logits),), temperature, device=logits.device)
+            values = gather_targets(log_softmax_at(logits, at), rows.targets).cpu().numpy()
+            for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
+                scores[i] = part.tolist()
+        return scores
+
+    def _check(self, samples: Sequence[TrainSample]) -> None:
+        if not samples:
+            raise ValueError("the batch is empty; a training step needs at least one sample")
+        if len({s.sample_id for s in samples}) != len(samples):
+            raise ValueError("the batch has a sample id twice; every sample is trained once")
+        for sample in samples:
+            self._check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids)
+            self._check_ids(f"the response of sample {sample.sample_id}", sample.response_ids)
+
+    def _check_ids(self, what: str, ids: np.ndarray) -> None:
+        if not len(ids):
+            raise ValueError(f"{what} is empty")
+        if ids.min() < 0 or ids.max() >= self.policy.vocab_limit:
+            raise ValueError(
+                f"{what} has an id outside 0..{self.policy.vocab_limit - 1}; engine and trainer "
+                "must use one tokenizer"
+            )
+
+    def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
+        """Count everything, then keep what is trained.
+
+        A masked sequence stays in the counts and in its group's baseline; it has no gradient.
+        """
+        algorithm = self.config.algorithm
+        counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
+        masks = algorithm.truncated == "mask"
+        trained = [s for s in samples if not (masks and s.truncated)]
+        other_terms = self.reference is not None or algorithm.entropy_coeff != 0
+        budget = self.config.trainer.micro_batch_tokens
+        return _MiniBatch(
+            sample_ids=tuple(s.sample_id for s in samples),
+            counts=counts,
+            has_signal=any(s.advantage != 0 or other_terms for s in trained),
+            micros=[
+                collate([trained[i] for i in rows], self.policy.device)
+                for rows in micro_batches([s.length for s in trained], budget)
+            ],
+        )
+
+    def _proximal(self, minis: list[_MiniBatch]) -> list[list[Tensor | None]]:
+        """Scores with the weights at the start of the step, per mini- and micro-batch.
+
+        None where the current score is that score: with one mini-batch. Bypass mode has no use
+        for it. The same micro-batches are used as in training, so that the ratio of the first
+        mini-batch is exactly 1.
+        """
+        if len(minis) == 1 or self.config.algorithm.rollout_correction.bypass_mode:
+            return [[None] * len(mini.micros) for mini in minis]
+        dtype = self._objective.compute_dtype
+        return [[score(self.policy, micro, dtype) for micro in mini.micros] for mini in minis]
+
+    def _update(
+        self, mini: _MiniBatch, proximal: list[Tensor | None], figures: TokenFigures
+    ) -> Update:
+        """Accumulate the gradient of one mini-batch and apply it, unless it is to be skipped."""
+        self.optimizer.zero_grad(set_to_none=True)
+        pg_loss, kl_loss = self._accumulate(mini, proximal, figures)
+        reason: str | None = NO_SIGNAL
+        norm = 0.0
+        if mini.has_signal:
+            limit = self.config.optim.clip_grad or math.inf  # 0 switches clipping off
+            parameters = self.policy.model.parameters()
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+            reason = None if math.isfinite(norm) else NON_FINITE
+        if reason is None:
+            self.optimizer.step()
+        return Update(mini.sample_ids, reason, norm, pg_loss, kl_loss)
+
+    def _accumulate(
+        self, mini: _MiniBatch, proximal: list[Tensor | None], figures: TokenFigures
+    ) -> tuple[float, float | None]:
+        """Forward and, with signal, backward over all micro-batches; policy and KL loss."""
+        pg_loss, kl_loss = 0.0, None if self.reference is None else 0.0
+        with torch.set_grad_enabled(mini.has_signal):
+            for micro, scores in zip(mini.micros, proximal, strict=True):
+                part = objective(
+                    self.policy, self.reference, micro, scores, mini.counts, self._objective
+                )
+                if mini.has_signal:
+                    torch.autograd.backward(part.loss)
+                figures.add(micro, part.figures)
+                pg_loss += float(part.pg_loss)
+                if kl_loss is not None and part.kl_loss is not None:
+                    kl_loss += float(part.kl_loss)
+        return pg_loss, kl_loss
+
+
+def with_advantages(
+    samples: Sequence[TrainSample], algorithm: AlgorithmConfig
+) -> list[TrainSample]:
+    """The samples in their order, each with the advantage within its group."""
+    found: dict[str, float] = {}
+    for siblings in by_group(samples).values():
+        advantages = group_advantages(
+            [s.reward for s in siblings],
+            estimator=algorithm.adv_estimator,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        )
+        found |= zip((s.sample_id for s in siblings), advantages.tolist(), strict=True)
+    return [replace(s, advantage=found[s.sample_id]) for s in samples]
+
+
+def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over the step's mini-batches; the losses are already sums over their tokens."""
+    found = {
+        "actor/pg_loss": float(np.mean([u.pg_loss for u in updates])),
+        "actor/grad_norm": float(np.mean([u.grad_norm for u in updates])),
+        "actor/skipped_updates": float(sum(u.skipped_reason is not None for u in updates)),
+    }
+    kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
+    return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
+
+
+def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """trainer.dtype, where auto is float32 on a CPU and bfloat16 autocast on a GPU."""
+    name = config.trainer.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

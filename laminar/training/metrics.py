@@ -1,0 +1,153 @@
+"""The figures of one training step, under the names that users of verl know.
+
+Reads   the consumed samples and the per-token figures of every micro-batch
+Gives   metrics, the engine mismatch per (replica, version), the reward per version
+
+Tokens are folded to one row per sample as soon as a micro-batch is done. Every figure of a step,
+of a replica or of a length class is then a sum over rows divided by their tokens: never a mean of
+means, which would depend on the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from laminar.training.batching import MicroBatch, TrainSample
+
+Column = NDArray[np.float64]  # one number per sample
+
+#: metric -> figure whose mean over the trained tokens it is
+TOKEN_MEANS = {
+    "actor/entropy": "entropy",
+    "actor/pg_clipfrac": "clipped",
+    "actor/pg_clipfrac_lower": "clipped_lower",
+    "actor/ppo_kl": "ppo_kl",
+    "mismatch_kl/mean": "mismatch_kl",
+    "train_rollout_logprob_abs_diff/mean": "abs_diff",
+    "rollout_corr/is_mean": "is_weight",
+    "rollout_corr/is_clipped_fraction": "is_capped",
+}
+#: metric -> figure whose maximum it is; is_max is the ratio before the cap
+TOKEN_MAXIMA = {
+    "train_rollout_logprob_abs_diff/max": "abs_diff",
+    "rollout_corr/is_max": "is_ratio",
+}
+#: metrics that are also given by quarter of the samples, shortest responses first
+BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
+
+
+class Mismatch(NamedTuple):
+    """Trainer against engine over the trained tokens of one replica and version."""
+
+    mean_abs_diff: float
+    mean_k3: float
+    tokens: int
+
+
+class TokenFigures:
+    """Per-token figures of a step, folded to sums and maxima per sample."""
+
+    def __init__(self) -> None:
+        self.sample_ids: list[str] = []
+        self._sums: dict[str, list[Column]] = {}
+        self._maxima: dict[str, list[Column]] = {}
+
+    def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
+        """Take the figures [tokens] of one micro-batch."""
+        self.sample_ids += micro.sample_ids
+        counts = micro.rows.counts
+        starts = np.cumsum(counts) - counts
+        self._sums.setdefault("tokens", []).append(counts.astype(np.float64))
+        for name, values in figures.items():
+            array = values.double().cpu().numpy()
+            self._sums.setdefault(name, []).append(np.add.reduceat(array, starts))
+            self._maxima.setdefault(name, []).append(np.maximum.reduceat(array, starts))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._maxima
+
+    def sums(self, name: str) -> Column:
+        """Per sample, in the order of `sample_ids`; name "tokens" counts them."""
+        return np.concatenate(self._sums[name])
+
+    def mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
+        """Mean over the tokens of the chosen samples."""
+        return float(self.sums(name)[rows].sum() / self.sums("tokens")[rows].sum())
+
+    def maximum(self, name: str) -> float:
+        return float(np.concatenate(self._maxima[name]).max())
+
+
+def token_metrics(figures: TokenFigures) -> dict[str, float]:
+    """Metrics over the trained tokens; those of a correction that is off are absent."""
+    found = {key: figures.mean(name) for key, name in TOKEN_MEANS.items() if name in figures} | {
+        key: figures.maximum(name) for key, name in TOKEN_MAXIMA.items() if name in figures
+    }
+    if not figures.sample_ids:
+        return found
+    shortest_first = np.argsort(figures.sums("tokens"), kind="stable")
+    for quarter, rows in enumerate(np.array_split(shortest_first, 4), start=1):
+        for key in BY_LENGTH:
+            if TOKEN_MEANS[key] in figures and len(rows):
+                found[f"{key}/length_q{quarter}"] = figures.mean(TOKEN_MEANS[key], rows)
+    return found
+
+
+def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+    """Metrics of what was consumed, masked samples included."""
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    advantages = np.array([s.advantage for s in samples], dtype=np.float64)
+    responses = np.array([len(s.response_ids) for s in samples], dtype=np.float64)
+    staleness = [step - s.version_step for s in samples]
+    found = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "critic/score/mean": rewards.mean(),
+        "critic/advantages/mean": np.average(advantages, weights=responses),  # over tokens
+        "critic/advantages/max": advantages.max(),
+        "critic/advantages/min": advantages.min(),
+        "response_length/mean": responses.mean(),
+        "response_length/max": responses.max(),
+        "response_length/min": responses.min(),
+        "response_length/p50": np.percentile(responses, 50),
+        "response_length/p99": np.percentile(responses, 99),
+        "response_length/clip_ratio": np.mean([s.truncated for s in samples]),
+        "prompt_length/mean": np.mean([len(s.prompt_ids) for s in samples]),
+        "training/off_policy/trajectory_staleness/mean": np.mean(staleness),
+        "training/off_policy/trajectory_staleness/max": max(staleness),
+        "perf/total_num_tokens": sum(s.length for s in samples),
+    }
+    return {key: float(value) for key, value in found.items()}
+
+
+def mismatch_by_origin(
+    figures: TokenFigures, samples: Sequence[TrainSample]
+) -> dict[tuple[str, int], Mismatch]:
+    """(replica, weight version) -> mismatch, over the samples that were trained."""
+    by_id = {s.sample_id: s for s in samples}
+    rows: dict[tuple[str, int], list[int]] = {}
+    for row, sample_id in enumerate(figures.sample_ids):
+        sample = by_id[sample_id]
+        rows.setdefault((sample.replica, sample.weight_version), []).append(row)
+    found = {}
+    for origin, chosen in rows.items():
+        picked = np.array(chosen, dtype=np.intp)
+        found[origin] = Mismatch(
+            figures.mean("abs_diff", picked),
+            figures.mean("mismatch_kl", picked),
+            int(figures.sums("tokens")[picked].sum()),
+        )
+    return found
+
+
+def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, int]]:
+    """Weight version -> (mean reward, samples), ascending."""
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.weight_version, []).append(sample.reward)
+    return {v: (float(np.mean(r)), len(r)) for v, r in sorted(rewards.items())}

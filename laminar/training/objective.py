@@ -1,0 +1,133 @@
+"""The objective of one micro-batch: policy loss, correction for stale data, KL and entropy.
+
+Reads   a MicroBatch, the policy, the reference, proximal log-probs and the mini-batch's counts
+Gives   Objective: the loss to differentiate, its two reported parts, per-token figures
+
+Three distributions meet here (decoupled PPO, Hilton et al. 2022). The behaviour policy sampled the
+tokens; the proximal one is the trainer's score with the weights at the start of the step; the
+current one moves. The ratio current / proximal is clipped, the weight proximal / behaviour is
+capped and constant. In bypass mode the proximal policy is the behaviour policy, and the weight
+must go: the ratio already contains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laminar.config import AlgorithmConfig
+from laminar.training.batching import MicroBatch
+from laminar.training.losses import (
+    BatchCounts,
+    clamped_log_ratio,
+    entropy_of,
+    gather_targets,
+    importance_ratio,
+    kl_term,
+    log_softmax_at,
+    policy_term,
+    token_coefficients,
+)
+from laminar.training.model import LoadedPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveConfig:
+    algorithm: AlgorithmConfig
+    max_response_length: int
+    compute_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Sums over the micro-batch with the mini-batch's coefficients: micro-batches add up."""
+
+    loss: Tensor  #: scalar with the gradient
+    pg_loss: Tensor  #: scalar: the policy term alone
+    kl_loss: Tensor | None  #: scalar, before its coefficient; None without a KL term
+    figures: dict[str, Tensor]  #: name -> [tokens], for the metrics
+
+
+@torch.no_grad()
+def score(policy: LoadedPolicy, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
+    """Log-probs [tokens] of the sampled tokens at their sampling temperature."""
+    logits = policy.logits(micro.rows, compute_dtype)
+    return gather_targets(log_softmax_at(logits, micro.temperature), micro.rows.targets)
+
+
+def objective(
+    policy: LoadedPolicy,
+    reference: LoadedPolicy | None,
+    micro: MicroBatch,
+    proximal: Tensor | None,
+    counts: BatchCounts,
+    config: ObjectiveConfig,
+) -> Objective:
+    """Loss of one micro-batch; without `proximal` the policy's own detached score stands in.
+
+    That is exact, and free, when the mini-batch is the first of its step.
+    """
+    algorithm = config.algorithm
+    logits = policy.logits(micro.rows, config.compute_dtype)
+    vocabulary = log_softmax_at(logits, micro.temperature)
+    log_probs = gather_targets(vocabulary, micro.rows.targets)
+    # Detached, the entropy of a whole vocabulary costs no memory for a backward pass.
+    entropy = entropy_of(vocabulary if algorithm.entropy_coeff else vocabulary.detach())
+    trainer = log_probs.detach() if proximal is None else proximal
+
+    losses, figures = _policy_losses(log_probs, trainer, micro, algorithm)
+    figures |= _mismatch(trainer, micro.behaviour)
+    figures["entropy"] = entropy.detach()
+
+    coefficients = token_coefficients(
+        algorithm.loss_agg_mode, micro.lengths, counts, config.max_response_length
+    )
+    pg_loss = (coefficients * losses).sum()
+    loss = pg_loss - algorithm.entropy_coeff * (coefficients * entropy).sum()
+    kl_loss = None
+    if reference is not None:
+        anchor = score(reference, micro, config.compute_dtype)
+        kl_loss = (coefficients * kl_term(log_probs, anchor, algorithm.kl_loss_type)).sum()
+        loss = loss + algorithm.kl_loss_coef * kl_loss
+        kl_loss = kl_loss.detach()
+    return Objective(loss, pg_loss.detach(), kl_loss, figures)
+
+
+def _policy_losses(
+    log_probs: Tensor, trainer: Tensor, micro: MicroBatch, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Corrected per-token policy losses [tokens] and the figures of clip and correction."""
+    correction = algorithm.rollout_correction
+    term = policy_term(
+        log_probs,
+        micro.behaviour if correction.bypass_mode else trainer,
+        micro.advantages,
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        dual_clip=algorithm.clip_ratio_c,
+    )
+    figures = {
+        "clipped": term.clipped,
+        "clipped_lower": term.clipped_lower,
+        "ppo_kl": -term.log_ratio,
+    }
+    if correction.bypass_mode or correction.rollout_is == "none":
+        return term.loss, figures
+    ratio = importance_ratio(trainer, micro.behaviour)
+    weight = ratio.clamp(max=correction.rollout_is_threshold)
+    figures |= {"is_ratio": ratio, "is_weight": weight, "is_capped": ratio > weight}
+    return term.loss * weight, figures
+
+
+def _mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's score of the tokens is from what the engine recorded.
+
+    On stale data this contains the policy's own movement since the tokens were sampled.
+    """
+    log_ratio = clamped_log_ratio(trainer, behaviour)
+    return {
+        "abs_diff": (trainer - behaviour).abs(),
+        "mismatch_kl": log_ratio.exp() - 1.0 - log_ratio,
+    }
