@@ -2,7 +2,7 @@
 
 Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
-Ends    with the run's exit code; 75 when the log cannot be written, so that a supervisor restarts it
+Ends    with the run's exit code; 75 when the log cannot be written: a supervisor restarts it
 
 Start-up is recovery: scan the log, replay it, take it over in a new segment, listen on the same
 port as before. An empty directory is the case of an empty log.
@@ -18,7 +18,7 @@ import signal
 import time
 from pathlib import Path
 
-from laminar.config import Config, ConfigError, dumps
+from laminar.config import Config, dumps
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
@@ -34,9 +34,8 @@ from laminar.net.client import write_address
 from laminar.net.session import Limits
 from laminar.net.transport import CONTROL_MAX_BYTES, ServerSocket
 from laminar.observe.logs import get_logger
+from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 
-ADDRESS_FILE = "coordinator.json"
-EVENTS_DIR = "events"
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
 STALL_MS = 120_000
@@ -122,6 +121,7 @@ class Coordinator:
                 incarnation=incarnation,
                 logic=LOGIC_VERSION,
                 settings=settings_of(self.config),
+                clock_ns=time.time_ns(),
                 config=text,
             )
         )
@@ -132,7 +132,7 @@ class Coordinator:
         """Serve until the run has ended; returns its exit code."""
         self.socket = ServerSocket(self.config.coordinator.host, self._port())
         try:
-            write_address(self.run_dir / ADDRESS_FILE, self.socket.address)
+            write_address(self.run_dir / COORDINATOR_FILE, self.socket.address)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
@@ -158,7 +158,7 @@ class Coordinator:
         if self.config.coordinator.port:
             return self.config.coordinator.port
         try:
-            known = json.loads((self.run_dir / ADDRESS_FILE).read_text())["address"]
+            known = json.loads((self.run_dir / COORDINATOR_FILE).read_text())["address"]
         except (FileNotFoundError, ValueError, KeyError):
             return 0
         return int(str(known).rpartition(":")[2])
@@ -179,9 +179,9 @@ class Coordinator:
         empty = len(frames) < 512
         for routing_id, frame in self.tick.turn(frames, own, time.monotonic_ns(), empty):
             self.socket.send(routing_id, frame)
-        for command_id, command in self.tick.local:
+        for _, command in self.tick.local:
             if isinstance(command, cmd.ProposeBatch):
-                self._strategy.propose(command_id, command)
+                self._strategy.propose(command)
         self.tick.local.clear()
         if self.tick.machine.started and self.tick.machine.state.phase == ENDED:
             self._ended.set()
@@ -194,6 +194,3 @@ class Coordinator:
         self.tick.log_state_hash()
         self.tick.log.commit()
         self.tick.log.close()
-
-
-__all__ = ["ADDRESS_FILE", "EVENTS_DIR", "ConfigError", "Coordinator", "settings_of"]

@@ -68,7 +68,7 @@ class StrategyWorker:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def propose(self, command_id: int, command: cmd.ProposeBatch) -> None:
+    def propose(self, command: cmd.ProposeBatch) -> None:
         """Ask; the answer arrives as an event."""
         task = asyncio.get_running_loop().create_task(self._ask(command))
         self._tasks.add(task)

@@ -283,7 +283,7 @@ class Tick:
         except OutboxFull as error:
             link.refuse(
                 f"it acknowledges nothing: {error}"
-            )  # its lease runs out, work is recovered
+            )
 
     def _refuse(self, boot_id: str, reason: str) -> None:
         route = self._route_of.get(boot_id)

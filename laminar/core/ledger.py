@@ -4,8 +4,8 @@ Reads   what transitions report about groups, trajectories and tokens
 Writes  state.ledger
 
 Three books of the same form: groups, trajectories, tokens. A token is issued when the store has it;
-the core learns of it with `trajectory-finished`, `trajectory-started` (what an earlier attempt
-lost) or `trajectories-ended`. Live is not stored, it is counted from the state, so that the balance
+the core learns of it with `trajectory-finished` and `trajectories-ended` (which also says what
+earlier attempts lost, dropped as "restarted"). Live is not stored, it is counted from the state, so that the balance
 is a check and not a definition.
 """
 

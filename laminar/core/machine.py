@@ -215,9 +215,10 @@ def on_trajectories_ended(turn: Turn, event: ev.TrajectoriesEnded) -> None:
     outstanding = turn.done(f"end:{event.command_id}")
     if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
         return turn.ignore("repeat")
-    tokens = {row.trajectory: row.num_tokens for row in event.ended}
+    rows = {row.trajectory: row for row in event.ended}
     for ending in outstanding.command.endings:
-        siblings.close(turn, ending, tokens.get(ending.trajectory, 0))
+        row = rows.get(ending.trajectory)
+        siblings.close(turn, ending, row.num_tokens if row else 0, row.tokens_lost if row else 0)
 
 
 def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
@@ -234,11 +235,7 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
 def on_trajectory_started(turn: Turn, event: ev.TrajectoryStarted) -> None:
     trajectory = _present(turn, event.trajectory, event.placement)
     if trajectory is None or not move(trajectory, "started"):
-        return turn.ignore("old-placement")
-    if event.tokens_lost:
-        tokens = turn.state.ledger.tokens
-        tokens.issued += event.tokens_lost
-        tokens.end("dropped", "restarted", event.tokens_lost)
+        turn.ignore("old-placement")
 
 
 def on_token_progress(turn: Turn, event: ev.TokenProgress) -> None:

@@ -176,14 +176,16 @@ def _send_endings(turn: Turn, endings: list[cmd.Ending]) -> None:
     )
 
 
-def close(turn: Turn, ending: cmd.Ending, num_tokens: int) -> None:
+def close(turn: Turn, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
     """The store has the end on disk: the books are moved and the trajectory is forgotten."""
     state = turn.state
     trajectory = state.trajectories.pop(ending.trajectory)
     ledger = state.ledger
     ledger.trajectories.end(ending.end, ending.reason)
-    ledger.tokens.issued += num_tokens - trajectory.num_tokens
+    ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost
     ledger.tokens.end(ending.end, ending.reason, num_tokens)
+    if tokens_lost:
+        ledger.tokens.end("dropped", "restarted", tokens_lost)
     group = state.groups[trajectory.group]
     if group.status == "ending" and not members(state, group.id):
         ledger.groups.end(group.end, group.end_reason)

@@ -35,6 +35,7 @@ from laminar.engines.sampling import uniforms
 from laminar.engines.torch_model import DecoderModel, round_up
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
+MIN_TEMPERATURE = 1e-6  #: below it logits / T may overflow float32; 0 is greedy
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
 
 
@@ -314,7 +315,10 @@ def _check_request(name: str, request: GenerateRequest, max_len: int) -> None:
         raise EngineError(
             f"{name} may grow to {length} tokens; max_model_len = {max_len} is the limit"
         )
-    if not (math.isfinite(request.temperature) and request.temperature >= 0):
-        raise EngineError(f"{name} has temperature {request.temperature}; use 0 or more")
+    temperature = request.temperature
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise EngineError(
+            f"{name} has temperature {temperature}; use 0, or at least {MIN_TEMPERATURE}"
+        )
     if not 0 <= request.seed < 1 << 64:
         raise EngineError(f"{name} has seed {request.seed}; use an unsigned 64-bit number")

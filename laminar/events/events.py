@@ -20,6 +20,7 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True):
     incarnation: int
     logic: int  #: version of the decision rules; an unknown one is refused
     settings: Settings
+    clock_ns: int  #: this machine's time of day; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
 
 
@@ -104,6 +105,7 @@ class EndedTrajectory(Event, frozen=True, kw_only=True):
 
     trajectory: TrajectoryId
     num_tokens: int  #: sampled tokens that the store holds for it
+    tokens_lost: int  #: of earlier attempts, which were thrown away
 
 
 class TrajectoriesEnded(Event, frozen=True, kw_only=True):
@@ -210,7 +212,6 @@ class TrajectoryStarted(Event, frozen=True, kw_only=True):
     trajectory: TrajectoryId
     placement: int
     tokens_resumed: int
-    tokens_lost: int  #: of an earlier attempt that is thrown away
 
 
 class TokenProgress(Event, frozen=True, kw_only=True):

@@ -67,8 +67,9 @@ class ClientShell:
         find_address: Callable[[], str | None],
         heartbeat_ms: int,
         on_body: Callable[[bytes], None],
-        after_turn: Callable[[], None],
+        on_frame: Callable[[], None],
     ) -> None:
+        """`on_frame` is called after each frame, before the body that it may have completed."""
         self.link = link
         self.bad_frames = 0
         self.turned = asyncio.Event()  #: set after each turn that received frames
@@ -77,7 +78,7 @@ class ClientShell:
         self._heartbeat_ns = heartbeat_ms * MS
         self._looked_ns = 0
         self._on_body = on_body
-        self._after_turn = after_turn
+        self._on_frame = on_frame
         self._flush_due = False
         self._socket = ClientSocket(link.limits.max_frame)
         self._socket.attach(asyncio.get_running_loop(), self._turn)
@@ -114,7 +115,6 @@ class ClientShell:
                 self._take(frame)
             self._look_up()
             self._send_due()
-            self._after_turn()
             if frames:
                 self.turned.set()
         except Exception as error:
@@ -126,6 +126,7 @@ class ClientShell:
         except WireError:
             self.bad_frames += 1
             return
+        self._on_frame()
         for body in bodies:
             self._on_body(body)
 

@@ -314,6 +314,9 @@ class RpcServer:
         if peer.link.state is LinkState.CLOSED:
             self._drop(peer)
         for seq, body in bodies:
+            if seq == 0:
+                peer.link.refuse("a gauge is not a request")
+                continue
             try:
                 peer.requests.append((seq, _decode_request(body)))
             except BAD_BYTES as error:

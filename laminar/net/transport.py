@@ -67,7 +67,10 @@ class _Socket:
         self._loop = None
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; what is queued has `linger_ms` to leave, in the background."""
+        """Close; what is queued has `linger_ms` to leave, in the background.
+
+        A port is free again some milliseconds later, or when the process has ended.
+        """
         self.detach()
         self._socket.close(linger=linger_ms)
 
@@ -156,12 +159,6 @@ class ServerSocket(_Socket):
     def send(self, routing_id: bytes, frame: bytes) -> bool:
         """False: the peer is gone or its queue is full; the session sends the frame again."""
         return self._send([routing_id, frame])
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Give the port back at once, then close."""
-        if not self._socket.closed:
-            self._socket.unbind(self.address)
-        super().close(linger_ms)
 
 
 class ClientSocket(_Socket):

@@ -1,0 +1,249 @@
+"""The shell of every actor process: joins the run, hands out commands, reports events, ends.
+
+Reads   the run directory (config.toml, coordinator.json), commands of the coordinator
+Writes  logs, timeline/NAME.*
+Emits   events of the actor; ActorFailed and ActorLeft
+
+An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
+after coordinator_absent_ms. When its own code fails, it says so and ends with a non-zero code, so
+that its node can start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+from laminar.actors.protocol import CommandFilter
+from laminar.config import Config, ConfigError, load
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event
+from laminar.events.codec import decode_order, encode
+from laminar.net.client import ControlClient, read_address
+from laminar.net.rpc import RpcClient
+from laminar.observe.logs import configure, get_logger
+from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, TIMELINE_DIR
+
+SWITCH_INTERVAL_S = 0.0005
+"""A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
+WATCH_S = 0.5
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 1, 2, 3
+
+
+class Actor(Protocol):
+    """One process role."""
+
+    async def start(self) -> None:
+        """Get ready and report it; raises ConfigError for what the user has to mend."""
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        """Take commands that arrived together; must not block."""
+
+    async def stop(self) -> None:
+        """Flush and let go of everything."""
+
+
+class Host:
+    """What an actor may use: config, events out, other servers, background tasks, a timeline."""
+
+    def __init__(self, run_dir: Path, name: str, role: str, node: str) -> None:
+        self.run_dir, self.name, self.role, self.node = run_dir, name, role, node
+        self.config: Config = load([run_dir / CONFIG_FILE])
+        self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
+        configure(run_dir, self.config.run.name, name)
+        self.log = get_logger()
+        #: add to time.monotonic_ns() to get the time of day
+        self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
+        self.incarnation = 0
+        self._filter = CommandFilter()
+        self._arrived: list[tuple[cmd.Order, Command]] = []
+        self._actor: Actor | None = None
+        self._stop = asyncio.Event()
+        self._welcome = asyncio.Event()
+        self._failure: tuple[str, int] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        coordinator = self.config.coordinator
+        self.control = ControlClient(
+            run_dir / COORDINATOR_FILE,
+            name,
+            role,
+            self.boot_id,
+            {"node": node, "pid": str(os.getpid())},
+            coordinator.heartbeat_ms,
+            coordinator.coordinator_absent_ms,
+            self._on_body,
+            self._on_welcome,
+            self._on_refused,
+        )
+        (run_dir / TIMELINE_DIR).mkdir(exist_ok=True)
+        self._spans = open(run_dir / TIMELINE_DIR / f"{name}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+    # --- for actors ---------------------------------------------------------------------------
+
+    def emit(self, event: Event, **context: Any) -> None:
+        """Send an event; it is kept and resent until the coordinator has it on disk."""
+        self.control.send(encode(event))
+        self.log.info(type(event).__struct_config__.tag, **context)
+
+    def gauge(self, event: Event) -> None:
+        self.control.gauge(encode(event))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background; an exception there ends the process with its reason."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
+        """Record what this process did from one time.monotonic_ns() to another."""
+        offset = self.clock_offset_ns
+        line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
+        self._spans.write(json.dumps(line) + "\n")
+
+    def client(self, server: str) -> RpcClient:
+        """A client of the store or the relay of this run (not started)."""
+        file = self.run_dir / f"{server}.json"
+        return RpcClient(
+            lambda: read_address(file),
+            self.name,
+            self.role,
+            self.boot_id,
+            server=server,
+            heartbeat_ms=self.config.coordinator.heartbeat_ms,
+        )
+
+    def fail(self, reason: str, exit_code: int = EXIT_FAILED) -> None:
+        """End this process with a reason; the first one counts."""
+        if self._failure is None:
+            self._failure = (reason, exit_code)
+            self.log.error("failed", reason=reason)
+        self._stop.set()
+
+    # --- the process --------------------------------------------------------------------------
+
+    async def run(self, actor: Actor) -> int:
+        """From joining to leaving; returns the exit code."""
+        self._actor = actor
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the coordinator's
+        await self.control.start()
+        self.spawn(self._watch())
+        try:
+            await self._until_welcome()
+            if not self._stop.is_set():
+                await self._start(actor)
+            await self._stop.wait()
+        finally:
+            code = await self._end(actor)
+        return code
+
+    async def _until_welcome(self) -> None:
+        waits = [asyncio.ensure_future(w.wait()) for w in (self._welcome, self._stop)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in waits:
+            waiting.cancel()
+
+    async def _start(self, actor: Actor) -> None:
+        try:
+            await actor.start()
+        except ConfigError as error:
+            self.fail(str(error), EXIT_USER_ERROR)
+        except Exception as error:
+            self.log.exception("start-failed")
+            self.fail(f"{type(error).__name__}: {error}")
+        gc.collect()
+        gc.freeze()  # a full collection must not walk what lives as long as the process
+
+    async def _end(self, actor: Actor) -> int:
+        code = 0
+        if self._failure is not None:
+            reason, code = self._failure
+            if self.control.incarnation and code != EXIT_ABSENT:
+                self.emit(ev.ActorFailed(reason=reason, user_error=code == EXIT_USER_ERROR))
+        try:
+            await actor.stop()
+        except Exception:
+            self.log.exception("stop-failed")
+        if code == 0 and self.control.incarnation:
+            self.emit(ev.ActorLeft())
+        for task in self._tasks:
+            task.cancel()
+        await self.control.close()
+        self._spans.close()
+        return code
+
+    async def _watch(self) -> None:
+        """A coordinator that stays away ends the process; so does a failed control line."""
+        closed = asyncio.ensure_future(self.control.wait_closed())
+        while not self._stop.is_set():
+            await asyncio.wait([closed], timeout=WATCH_S)
+            if closed.done() and not closed.cancelled() and closed.exception():
+                return self.fail(f"the line to the coordinator failed: {closed.exception()!r}")
+            if self.control.absent:
+                absent_s = self.control.absent_ns / 1e9
+                return self.fail(f"no coordinator for {absent_s:.0f} s", EXIT_ABSENT)
+
+    # --- callbacks of the control line ----------------------------------------------------------
+
+    def _on_welcome(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.log.info("welcome", incarnation=incarnation)
+        self._welcome.set()
+
+    def _on_refused(self, reason: str) -> None:
+        self.fail(f"the coordinator refused this process: {reason}", EXIT_ABSENT)
+
+    def _on_body(self, body: bytes) -> None:
+        order, command = decode_order(body)
+        if not self._filter.take(order.command_id):
+            return
+        if isinstance(command, cmd.StopActor):
+            self.log.info("stop", reason=command.reason, event_seq=order.cause)
+            self._stop.set()
+            return
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._arrived.append((order, command))
+
+    def _hand_over(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if self._actor is not None:
+            self._actor.handle(arrived)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            self.log.error("task-failed", exc_info=error)
+            code = EXIT_USER_ERROR if isinstance(error, ConfigError) else EXIT_FAILED
+            self.fail(f"{type(error).__name__}: {error}", code)
+
+
+def run_actor(
+    run_dir: Path, name: str, role: str, node: str, make: Callable[[Host], Actor]
+) -> int:
+    """Body of an actor process; returns its exit code."""
+    import uvloop
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stacks = open(run_dir / "logs" / "latest" / f"{name}.stacks", "a")  # noqa: SIM115
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+
+    async def main() -> int:
+        host = Host(run_dir, name, role, node)
+        return await host.run(make(host))
+
+    return uvloop.run(main())

@@ -1,0 +1,304 @@
+"""The trainer actor: consumes batches, publishes weights, exports the model.
+
+Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel commands
+Writes  slots of the relay's arena, trainer_book.jsonl, export/
+Emits   TrainerReady, StepCompleted, PublishSkipped, ModelExported
+
+Publishing costs the trainer one copy into a slot that was granted ahead; digests are the relay's
+work. Its own book is synced before a step is reported, so that what was trained can be audited
+against the log and the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from laminar import ids
+from laminar.actors.host import Host
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+from laminar.net.rpc import RpcClient
+from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
+from laminar.storage import messages as store
+from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
+from laminar.training.batching import TrainSample
+from laminar.training.export import export_hf
+from laminar.training.learner import Learner, StepResult
+from laminar.training.model import LoadedPolicy, load_policy, named_weights
+from laminar.weights import manifest as mf
+from laminar.weights import messages as relay
+from laminar.weights.arena import Arena
+from laminar.weights.transfer import write_tensors
+
+RPC_TIMEOUT_S = 120.0
+"""A store or relay of this machine that says nothing for two minutes hangs."""
+SLOT_POLL_S = 0.02
+SLOT_WAIT_S = 240.0
+"""For an owed publish; shorter than the coordinator's deadline for the same command."""
+PROBE_SEQUENCES, PROBE_LENGTH = 4, 16
+"""Enough to show a wrong tensor (every layer and the head act on each token), cheap to score."""
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Nats. Equal weights differ by some 1e-6 in float32 and some 1e-2 in bfloat16 kernels."""
+
+
+class Trainer:
+    """Learner, store client and relay client of one trainer process."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.config = host.config
+        self.device = torch.device(_device(self.config.trainer.device))
+        self.store = host.client("store-0")
+        self.relay = host.client("relay-0")
+        self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
+        self.book = open(host.run_dir / TRAINER_BOOK_FILE, "a")  # noqa: SIM115
+        self.slot = -1  # granted ahead
+        self._waiting_from_ns = time.monotonic_ns()
+
+    async def start(self) -> None:
+        config = self.config
+        torch.set_num_threads(config.trainer.threads)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
+        self.size = tokenizer_size(tokenizer)
+        policy = await asyncio.to_thread(self._load, config.model.name)
+        reference = None
+        if config.algorithm.use_kl_loss:
+            reference = await asyncio.to_thread(self._load, config.model.name)
+        total = config.trainer.total_training_steps
+        self.learner = Learner(config, policy, reference=reference, total_steps=total)
+        self.probe_ids = _probe_sequences(policy.vocab_limit)
+        self._lay_out(policy)
+        await self.store.start()
+        await self.relay.start()
+        opened = await self._ask_relay(relay.OpenArena(version_bytes=self.version_bytes))
+        assert isinstance(opened, relay.ArenaOpened)
+        self.arena = Arena.attach(_path(opened.path))
+        await self._request_slot()
+        self.host.spawn(self._work())
+        parameters = sum(t.numel() for _, t in named_weights(policy.model))
+        ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=self.version_bytes)
+        self.host.emit(ready, parameters=parameters)
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        for order in orders:
+            self.jobs.put_nowait(order)
+
+    async def stop(self) -> None:
+        await self.store.close()
+        await self.relay.close()
+        self.book.close()
+
+    async def _work(self) -> None:
+        """One job at a time, in the order of the commands."""
+        while True:
+            order, command = await self.jobs.get()
+            now = time.monotonic_ns()
+            self.host.span("waiting", self._waiting_from_ns, now)
+            if isinstance(command, cmd.TrainStep):
+                await self._train(order, command)
+            elif isinstance(command, cmd.PublishWeights):
+                await self._publish(command.version, command.step, wait=True)
+            elif isinstance(command, cmd.ExportModel):
+                await self._export(order, command)
+            self._waiting_from_ns = time.monotonic_ns()
+
+    # --- training -----------------------------------------------------------------------------
+
+    async def _train(self, order: cmd.Order, command: cmd.TrainStep) -> None:
+        started = time.monotonic_ns()
+        rows = await self._fetch(command.trajectories)
+        samples = [_sample(row) for row in rows]
+        received = time.monotonic_ns()
+        self.host.span("fetching", started, received, step=command.step)
+        result = await asyncio.to_thread(self.learner.train_step, samples, command.step)
+        done = time.monotonic_ns()
+        self.host.span("busy", received, done, step=command.step)
+        published = await self._publish(command.version, command.step + 1, wait=False)
+        if not published:
+            reason = "no slot was free"
+            self.host.emit(
+                ev.PublishSkipped(version=command.version, step=command.step + 1, reason=reason)
+            )
+        self._enter_in_book(command, result)
+        metrics = result.metrics | _by_origin(result) | {"timing_s/step": (done - started) / 1e9}
+        completed = ev.StepCompleted(
+            step=command.step,
+            version=command.version,
+            changed=result.changed,
+            reason=result.skipped_reason or "",
+            num_tokens=result.num_tokens,
+            digest=result.digest,
+            metrics=metrics,
+        )
+        self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
+
+    async def _fetch(self, wanted: tuple[ids.TrajectoryId, ...]) -> list[store.Trajectory]:
+        """Payloads in the order asked for; several replies when they are large."""
+        found: dict[str, store.Trajectory] = {}
+        missing = list(wanted)
+        while missing:
+            body = store.encode(store.Fetch(ids=tuple(missing[: store.MAX_ITEMS])))
+            reply = store.decode_reply(await self.store.call(body, RPC_TIMEOUT_S))
+            if not isinstance(reply, store.FetchReply) or reply.unknown:
+                raise RuntimeError(f"the store does not have a trajectory of the batch: {reply!r:.500}")
+            found.update((row.trajectory_id, row) for row in reply.trajectories)
+            missing = [wanted_id for wanted_id in missing if wanted_id not in found]
+        return [found[wanted_id] for wanted_id in wanted]
+
+    def _enter_in_book(self, command: cmd.TrainStep, result: StepResult) -> None:
+        """What was trained, on disk before anyone hears of it."""
+        line = {
+            "step": command.step,
+            "version": command.version,
+            "changed": result.changed,
+            "digest": result.digest,
+            "ids": list(command.trajectories),
+        }
+        self.book.write(json.dumps(line) + "\n")
+        self.book.flush()
+        os.fdatasync(self.book.fileno())
+
+    # --- publishing ---------------------------------------------------------------------------
+
+    def _lay_out(self, policy: LoadedPolicy) -> None:
+        """The layout of every version of this run."""
+        name = self.config.weights.dtype
+        self.dtype = name if name != "auto" else _weights_dtype(self.device)
+        shapes = [(name, tuple(t.shape)) for name, t in named_weights(policy.model)]
+        self.specs = mf.layout(shapes, self.dtype)
+        self.version_bytes = mf.check_tensors(self.specs)
+        given = self.config.weights.probe_tolerance
+        self.tolerance = given or PROBE_TOLERANCE[self.dtype]
+
+    async def _publish(self, version: int, step: int, *, wait: bool) -> bool:
+        """Copy the weights into a slot and hand it over; False when no slot was free."""
+        started = time.monotonic_ns()
+        if self.slot < 0:
+            await self._request_slot(SLOT_WAIT_S if wait else 0.0)
+        if self.slot < 0:
+            self.host.span("publishing", started, time.monotonic_ns(), step=step, skipped=True)
+            return False
+        weights = named_weights(self.learner.policy.model)
+        view = self.arena.slot(self.slot)
+        await asyncio.to_thread(write_tensors, view, self.specs, weights)
+        written = time.monotonic_ns()
+        self.host.span("publishing", started, written, step=step, version=version)
+        probe = await asyncio.to_thread(self._probe)
+        self.host.span("probe", written, time.monotonic_ns(), step=step)
+        request = relay.CommitSlot(
+            slot=self.slot,
+            version=version,
+            step=step,
+            dtype=self.dtype,
+            tensors=self.specs,
+            probe=probe,
+        )
+        self.slot = -1
+        await self._ask_relay(request)
+        self.host.spawn(self._request_slot(SLOT_WAIT_S))
+        return True
+
+    def _probe(self) -> mf.Probe:
+        """What these weights say about a few fixed sequences: an engine must say the same."""
+        scores = self.learner.score(self.probe_ids)
+        return mf.Probe(
+            sequences=tuple(tuple(s) for s in self.probe_ids),
+            logprobs=tuple(tuple(s) for s in scores),
+            tolerance=self.tolerance,
+        )
+
+    async def _request_slot(self, wait_s: float = RPC_TIMEOUT_S) -> None:
+        """Ask for the next slot; it is granted as soon as no reader needs the oldest version."""
+        deadline = time.monotonic() + wait_s
+        while self.slot < 0:
+            granted = await self._ask_relay(relay.GrantSlot())
+            assert isinstance(granted, relay.SlotGranted)
+            self.slot = granted.slot
+            if time.monotonic() >= deadline:
+                return
+            if self.slot < 0:
+                await asyncio.sleep(SLOT_POLL_S)
+
+    async def _ask_relay(self, request: relay.Request) -> relay.Reply:
+        return relay.decode_reply(await self.relay.call(relay.encode(request), RPC_TIMEOUT_S))
+
+    # --- exporting ----------------------------------------------------------------------------
+
+    async def _export(self, order: cmd.Order, command: cmd.ExportModel) -> None:
+        """Write the model, read it back, and publish what was read: that is what is evaluated."""
+        directory = self.host.run_dir / EXPORT_DIR
+        started = time.monotonic_ns()
+        policy = self.learner.policy
+        source = self.config.model.name
+        await asyncio.to_thread(export_hf, policy.model, source, directory)
+        reloaded = await asyncio.to_thread(self._load, str(directory))
+        policy.model.load_state_dict(reloaded.model.state_dict())
+        self.host.span("exporting", started, time.monotonic_ns())
+        if not await self._publish(command.version, command.step, wait=True):
+            raise RuntimeError("no slot of the relay became free for the export")
+        exported = ev.ModelExported(version=command.version, path=str(directory))
+        self.host.emit(exported, event_seq=order.cause, version=command.version)
+
+    def _load(self, name: str) -> LoadedPolicy:
+        return load_policy(name, self.device, tokenizer_size=self.size)
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _weights_dtype(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _path(text: str) -> Any:
+    from pathlib import Path
+
+    return Path(text)
+
+
+def _probe_sequences(vocab_limit: int) -> list[list[int]]:
+    """Fixed token ids, spread over the vocabulary by the hash that all choices use."""
+    return [
+        [ids.hash64("probe", s, i) % vocab_limit for i in range(PROBE_LENGTH)]
+        for s in range(PROBE_SEQUENCES)
+    ]
+
+
+def _sample(row: store.Trajectory) -> TrainSample:
+    """A stored trajectory as the learner takes it."""
+    if row.score is None or row.temperature is None or row.version_step is None:
+        raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
+    return TrainSample(
+        sample_id=row.trajectory_id,
+        group_id=row.group_id,
+        prompt_ids=np.frombuffer(row.prompt_ids, dtype="<i4"),
+        response_ids=np.frombuffer(row.tokens, dtype="<i4"),
+        logprobs=np.frombuffer(row.logprobs, dtype="<f4"),
+        reward=row.score,
+        temperature=row.temperature,
+        truncated=row.finish_reason == "length",
+        weight_version=row.weight_version or 0,
+        version_step=row.version_step,
+        replica=row.replica or "",
+    )
+
+
+def _by_origin(result: StepResult) -> dict[str, float]:
+    """Mismatch and reward by who generated with what, as flat metric names."""
+    figures: dict[str, float] = {}
+    for (replica, version), mismatch in result.mismatch.items():
+        figures[f"mismatch_kl/{replica}/{version}"] = mismatch.k3
+    for version, (mean, _) in result.reward_by_version.items():
+        figures[f"reward/by_version/{version}"] = mean
+    return figures

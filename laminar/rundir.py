@@ -1,0 +1,24 @@
+"""The names of everything in a run directory, in one place.
+
+    config.toml       the resolved configuration
+    coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
+    events/           the event log
+    store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
+    trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
+    logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest
+    timeline/         what each process did when
+    metrics.jsonl  tensorboard/  status.json  summary.json
+    export/           the trained model as a Hugging Face directory
+"""
+
+CONFIG_FILE = "config.toml"
+COORDINATOR_FILE = "coordinator.json"
+EVENTS_DIR = "events"
+STORE_FILE = "store.sqlite"
+TRAINER_BOOK_FILE = "trainer_book.jsonl"
+TIMELINE_DIR = "timeline"
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+STATUS_FILE = "status.json"
+SUMMARY_FILE = "summary.json"
+EXPORT_DIR = "export"

@@ -1,0 +1,125 @@
+"""What a relay answers on its own machine: requests, replies, and their one codec.
+
+Reads   bytes of an RPC body
+Gives   frozen structs; RelayWireError for any other bytes
+
+Weights never travel in these messages: they say which slot of the shared arena to write or read.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from laminar.events.base import kebab
+from laminar.weights.manifest import Probe, TensorSpec
+
+MESSAGE_BYTES_MAX = 15 << 20
+"""A manifest of a large model has some ten thousand tensors, about a hundred bytes each."""
+
+
+class RelayWireError(ValueError):
+    """These bytes are no message of a relay."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab):
+    """Base of all messages."""
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class OpenArena(Message, frozen=True, kw_only=True):
+    """A trainer says how large a version is; the relay makes its slots once."""
+
+    version_bytes: int
+
+
+class GrantSlot(Message, frozen=True, kw_only=True):
+    """A trainer wants a slot to write; the same one is granted again until it is committed."""
+
+
+class CommitSlot(Message, frozen=True, kw_only=True):
+    """The slot is written. Checksums, digest and the announcement are the relay's work."""
+
+    slot: int
+    version: int
+    step: int
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    probe: Probe
+
+
+class LeaseVersion(Message, frozen=True, kw_only=True):
+    """A replica wants to load: this very version, or the newest that is at least it."""
+
+    version: int
+    exact: bool
+
+
+class ReleaseLease(Message, frozen=True, kw_only=True):
+    lease_id: int
+
+
+Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+class ArenaOpened(Message, frozen=True, kw_only=True):
+    path: str
+
+
+class SlotGranted(Message, frozen=True, kw_only=True):
+    slot: int  #: -1: none is free now
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """The relay has taken the slot over."""
+
+
+class Leased(Message, frozen=True, kw_only=True):
+    lease_id: int
+    slot: int
+    arena: str
+    manifest: bytes  #: for `manifest.decode`
+
+
+class Gone(Message, frozen=True, kw_only=True):
+    held: tuple[int, ...]
+
+
+class Released(Message, frozen=True, kw_only=True):
+    valid: bool  #: false: the lease was revoked, what was read since is not to be used
+
+
+Reply = ArenaOpened | SlotGranted | Committed | Leased | Gone | Released
+
+Decoded = TypeVar("Decoded")
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    return _encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    return _checked(_requests, data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    return _checked(_replies, data)
+
+
+def _checked(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise RelayWireError(f"{len(data)} bytes are over the limit of {MESSAGE_BYTES_MAX}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RelayWireError(f"no message of a relay: {error}") from error

@@ -1,0 +1,19 @@
+"""A fresh path for a store, in memory where there is such a folder: syncs to a disk cost seconds.
+
+The test that kills processes uses a real disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from storage_samples import MEMORY
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder) / "store.sqlite"

@@ -1,0 +1,262 @@
+"""The rules alone: rows in, verdicts out."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from storage_samples import floats, ints
+
+from laminar.storage import rules
+from laminar.storage.rules import Chunk, Row
+
+ASKED = Row(
+    "0.0.0",
+    "0.0",
+    0,
+    "train",
+    7,
+    attempt=1,
+    placement=3,
+    replica="rollout-1",
+    weight_version=5,
+    version_step=4,
+    temperature=0.7,
+)
+HELD = ASKED._replace(segments=1, segment_tokens=2, num_tokens=2)
+CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2))
+
+
+def test_the_first_open_creates():
+    assert rules.judge_open(None, ASKED) == ("open", "create", "")
+    assert rules.opened(None, "create", ASKED) == ASKED
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer", "change"),
+    [
+        ({"placement": 2}, "fenced", "none"),
+        ({"placement": 2, "attempt": 9}, "fenced", "none"),
+        ({"placement": 3}, "open", "none"),
+        ({"placement": 4}, "open", "move"),
+        ({"placement": 4, "attempt": 2}, "open", "restart"),
+        ({"placement": 4, "attempt": 2, "weight_version": 9, "version_step": 8}, "open", "restart"),
+        ({"placement": 3, "attempt": 2}, "refused", "none"),
+        ({"placement": 4, "attempt": 0}, "refused", "none"),
+        ({"placement": 4, "weight_version": 6}, "refused", "none"),
+        ({"placement": 4, "version_step": 5}, "refused", "none"),
+        ({"placement": 4, "temperature": 1.0}, "refused", "none"),
+        ({"placement": 4, "row_index": 8}, "refused", "none"),
+        ({"placement": 4, "purpose": "eval"}, "refused", "none"),
+    ],
+)
+def test_who_may_open_an_unfinished_trajectory(changes, answer, change):
+    verdict = rules.judge_open(HELD, ASKED._replace(**changes))
+    assert (verdict.answer, verdict.change) == (answer, change)
+
+
+@pytest.mark.parametrize("status", ["generated", "rewarded"])
+def test_a_finished_response_is_kept_even_from_a_new_attempt(status):
+    held = HELD._replace(status=status)
+    asked = ASKED._replace(placement=4, attempt=2, weight_version=9, replica="rollout-2")
+    verdict = rules.judge_open(held, asked)
+    assert verdict == (status, "move", "")
+    assert rules.opened(held, verdict.change, asked) == held._replace(
+        placement=4, replica="rollout-2"
+    )
+    assert rules.judge_open(held, ASKED) == (status, "none", "")
+
+
+def test_an_ended_trajectory_opens_for_nobody():
+    held = HELD._replace(end="dropped", end_reason="batch-wait", end_step=1)
+    assert rules.judge_open(held, ASKED._replace(placement=9)).answer == "ended"
+    assert rules.judge_open(held, ASKED).answer == "ended"
+    assert rules.judge_open(held, ASKED._replace(placement=2)).answer == "fenced"
+
+
+def test_a_move_keeps_the_tokens_and_a_restart_counts_them_as_lost():
+    asked = ASKED._replace(placement=4, attempt=2, weight_version=9, replica="rollout-2")
+    held = HELD._replace(tokens_lost=10)
+    moved = rules.opened(held, "move", asked)
+    assert moved == held._replace(placement=4, replica="rollout-2")
+    assert rules.opened(held, "restart", asked) == asked._replace(tokens_lost=12)
+
+
+def test_an_attempt_without_tokens_may_move_to_another_version():
+    asked = ASKED._replace(placement=4, weight_version=6, version_step=5)
+    assert rules.judge_open(ASKED, asked) == ("open", "move", "")
+    assert rules.opened(ASKED, "move", asked) == asked
+    assert rules.judge_open(ASKED, asked._replace(placement=3)).answer == "refused"
+
+
+@pytest.mark.parametrize(
+    ("row", "placement", "answer"),
+    [
+        (HELD, 3, "ok"),
+        (HELD, 2, "fenced"),
+        (HELD, 4, "refused"),
+        (None, 3, "refused"),
+    ],
+)
+def test_only_the_holder_writes(row, placement, answer):
+    assert rules.judge_append(row, placement, CHUNK, None).answer == answer
+    assert rules.judge_finish(row, placement, "stop", 2).answer == answer
+    generated = row and row._replace(status="generated", finish_reason="stop")
+    assert rules.judge_reward(generated, placement, 1.0, "", "").answer == answer
+
+
+@pytest.mark.parametrize(
+    ("segment", "offset", "accepted"),
+    [(0, 2, True), (1, 0, True), (0, 3, False), (0, 0, False), (1, 1, False), (2, 0, False)],
+)
+def test_chunks_follow_one_another(segment, offset, accepted):
+    chunk = CHUNK._replace(segment=segment, offset=offset)
+    assert rules.judge_append(HELD, 3, chunk, None).changes is accepted
+
+
+def test_an_earlier_segment_is_closed():
+    held = HELD._replace(segments=2, segment_tokens=1, num_tokens=3)
+    assert not rules.judge_append(held, 3, CHUNK, None).changes
+    assert rules.judge_append(held, 3, CHUNK._replace(segment=1, offset=1), None).changes
+
+
+def test_the_same_chunk_again_is_a_repeat_and_another_one_is_refused():
+    stored = CHUNK._replace(offset=0)
+    for row in (HELD, HELD._replace(status="generated"), HELD._replace(end="dropped")):
+        assert rules.judge_append(row, 3, stored, stored) == ("ok", "", False)
+    other = stored._replace(tokens=ints(1, 3))
+    assert rules.judge_append(HELD, 3, other, stored).answer == "refused"
+    other = stored._replace(logprobs=floats(-1, -2.5))
+    assert rules.judge_append(HELD, 3, other, stored).answer == "refused"
+    assert rules.judge_append(HELD, 3, stored._replace(offset=1), None).answer == "refused"
+
+
+@pytest.mark.parametrize("changes", [{"status": "generated"}, {"end": "dropped"}])
+def test_nothing_new_after_the_response_is_whole_or_ended(changes):
+    assert rules.judge_append(HELD._replace(**changes), 3, CHUNK, None).answer == "refused"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        (b"", b""),
+        (ints(1)[:3], floats(-1)[:3]),
+        (ints(1, 2), floats(-1)),
+        (ints(1), floats(-1, -1)),
+        (ints(-1), floats(-1)),
+        (ints(1, 2), floats(-1, math.nan)),
+        (ints(1), floats(-math.inf)),
+        (ints(1), floats(math.inf)),
+        (ints(1), floats(2e-6)),
+    ],
+)
+def test_bytes_that_are_no_sampled_tokens(tokens, logprobs):
+    chunk = Chunk(0, 2, tokens, logprobs)
+    verdict = rules.judge_append(HELD, 3, chunk, None)
+    assert verdict.answer == "refused" and verdict.reason and not verdict.changes
+
+
+def test_a_log_prob_may_be_rounded_just_above_zero():
+    assert rules.judge_append(HELD, 3, Chunk(0, 2, ints(1), floats(1e-6)), None).changes
+
+
+def test_a_trajectory_has_a_greatest_length():
+    full = HELD._replace(num_tokens=rules.MAX_TOKENS - 2)
+    assert rules.judge_append(full, 3, CHUNK, None).changes
+    full = HELD._replace(num_tokens=rules.MAX_TOKENS - 1)
+    assert "at most" in rules.judge_append(full, 3, CHUNK, None).reason
+
+
+def test_grown_counts_the_chunk():
+    grown = rules.grown(HELD, CHUNK)
+    assert (grown.segments, grown.segment_tokens, grown.num_tokens) == (1, 4, 4)
+    grown = rules.grown(HELD, CHUNK._replace(segment=1, offset=0))
+    assert (grown.segments, grown.segment_tokens, grown.num_tokens) == (2, 2, 4)
+
+
+def test_finish_must_agree_on_the_tokens_and_repeats_only_itself():
+    assert rules.judge_finish(HELD, 3, "stop", 2).changes
+    assert rules.judge_finish(HELD, 3, "stop", 3).answer == "refused"
+    done = HELD._replace(status="generated", finish_reason="stop")
+    assert rules.judge_finish(done, 3, "stop", 2) == ("ok", "", False)
+    assert rules.judge_finish(done, 3, "length", 2).answer == "refused"
+    assert rules.judge_finish(done, 3, "stop", 1).answer == "refused"
+    assert rules.judge_finish(HELD._replace(end="dropped"), 3, "stop", 2).answer == "refused"
+
+
+def test_the_first_reward_stays():
+    done = HELD._replace(status="generated")
+    assert rules.judge_reward(done, 3, 0.1, "ok", "") == ("ok", "", True)
+    rewarded = done._replace(
+        status="rewarded", reward_bits=struct.pack("<d", 0.1), reward_reason="", reward_detail=""
+    )
+    assert rules.judge_reward(rewarded, 3, 0.1, "", "") == ("ok", "", False)
+    for other in [(math.nextafter(0.1, 1), "", ""), (None, "", ""), (0.1, "x", ""), (0.1, "", "x")]:
+        assert rules.judge_reward(rewarded, 3, *other) == ("already", "", False)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_reward_is_a_finite_number(score):
+    verdict = rules.judge_reward(HELD._replace(status="generated"), 3, score, "", "")
+    assert verdict.answer == "refused"
+
+
+@pytest.mark.parametrize("changes", [{}, {"status": "generated", "end": "dropped"}])
+def test_no_reward_before_the_response_or_after_the_end(changes):
+    assert rules.judge_reward(HELD._replace(**changes), 3, 1.0, "", "").answer == "refused"
+
+
+def _ending(end: str, placement: int = 3, step: int = 2, reason: str = "r", **changes) -> Row:
+    asked = ASKED._replace(end=end, end_reason=reason, end_step=step, placement=placement)
+    return asked._replace(attempt=0, **changes)
+
+
+def test_an_end_fences_and_is_final():
+    assert rules.judge_end(HELD, _ending("dropped", placement=2)).answer == "fenced"
+    assert rules.judge_end(HELD, _ending("dropped", placement=8)).changes
+    ended = rules.ended(HELD, _ending("dropped", placement=8))
+    assert ended == HELD._replace(placement=8, end="dropped", end_reason="r", end_step=2)
+    for placement in (2, 8, 9):
+        repeat = rules.judge_end(ended, _ending("dropped", placement=placement))
+        assert repeat == ("ok", "", False)
+    for other in (_ending("dropped", step=3), _ending("dropped", reason="x"), _ending("trained")):
+        assert rules.judge_end(ended, other).answer == "refused"
+
+
+def test_only_what_is_rewarded_is_trained_and_only_for_its_purpose():
+    rewarded = HELD._replace(status="rewarded")
+    assert rules.judge_end(rewarded, _ending("trained")).changes
+    assert rules.judge_end(rewarded, _ending("evaluated")).answer == "refused"
+    assert rules.judge_end(HELD, _ending("trained")).answer == "refused"
+    held_out = rewarded._replace(purpose="eval")
+    assert rules.judge_end(held_out, _ending("evaluated", purpose="eval")).changes
+    assert rules.judge_end(held_out, _ending("trained", purpose="eval")).answer == "refused"
+    assert rules.judge_end(rewarded, _ending("trained", row_index=8)).answer == "refused"
+
+
+def test_what_was_never_opened_can_only_be_dropped():
+    assert rules.judge_end(None, _ending("dropped")).changes
+    assert rules.ended(None, _ending("dropped")) == _ending("dropped")
+    assert rules.judge_end(None, _ending("trained")).answer == "refused"
+
+
+def test_the_digest_does_not_depend_on_the_cut_and_covers_every_byte():
+    tokens, logprobs = ints(1, 2, 3), floats(-1, -2, -3)
+    digest = rules.payload_digest(tokens, logprobs)
+    assert len(digest) == 32
+    assert rules.payload_digest(ints(1, 2, 4), logprobs) != digest
+    assert rules.payload_digest(tokens, floats(-1, -2, -4)) != digest
+
+
+def test_segment_lengths():
+    first, second = CHUNK._replace(offset=0), CHUNK._replace(offset=2)
+    third = Chunk(1, 0, ints(1), floats(-1))
+    assert rules.segment_lengths([first, second, third]) == (4, 1)
+    assert rules.segment_lengths([]) == ()
+
+
+@pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])
+def test_a_score_keeps_its_bits(score):
+    bits = rules.score_bits(score)
+    assert struct.pack("<d", rules.score_of(bits)) == bits == struct.pack("<d", score)
