@@ -160,6 +160,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: int = 10_000
     max_restarts: int = 3  #: of one actor, by its node
+    coordinator_restart_ms: int = 1_000  #: pause before a coordinator that died is started again
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -287,6 +288,7 @@ MINIMA: dict[str, float] = {
     "coordinator.lease_ms": 150,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
+    "recovery.coordinator_restart_ms": 0,
 }
 
 

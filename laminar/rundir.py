@@ -1,14 +1,14 @@
 """The names of everything in a run directory, in one place.
 
-    config.toml       the resolved configuration
-    coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
-    events/           the event log
-    store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
-    trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
-    logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest
-    timeline/         what each process did when
-    metrics.jsonl  tensorboard/  status.json  summary.json
-    export/           the trained model as a Hugging Face directory
+config.toml       the resolved configuration
+coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
+events/           the event log
+store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
+trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
+logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest
+timeline/         what each process did when
+metrics.jsonl  tensorboard/  status.json  summary.json
+export/           the trained model as a Hugging Face directory
 """
 
 CONFIG_FILE = "config.toml"

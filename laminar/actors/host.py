@@ -231,9 +231,7 @@ class Host:
             self.fail(f"{type(error).__name__}: {error}", code)
 
 
-def run_actor(
-    run_dir: Path, name: str, role: str, node: str, make: Callable[[Host], Actor]
-) -> int:
+def run_actor(run_dir: Path, name: str, role: str, node: str, make: Callable[[Host], Actor]) -> int:
     """Body of an actor process; returns its exit code."""
     import uvloop
 

@@ -11,7 +11,7 @@ repeated answer.
 from __future__ import annotations
 
 COMMANDS_REMEMBERED = 65_536
-"""More than one actor can have outstanding: 512 trajectories with their rewards, many times over."""
+"""Far more than one actor has outstanding (512 trajectories and their rewards)."""
 
 
 class CommandFilter:

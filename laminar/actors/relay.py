@@ -4,9 +4,9 @@ Reads   slots that a trainer has written; PinVersion commands
 Writes  the arena file in shared memory, relay-N.json (its address)
 Emits   RelayReady, WeightsPublished
 
-A trainer writes a slot and goes on; checksums and digest are worked out here, in a thread, after the
-copy. Replicas lease a version while they load it. Weights never pass through a socket on one
-machine; the chain to other machines starts from the same slots.
+A trainer writes a slot and goes on; checksums and digest are worked out here, in a thread, after
+the copy. Replicas lease a version while they load it. Weights never pass through a socket on one
+machine.
 """
 
 from __future__ import annotations

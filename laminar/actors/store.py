@@ -26,7 +26,6 @@ from laminar.tasks.prompts import load_prompts
 from laminar.tasks.tokenizer import load_tokenizer
 
 
-
 class Store:
     """The database behind a socket."""
 

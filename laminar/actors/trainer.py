@@ -15,7 +15,7 @@ import asyncio
 import json
 import os
 import time
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.net.rpc import RpcClient
 from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
 from laminar.storage import messages as store
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
@@ -80,7 +79,7 @@ class Trainer:
         await self.relay.start()
         opened = await self._ask_relay(relay.OpenArena(version_bytes=self.version_bytes))
         assert isinstance(opened, relay.ArenaOpened)
-        self.arena = Arena.attach(_path(opened.path))
+        self.arena = Arena.attach(Path(opened.path))
         await self._request_slot()
         self.host.spawn(self._work())
         parameters = sum(t.numel() for _, t in named_weights(policy.model))
@@ -148,7 +147,7 @@ class Trainer:
             body = store.encode(store.Fetch(ids=tuple(missing[: store.MAX_ITEMS])))
             reply = store.decode_reply(await self.store.call(body, RPC_TIMEOUT_S))
             if not isinstance(reply, store.FetchReply) or reply.unknown:
-                raise RuntimeError(f"the store does not have a trajectory of the batch: {reply!r:.500}")
+                raise RuntimeError(f"the store lacks a trajectory of the batch: {reply!r:.500}")
             found.update((row.trajectory_id, row) for row in reply.trajectories)
             missing = [wanted_id for wanted_id in missing if wanted_id not in found]
         return [found[wanted_id] for wanted_id in wanted]
@@ -261,12 +260,6 @@ def _weights_dtype(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)
-
-
 def _probe_sequences(vocab_limit: int) -> list[list[int]]:
     """Fixed token ids, spread over the vocabulary by the hash that all choices use."""
     return [
@@ -298,7 +291,7 @@ def _by_origin(result: StepResult) -> dict[str, float]:
     """Mismatch and reward by who generated with what, as flat metric names."""
     figures: dict[str, float] = {}
     for (replica, version), mismatch in result.mismatch.items():
-        figures[f"mismatch_kl/{replica}/{version}"] = mismatch.k3
+        figures[f"mismatch_kl/{replica}/{version}"] = mismatch.mean_k3
     for version, (mean, _) in result.reward_by_version.items():
         figures[f"reward/by_version/{version}"] = mean
     return figures

@@ -281,9 +281,7 @@ class Tick:
         try:
             link.send(encode(order))
         except OutboxFull as error:
-            link.refuse(
-                f"it acknowledges nothing: {error}"
-            )
+            link.refuse(f"it acknowledges nothing: {error}")
 
     def _refuse(self, boot_id: str, reason: str) -> None:
         route = self._route_of.get(boot_id)

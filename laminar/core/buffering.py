@@ -11,11 +11,9 @@ survives it.
 
 from __future__ import annotations
 
-import struct
-
 from laminar import ids
 from laminar.core.admission import bound_holds, groups_wanted
-from laminar.core.siblings import end_group, scored_members, unchosen_less
+from laminar.core.siblings import end_group, float_of, scored_members, unchosen_less
 from laminar.core.state import RUNNING, Batch, Group, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -134,12 +132,6 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
         num_tokens=sum(m.num_tokens for m in scored),
         scores=tuple(float_of(m.score_bits) for m in scored),
     )
-
-
-def float_of(bits: int) -> float:
-    """The reward whose float64 has these bits."""
-    value: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
-    return value
 
 
 def proposal_answered(turn: Turn, step: int, groups: tuple[GroupId, ...]) -> None:

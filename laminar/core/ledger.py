@@ -3,10 +3,10 @@
 Reads   what transitions report about groups, trajectories and tokens
 Writes  state.ledger
 
-Three books of the same form: groups, trajectories, tokens. A token is issued when the store has it;
-the core learns of it with `trajectory-finished` and `trajectories-ended` (which also says what
-earlier attempts lost, dropped as "restarted"). Live is not stored, it is counted from the state, so that the balance
-is a check and not a definition.
+Three books of the same form: groups, trajectories, tokens. A token is issued when the store has
+it; the core learns of it with `trajectory-finished` and `trajectories-ended` (which also says what
+earlier attempts lost, dropped as "restarted"). Live is not stored, it is counted from the state, so
+that the balance is a check and not a definition.
 """
 
 from __future__ import annotations

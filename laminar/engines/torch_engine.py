@@ -35,8 +35,8 @@ from laminar.engines.sampling import uniforms
 from laminar.engines.torch_model import DecoderModel, round_up
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
-MIN_TEMPERATURE = 1e-6  #: below it logits / T may overflow float32; 0 is greedy
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
+MIN_TEMPERATURE = 1e-6  #: below it logits / T may overflow float32; 0 is greedy
 
 
 @dataclass(slots=True)

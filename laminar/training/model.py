@@ -58,8 +58,8 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
             f"model {name!r} is a {type(model).__name__}, whose forward has no logits_to_keep; "
             "use a causal LM of transformers that has it"
         )
-    model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides the signature
-    return LoadedPolicy(model.eval(), min(model.lm_head.out_features, tokenizer_size))
+    width = model.get_output_embeddings().weight.shape[0]
+    return LoadedPolicy(model.to(device).eval(), min(width, tokenizer_size))
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:

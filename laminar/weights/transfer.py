@@ -109,7 +109,7 @@ def verify(view: Bytes, manifest: Manifest) -> None:
 def _write(view: Bytes, spec: TensorSpec, tensor: torch.Tensor) -> None:
     end = spec.offset + spec.nbytes
     if tensor.dtype == TORCH_DTYPES[spec.dtype] and _plain(tensor):
-        source = tensor.reshape(-1).view(torch.uint8).numpy()
+        source = tensor.view(-1).view(torch.uint8).numpy()
         np.copyto(view[spec.offset : end], source)
     else:
         _tensor_view(view, spec).copy_(tensor)

@@ -1,0 +1,122 @@
+"""The node actor: starts, watches and restarts the actor processes of one machine.
+
+Reads   RestartActor commands; exit codes of its children
+Emits   ProcessExited, once per process that ended
+
+A replica that dies is started again, up to recovery.max_restarts times; store, trainer and relay
+are not, since their state is gone with them. A child that ends with the code of a user's mistake
+is never started again: the same mistake would meet it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from dataclasses import dataclass
+
+from laminar.actors.host import EXIT_USER_ERROR, Host
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+
+GRACE_S = 10.0
+"""How long children may take to flush and leave once the run stops."""
+DUMP_S = 0.5
+"""How long a stalled child has to write its stacks before it is killed."""
+RESTARTED_ROLES = ("rollout",)
+
+
+@dataclass
+class Child:
+    """One actor slot of this machine."""
+
+    name: str
+    role: str
+    boot: str = ""
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+
+
+class Node:
+    """The processes of one machine."""
+
+    def __init__(self, host: Host, roles: list[tuple[str, int]]) -> None:
+        self.host = host
+        self.children = {
+            f"{role}-{index}": Child(f"{role}-{index}", role)
+            for role, count in roles
+            for index in range(count)
+        }
+        self._stopping = False
+
+    async def start(self) -> None:
+        for child in self.children.values():
+            await self._launch(child)
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        for order, command in orders:
+            if isinstance(command, cmd.RestartActor):
+                self.host.log.warning(
+                    "restart", actor=command.actor, reason=command.reason, event_seq=order.cause
+                )
+                self.host.spawn(self._kill(self.children[command.actor]))
+
+    async def stop(self) -> None:
+        """Children were told to stop by the coordinator; wait for them, then insist."""
+        self._stopping = True
+        living = [c.process for c in self.children.values() if c.process is not None]
+        waits = [asyncio.ensure_future(p.wait()) for p in living if p.returncode is None]
+        if waits:
+            await asyncio.wait(waits, timeout=GRACE_S)
+        for process in living:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def _launch(self, child: Child) -> None:
+        child.boot = secrets.token_hex(8)
+        environment = {**os.environ, "LAMINAR_BOOT": child.boot}
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "laminar.actors",
+            str(self.host.run_dir),
+            child.name,
+            child.role,
+            self.host.node,
+            env=environment,
+        )
+        self.host.log.info("launched", actor=child.name, pid=child.process.pid)
+        self.host.spawn(self._watch(child, child.process))
+
+    async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        may = child.role in RESTARTED_ROLES and child.restarts < self._restarts_max
+        restarting = may and code not in (0, EXIT_USER_ERROR) and not self._stopping
+        exited = ev.ProcessExited(
+            actor=child.name,
+            boot_id=f"{child.name}-{child.boot}",
+            code=code,
+            restarting=restarting,
+        )
+        self.host.emit(exited, actor=child.name, code=code, restarting=restarting)
+        if restarting:
+            child.restarts += 1
+            await self._launch(child)
+
+    @property
+    def _restarts_max(self) -> int:
+        return self.host.config.recovery.max_restarts
+
+    async def _kill(self, child: Child) -> None:
+        """Have the stacks written, then end it; the watcher does the rest."""
+        process = child.process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(DUMP_S)
+        if process.returncode is None:
+            process.kill()

@@ -1,0 +1,350 @@
+"""The rollout actor: one replica. Generates, hands tokens to the store, scores, pulls weights.
+
+Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories; the relay's slots
+Writes  tokens, log-probs and rewards (through the store); timeline/NAME.steps
+Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TokenProgress, WeightsLoaded, ...
+
+Store first, event second: no event names a payload that is not durable. Tokens go to the store in
+the rhythm of progress, and at once when a response ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laminar import ids
+from laminar.actors.host import Host
+from laminar.actors.scoring import Scorer
+from laminar.actors.weight_loader import WeightLoader
+from laminar.engines.build import build_engine
+from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
+from laminar.engines.runner import EngineRunner
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+from laminar.rundir import TIMELINE_DIR
+from laminar.storage import messages as m
+from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
+
+RPC_TIMEOUT_S = 120.0
+"""A store that says nothing for two minutes hangs."""
+FINISH_DELAY_S = 0.01
+"""Responses that end within this time share one commit of the store."""
+
+
+@dataclass
+class Running:
+    """A trajectory in the engine: what is not in the store yet, and where that begins."""
+
+    command: cmd.GenerateTrajectory
+    event_seq: int
+    stored: int  #: tokens that the store has
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Rollout:
+    """One engine and what surrounds it."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.config = host, host.config
+        self.store = host.client("store-0")
+        self.relay = host.client("relay-0")
+        self.running: dict[str, Running] = {}
+        self.tokens_total = 0
+        self._flush_lock = asyncio.Lock()
+        self._finish_due = False
+        self._steps = open(host.run_dir / TIMELINE_DIR / f"{host.name}.steps", "ab")  # noqa: SIM115
+
+    async def start(self) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
+        self.stop_ids = end_ids(config.model.name, tokenizer)
+        engine = await asyncio.to_thread(build_engine, config, tokenizer_size(tokenizer))
+        self.engine = EngineRunner(engine, self._on_deltas, loop)
+        self.loader = WeightLoader(self.host, self.relay, self.engine)
+        self.scorer = Scorer(self.host, self.store, tokenizer)
+        await self.store.start()
+        await self.relay.start()
+        await self.scorer.start()
+        self.host.spawn(self._engine_ends())
+        self.host.spawn(self._report_progress())
+        stats = self.engine.stats()
+        ready = ev.ReplicaReady(
+            max_num_seqs=config.rollout.max_num_seqs, kv_capacity_tokens=stats.kv_capacity_tokens
+        )
+        self.host.emit(ready)
+
+    async def stop(self) -> None:
+        if hasattr(self, "engine"):
+            self._write_steps()
+            await self.engine.close()
+            await self.scorer.close()
+        await self.store.close(0.5)
+        await self.relay.close(0.5)
+        self._steps.close()
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        """Commands that arrived together: all openings are one request to the store."""
+        opening: list[tuple[cmd.Order, cmd.GenerateTrajectory]] = []
+        for order, command in orders:
+            if isinstance(command, cmd.GenerateTrajectory):
+                opening.append((order, command))
+            elif isinstance(command, cmd.ScoreTrajectories):
+                self.host.spawn(self.scorer.score(order, command))
+            elif isinstance(command, cmd.PullWeights):
+                self.host.spawn(self.loader.pull(order, command))
+            elif isinstance(command, cmd.AbortTrajectories):
+                self._abort(command)
+        if opening:
+            self.host.spawn(self._open(opening))
+
+    # --- starting a trajectory ------------------------------------------------------------------
+
+    async def _open(self, opening: list[tuple[cmd.Order, cmd.GenerateTrajectory]]) -> None:
+        """Fence whoever had these trajectories, learn how far they got, and go on from there."""
+        wanted = {command.trajectory: (order, command) for order, command in opening}
+        while wanted:
+            items = tuple(self._open_item(command) for _, command in wanted.values())
+            reply = await self._ask(m.Open(items=items[: m.MAX_ITEMS]))
+            assert isinstance(reply, m.OpenReply)
+            for result in reply.results:
+                order, command = wanted.pop(ids.TrajectoryId(result.trajectory_id))
+                self._opened(order, command, result)
+
+    def _open_item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
+        return m.OpenItem(
+            trajectory_id=command.trajectory,
+            group_id=command.group,
+            sibling=command.sibling,
+            purpose=command.purpose,  # type: ignore[arg-type]
+            row_index=command.row_index,
+            attempt=command.attempt,
+            placement=command.placement,
+            weight_version=command.version,
+            version_step=command.step,
+            replica=self.host.name,
+            temperature=self._temperature(command.purpose),
+        )
+
+    def _temperature(self, purpose: str) -> float:
+        return 0.0 if purpose == ids.EVAL else self.config.rollout.temperature
+
+    def _opened(
+        self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
+    ) -> None:
+        facts = {"event_seq": order.cause, "trajectory": command.trajectory}
+        if result.answer == "open":
+            self._generate(order, command, result)
+        elif result.answer in ("generated", "rewarded"):  # only the report was lost
+            self._report_finished(command, result.num_tokens, result.finish_reason or STOP)
+        elif result.answer == "refused":
+            self._report_failed(command, "store-refused", result.reason)
+        else:
+            self.host.log.info("not-opened", answer=result.answer, **facts)
+
+    def _generate(
+        self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
+    ) -> None:
+        done = np.frombuffer(result.tokens, dtype="<i4").tolist()
+        running = Running(command, order.cause, stored=len(done))
+        self.running[command.trajectory] = running
+        self.host.emit(
+            ev.TrajectoryStarted(
+                trajectory=command.trajectory,
+                placement=command.placement,
+                tokens_resumed=len(done),
+            ),
+            event_seq=order.cause,
+            trajectory=command.trajectory,
+            version=command.version,
+        )
+        limit = self.config.data.max_response_length
+        if done and (done[-1] in self.stop_ids or len(done) >= limit):
+            running.finish_reason = STOP if done[-1] in self.stop_ids else LENGTH
+            return self._finish_soon()
+        request = GenerateRequest(
+            request_id=_request_id(command),
+            prompt_ids=tuple(np.frombuffer(result.prompt_ids, dtype="<i4").tolist()),
+            done_ids=tuple(done),
+            max_new_tokens=limit,
+            temperature=self._temperature(command.purpose),
+            seed=command.seed,
+            stop_ids=self.stop_ids,
+        )
+        self.host.spawn(self._add(request))
+
+    async def _add(self, request: GenerateRequest) -> None:
+        await self.engine.add(request)
+
+    def _abort(self, command: cmd.AbortTrajectories) -> None:
+        for item in command.items:
+            running = self.running.get(item.trajectory)
+            if running is not None and running.command.placement <= item.placement:
+                del self.running[item.trajectory]
+                self.engine.abort(_request_id(running.command))
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+        finished = False
+        for delta in deltas:
+            self.tokens_total += len(delta.token_ids)
+            trajectory, _, placement = delta.request_id.rpartition("@")
+            running = self.running.get(trajectory)
+            if running is None or running.command.placement != int(placement):
+                continue
+            running.tokens += delta.token_ids
+            running.logprobs += delta.logprobs
+            running.finish_reason = delta.finish_reason
+            finished = finished or delta.finish_reason is not None
+        if finished:
+            self._finish_soon()
+
+    def _finish_soon(self) -> None:
+        if not self._finish_due:
+            self._finish_due = True
+            asyncio.get_running_loop().call_later(FINISH_DELAY_S, self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._finish_due = False
+        self.host.spawn(self._flush(everything=False))
+
+    async def _flush(self, *, everything: bool) -> None:
+        """Hand over new tokens (of what has ended, or of everything), then what has ended."""
+        async with self._flush_lock:
+            chosen = [r for r in self.running.values() if everything or r.finish_reason]
+            chunks = [_take_chunk(r) for r in chosen if r.tokens]
+            ended = [r for r in chosen if r.finish_reason]
+            for running in ended:
+                del self.running[running.command.trajectory]
+            refused = await self._append(chunks)
+            whole = [r for r in ended if r.command.trajectory not in refused]
+            await self._finish(whole)
+
+    async def _append(self, chunks: list[m.AppendItem]) -> set[str]:
+        """Ids whose chunk the store did not take."""
+        not_taken: set[str] = set()
+        for start in range(0, len(chunks), m.MAX_ITEMS):
+            reply = await self._ask(m.Append(items=tuple(chunks[start : start + m.MAX_ITEMS])))
+            assert isinstance(reply, m.AppendReply)
+            for result in reply.results:
+                if result.answer != "ok":
+                    not_taken.add(result.trajectory_id)
+                    self._not_taken(result)
+        return not_taken
+
+    async def _finish(self, ended: list[Running]) -> None:
+        if not ended:
+            return
+        items = tuple(
+            m.FinishItem(
+                trajectory_id=r.command.trajectory,
+                placement=r.command.placement,
+                finish_reason=r.finish_reason or STOP,
+                num_tokens=r.stored,
+            )
+            for r in ended
+        )
+        reply = await self._ask(m.Finish(items=items))
+        assert isinstance(reply, m.FinishReply)
+        for running, result in zip(ended, reply.results, strict=True):
+            if result.answer == "ok":
+                reason = running.finish_reason or STOP
+                self._report_finished(running.command, running.stored, reason)
+            else:
+                self.running.setdefault(running.command.trajectory, running)
+                self._not_taken(result)
+
+    def _not_taken(self, result: m.Result) -> None:
+        """Fenced: somebody else has it now. Refused: these tokens can never be trained."""
+        running = self.running.pop(result.trajectory_id, None)
+        self.host.log.warning(
+            "not-stored",
+            trajectory=result.trajectory_id,
+            answer=result.answer,
+            reason=result.reason,
+        )
+        if running is not None:
+            self.engine.abort(_request_id(running.command))
+            if result.answer == "refused":
+                self._report_failed(running.command, "store-refused", result.reason)
+
+    # --- reports --------------------------------------------------------------------------------
+
+    def _report_finished(
+        self, command: cmd.GenerateTrajectory, num_tokens: int, reason: str
+    ) -> None:
+        finished = ev.TrajectoryFinished(
+            trajectory=command.trajectory,
+            placement=command.placement,
+            num_tokens=num_tokens,
+            finish_reason=reason,
+        )
+        self.host.emit(finished, trajectory=command.trajectory, num_tokens=num_tokens)
+
+    def _report_failed(self, command: cmd.GenerateTrajectory, reason: str, detail: str) -> None:
+        failed = ev.TrajectoryFailed(
+            trajectory=command.trajectory,
+            placement=command.placement,
+            reason=reason,
+            detail=detail[:500],
+        )
+        self.host.emit(failed, trajectory=command.trajectory, reason=reason)
+
+    async def _report_progress(self) -> None:
+        """One gauge per interval, and the tokens so far into the store in the same rhythm."""
+        while True:
+            await asyncio.sleep(self.config.rollout.progress_interval_ms / 1000)
+            await self._flush(everything=True)
+            stats = self.engine.stats()
+            self.host.gauge(
+                ev.TokenProgress(
+                    tokens_total=self.tokens_total,
+                    kv_used_tokens=stats.kv_used_tokens,
+                    running=stats.running,
+                    waiting=stats.waiting,
+                )
+            )
+            self._write_steps()
+
+    def _write_steps(self) -> None:
+        """(start, end, sequences, tokens) of every engine step, as rows of four int64."""
+        records = self.engine.drain_steps()
+        if records:
+            rows = np.array(records, dtype="<i8")
+            rows[:, :2] += self.host.clock_offset_ns
+            self._steps.write(rows.tobytes())
+            self._steps.flush()
+
+    async def _engine_ends(self) -> None:
+        await asyncio.shield(self.engine.failed)
+
+    async def _ask(self, request: m.Request) -> m.Reply:
+        reply = m.decode_reply(await self.store.call(m.encode(request), RPC_TIMEOUT_S))
+        if isinstance(reply, m.ErrorReply):
+            raise RuntimeError(f"the store refused {type(request).__name__}: {reply.reason}")
+        return reply
+
+
+def _request_id(command: cmd.GenerateTrajectory) -> str:
+    """A placement is part of the engine's name for it: late tokens of an old one are told apart."""
+    return f"{command.trajectory}@{command.placement}"
+
+
+def _take_chunk(running: Running) -> m.AppendItem:
+    """Everything sampled since the last chunk."""
+    item = m.AppendItem(
+        trajectory_id=running.command.trajectory,
+        placement=running.command.placement,
+        offset=running.stored,
+        tokens=np.asarray(running.tokens, dtype="<i4").tobytes(),
+        logprobs=np.asarray(running.logprobs, dtype="<f4").tobytes(),
+    )
+    running.stored += len(running.tokens)
+    running.tokens, running.logprobs = [], []
+    return item

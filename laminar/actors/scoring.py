@@ -1,0 +1,160 @@
+"""Rewards of one replica: from tokens in the store to a score in the store.
+
+Reads   ScoreTrajectories commands; responses and prompts of the store
+Writes  rewards (through the store)
+Emits   TrajectoryRewarded, TrajectoryFailed
+
+Off the event loop, in worker processes with a time-out. A response on which the user's function
+fails gets reward.error_score, counted by reason; a fault of the worker itself drops the sibling.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from laminar.actors.host import Host
+from laminar.core.siblings import bits_of
+from laminar.engines.protocol import LENGTH
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.net.rpc import RpcClient
+from laminar.storage import messages as m
+from laminar.tasks.prompts import PromptRow
+from laminar.tasks.reward_functions import RewardCall, RewardResult, reward_spec
+from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
+
+RPC_TIMEOUT_S = 120.0
+CORRECT = 1.0
+"""Several datasets give partial credit to wrong answers: correct means the full score."""
+
+
+class Scorer:
+    """The reward pool of one replica, fed from the store."""
+
+    def __init__(self, host: Host, store: RpcClient, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.host, self.store, self.tokenizer = host, store, tokenizer
+        reward = host.config.reward
+        self.spec = reward_spec(host.config)
+        self.pool = RewardPool(
+            self.spec,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            error_score=reward.error_score,
+            max_retries=reward.max_retries,
+        )
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
+        """Reward the siblings of one command, all with one call of the pool."""
+        rows = await self._fetch([item.trajectory for item in command.items])
+        texts = [self._text(row) for row in rows]
+        call = RewardCall(
+            row=_prompt_row(rows[0]),
+            completions=[(t, _ids(row)) for t, row in zip(texts, rows, strict=True)],
+            step=rows[0].version_step or 0,
+        )
+        try:
+            results = await self.pool.score(call)
+        except RewardWorkerLost as error:
+            for item in command.items:
+                self._failed(order, item, "reward-worker-lost", str(error))
+            return
+        broken = next((r for r in results if r.reason in ("error", "timeout")), None)
+        if self.spec.scope == "group" and broken is not None:
+            # One call scored all siblings: a made-up score for each would be a made-up baseline.
+            for item in command.items:
+                self._failed(order, item, f"group-reward-{broken.reason}", broken.detail)
+            return
+        await self._put(order, command, rows, texts, results)
+
+    async def _fetch(self, wanted: list[str]) -> list[m.Trajectory]:
+        found: dict[str, m.Trajectory] = {}
+        while missing := [w for w in wanted if w not in found]:
+            reply = await self._ask(m.Fetch(ids=tuple(missing), with_prompt=True))
+            if not isinstance(reply, m.FetchReply) or reply.unknown:
+                raise RuntimeError(f"the store has no response to score: {missing}")
+            found.update((row.trajectory_id, row) for row in reply.trajectories)
+        return [found[w] for w in wanted]
+
+    async def _put(
+        self,
+        order: cmd.Order,
+        command: cmd.ScoreTrajectories,
+        rows: list[m.Trajectory],
+        texts: list[str],
+        results: list[RewardResult],
+    ) -> None:
+        items = tuple(
+            m.RewardItem(
+                trajectory_id=item.trajectory,
+                placement=item.placement,
+                score=result.score,
+                reason=result.reason[:256],
+                detail=result.detail[:2000],
+                text=text,
+            )
+            for item, text, result in zip(command.items, texts, results, strict=True)
+        )
+        reply = await self._ask(m.PutRewards(items=items))
+        assert isinstance(reply, m.PutRewardsReply)
+        for item, row, stored in zip(command.items, rows, reply.results, strict=True):
+            if stored.answer in ("ok", "already"):
+                self._rewarded(order, item, row, stored)
+            elif stored.answer == "refused":
+                self._failed(order, item, "store-refused", stored.reason)
+
+    def _rewarded(
+        self, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, stored: m.RewardResult
+    ) -> None:
+        if stored.score is None:
+            return self._failed(order, item, "unscored", "no reward function could score it")
+        truncated = row.finish_reason == LENGTH
+        event = ev.TrajectoryRewarded(
+            trajectory=item.trajectory,
+            placement=item.placement,
+            score_bits=bits_of(stored.score),
+            correct=stored.score >= CORRECT and not truncated,
+            reason=stored.reward_reason or "ok",
+            num_tokens=len(row.tokens) // 4,
+        )
+        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, score=stored.score)
+
+    def _failed(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> None:
+        event = ev.TrajectoryFailed(
+            trajectory=item.trajectory,
+            placement=item.placement,
+            reason=reason,
+            detail=detail[:500],
+        )
+        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, reason=reason)
+
+    def _text(self, row: m.Trajectory) -> str:
+        return str(self.tokenizer.decode(_ids(row), skip_special_tokens=True))
+
+    async def _ask(self, request: m.Request) -> m.Reply:
+        return m.decode_reply(await self.store.call(m.encode(request), RPC_TIMEOUT_S))
+
+
+def _ids(row: m.Trajectory) -> list[int]:
+    tokens: list[int] = np.frombuffer(row.tokens, dtype="<i4").tolist()
+    return tokens
+
+
+def _prompt_row(row: m.Trajectory) -> PromptRow:
+    """The prompt as the reward functions take it."""
+    if row.prompt is None:
+        raise RuntimeError(f"the store sent {row.trajectory_id} without its prompt")
+    payload = m.decode_prompt(row.prompt)
+    return PromptRow(
+        index=row.row_index,
+        prompt=payload.prompt,
+        ground_truth=payload.ground_truth,
+        columns=payload.columns,
+        data_source=payload.data_source,
+    )

@@ -1,0 +1,126 @@
+"""Pulling weights into an engine, and proving that they have arrived in it.
+
+Reads   PullWeights commands; leased slots of the relay on this machine
+Emits   WeightsLoaded, WeightsRejected, VersionGone
+
+Two proofs: the digest of the bytes that were loaded, taken after the load (a slot must not have
+changed under the reader), and the probe: the engine scores a few fixed sequences and must agree
+with the trainer. A right digest with a wrong probe is a tensor in the wrong place.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from laminar.actors.host import Host
+from laminar.engines.protocol import Engine, EngineError
+from laminar.engines.runner import EngineRunner
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.net.rpc import RpcClient
+from laminar.weights import manifest as mf
+from laminar.weights import messages as m
+from laminar.weights.arena import Arena
+from laminar.weights.transfer import WeightsCorrupt, read_tensors, verify
+
+RPC_TIMEOUT_S = 120.0
+LOADS_MAX = 2
+"""A load that fails its digest is tried once more; the second failure is reported."""
+
+
+class WeightLoader:
+    """What this replica has loaded, and how it loads more."""
+
+    def __init__(self, host: Host, relay: RpcClient, engine: EngineRunner) -> None:
+        self.host, self.relay, self.engine = host, relay, engine
+        self.digest = ""
+        self.probe_diff = 0.0
+        self._arena: Arena | None = None
+
+    async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+        """Lease, load, prove, release, report."""
+        started = time.monotonic_ns()
+        failure = ""
+        for _ in range(LOADS_MAX):
+            lease = await self._lease(command)
+            if isinstance(lease, m.Gone):
+                return self.host.emit(ev.VersionGone(version=command.version, held=lease.held))
+            manifest = mf.decode(lease.manifest)
+            reloaded = manifest.digest != self.digest
+            failure = await self._load(lease, manifest) if reloaded else ""
+            valid = await self._release(lease)
+            if valid and not failure:
+                return self._loaded(order, manifest, started, reloaded)
+            self.digest = ""
+            failure = failure or "the lease was revoked while the slot was read"
+        rejected = ev.WeightsRejected(version=manifest.version, reason=failure[:500])
+        self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
+
+    async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
+        """Load from the slot and check; returns why it failed, or nothing."""
+        if self._arena is None:
+            self._arena = Arena.attach(Path(lease.arena))
+        view = self._arena.slot(lease.slot)
+
+        def load(engine: Engine) -> float:
+            engine.load_weights(read_tensors(view, manifest))
+            verify(view, manifest)
+            return probe_difference(engine, manifest.probe)
+
+        try:
+            self.probe_diff = await self.engine.call(load)
+        except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
+            return str(error)
+        tolerance = manifest.probe.tolerance if manifest.probe else 0.0
+        if not self.probe_diff <= tolerance:
+            return (
+                f"the engine's log-probs of the probe differ from the trainer's by "
+                f"{self.probe_diff:.3g}, more than {tolerance:.3g}"
+            )
+        self.digest = manifest.digest
+        return ""
+
+    def _loaded(
+        self, order: cmd.Order, manifest: mf.Manifest, started_ns: int, reloaded: bool
+    ) -> None:
+        ended = time.monotonic_ns()
+        self.host.span("pulling", started_ns, ended, version=manifest.version)
+        loaded = ev.WeightsLoaded(
+            version=manifest.version,
+            step=manifest.step,
+            digest=manifest.digest,
+            probe_diff=self.probe_diff,
+            seconds=(ended - started_ns) / 1e9,
+            reloaded=reloaded,
+        )
+        self.host.emit(
+            loaded, event_seq=order.cause, version=manifest.version, digest=manifest.digest
+        )
+
+    async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
+        reply = await self._ask(m.LeaseVersion(version=command.version, exact=command.exact))
+        if not isinstance(reply, m.Leased | m.Gone):
+            raise RuntimeError(f"the relay answered a lease with {reply!r:.200}")
+        return reply
+
+    async def _release(self, lease: m.Leased) -> bool:
+        reply = await self._ask(m.ReleaseLease(lease_id=lease.lease_id))
+        return isinstance(reply, m.Released) and reply.valid
+
+    async def _ask(self, request: m.Request) -> m.Reply:
+        return m.decode_reply(await self.relay.call(m.encode(request), RPC_TIMEOUT_S))
+
+
+def probe_difference(engine: Engine, probe: mf.Probe | None) -> float:
+    """max |log p(engine) - log p(trainer)| over the probe; nan counts as infinite."""
+    if probe is None:
+        return 0.0
+    scores = engine.score([list(s) for s in probe.sequences])
+    differences = [
+        abs(ours - theirs)
+        for row, expected in zip(scores, probe.logprobs, strict=True)
+        for ours, theirs in zip(row, expected, strict=True)
+    ]
+    worst = max(differences)
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,110 @@
+"""metrics.jsonl and TensorBoard, written from the events as they are applied.
+
+Reads   StepCompleted, WeightsPublished, WeightsLoaded and the state after them
+Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/
+
+Each line names the event that it came from, so a coordinator that comes back and replays its log
+writes each figure once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from laminar.core.state import State
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.rundir import METRICS_FILE, TENSORBOARD_DIR
+
+
+class MetricsWriter:
+    """An observer of the coordinator."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+        path = run_dir / METRICS_FILE
+        self._after = _last_event(path)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
+        self._board_dir = run_dir / TENSORBOARD_DIR if tensorboard else None
+        self._board: Any = None
+        self._pulls: list[float] = []
+        self._evaluations = 0
+        self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        event = stamped.event
+        if isinstance(event, ev.WeightsLoaded):
+            self._pulls.append(event.seconds)
+        elif isinstance(event, ev.StepCompleted):
+            self._write(stamped, event.step + 1, self._step(stamped, event, state))
+        if len(state.evaluations) > self._evaluations:
+            self._evaluations = len(state.evaluations)
+            result = state.evaluations[-1]
+            share = result.correct / result.total
+            kind = "export" if result.final else "policy"
+            figures = {f"val-core/{kind}/acc/mean@1": share, "val/version": result.version}
+            self._write(stamped, result.step, figures)
+
+    def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
+        """The trainer's figures, and what only the coordinator knows."""
+        ledger = state.ledger
+        then, tokens_before = self._last
+        seconds = (stamped.time_ns - then) / 1e9 if then else 0.0
+        generated = sum(r.tokens_total for r in state.replicas.values())
+        self._last = (stamped.time_ns, generated)
+        trained = max(ledger.trajectories.trained, 1)
+        figures = {
+            "training/global_step": event.step + 1,
+            "staleness/mean": state.staleness_sum / trained,
+            "staleness/max": state.staleness_max,
+            "weights/version_lag": event.version
+            - min((r.version for r in state.replicas.values()), default=event.version),
+            "rollout/inflight": sum(len(r.running) for r in state.replicas.values()),
+            "rollout/queue": len(state.ready),
+            "ledger/issued_tokens": ledger.tokens.issued,
+            "ledger/trained_tokens": ledger.tokens.trained,
+            "ledger/evaluated_tokens": ledger.tokens.evaluated,
+            "ledger/dropped_tokens": sum(ledger.tokens.dropped.values()),
+            "ledger/live_tokens": ledger.tokens.live,
+            "events/seq": stamped.seq,
+        }
+        if seconds > 0:
+            figures["timing_s/between_steps"] = seconds
+            figures["throughput/tokens_per_s"] = max(generated - tokens_before, 0) / seconds
+        if self._pulls:
+            figures["weights/pull_s"] = sum(self._pulls) / len(self._pulls)
+            self._pulls.clear()
+        return event.metrics | figures
+
+    def _write(self, stamped: Stamped, step: int, figures: dict[str, float]) -> None:
+        if stamped.seq <= self._after:
+            return
+        line = {"step": step, "event": stamped.seq, "time_ns": stamped.time_ns, **figures}
+        self._file.write(json.dumps(line) + "\n")
+        if self._board_dir is not None:
+            board = self._open_board()
+            for name, value in figures.items():
+                board.add_scalar(name, value, step)
+            board.flush()
+
+    def _open_board(self) -> Any:
+        """Opened with the first figure: importing the writer costs the start half a second."""
+        if self._board is None:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(self._board_dir))
+        return self._board
+
+
+def _last_event(path: Path) -> int:
+    """The event of the last whole line; 0 for a new file."""
+    if not path.exists():
+        return 0
+    last = 0
+    for line in path.read_text().splitlines():
+        try:
+            last = max(last, int(json.loads(line)["event"]))
+        except (ValueError, KeyError):
+            continue  # the line that a crash cut short
+    return last

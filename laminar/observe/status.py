@@ -1,0 +1,79 @@
+"""What a run looks like from outside: status.json, rewritten while the coordinator works.
+
+Reads   the state after an event
+Writes  RUN/status.json, at most every INTERVAL_S
+
+For live progress and for people on a cluster who have no terminal on the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laminar.core.admission import refusal
+from laminar.core.state import ENDED, Replica, State
+from laminar.events.base import Command, Stamped
+from laminar.rundir import STATUS_FILE
+
+INTERVAL_S = 0.5
+
+
+class StatusWriter:
+    """Keeps the last figures of events that the state does not hold."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = run_dir / STATUS_FILE
+        self._clock = clock
+        self._written = 0.0
+        self._tokens: tuple[float, int] = (clock(), 0)
+        self._rate = 0.0
+        self.last_metrics: dict[str, float] = {}
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._clock()
+        metrics = getattr(stamped.event, "metrics", None)
+        if metrics:
+            self.last_metrics = metrics
+        if now - self._written >= INTERVAL_S or state.phase == ENDED or metrics:
+            self._write(now, state)
+
+    def _write(self, now: float, state: State) -> None:
+        self._written = now
+        then, before = self._tokens
+        total = sum(r.tokens_total for r in state.replicas.values())
+        if now - then >= 2.0:
+            self._rate = max(total - before, 0) / (now - then)
+            self._tokens = (now, total)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self._status(state)))
+        new.replace(self._path)
+
+    def _status(self, state: State) -> dict[str, Any]:
+        trained = state.ledger.trajectories.trained
+        return {
+            "phase": state.phase,
+            "event": state.seq,
+            "step": state.completed,
+            "total_steps": state.settings.total_steps,
+            "reward": self.last_metrics.get("reward/mean"),
+            "tokens_per_s": self._rate,
+            "staleness_mean": state.staleness_sum / trained if trained else 0.0,
+            "staleness_max": state.staleness_max,
+            "newest_version": state.newest,
+            "groups_ready": len(state.ready),
+            "trainer": "training" if state.batch else "waiting",
+            "replicas": {name: _replica(state, r) for name, r in state.replicas.items()},
+            "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
+            "evaluating": state.evaluation is not None,
+            "failure": state.failure,
+            "processes": {a.name: a.pid for a in state.actors.values()},
+        }
+
+
+def _replica(state: State, replica: Replica) -> dict[str, Any]:
+    doing = "pulling" if replica.loading else refusal(state, replica) or "admitting"
+    return {"version": replica.version, "running": len(replica.running), "doing": doing}
