@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
+
 from laminar.actors.host import Host
 from laminar.config import Config
 from laminar.events import commands as cmd
@@ -95,12 +97,12 @@ class Relay:
             return RpcError(str(error))
 
     def _open_arena(self, request: m.OpenArena) -> m.ArenaOpened:
-        limit = self.config.weights.max_bytes
+        limit = self.config.weights.max_bytes or psutil.virtual_memory().total // 2
         wanted = request.version_bytes * self.config.weights.slots
-        if limit and wanted > limit:
+        if wanted > limit:
             raise ArenaError(
-                f"{self.config.weights.slots} slots of {request.version_bytes} bytes are over "
-                f"weights.max_bytes = {limit}; raise it"
+                f"{self.config.weights.slots} slots of {request.version_bytes} bytes are over the "
+                f"limit of {limit} bytes; raise weights.max_bytes"
             )
         if self.arena is None:
             slots = self.config.weights.slots
@@ -123,8 +125,10 @@ class Relay:
     def _commit(self, writer: str, request: m.CommitSlot) -> m.Committed:
         if request.slot in self._committing or request.version in self.manifests:
             return m.Committed()  # asked again after a reconnect
-        if self._granted.get(writer) != request.slot:
+        if self._granted.get(writer) != request.slot or self.arena is None:
             raise SlotError(f"slot {request.slot} is not granted to {writer}")
+        if mf.check_tensors(request.tensors) > self.arena.slot_bytes:
+            raise SlotError(f"version {request.version} does not fit into a slot")
         self._committing.add(request.slot)
         self.host.spawn(self._digest(writer, request))
         return m.Committed()
@@ -136,7 +140,7 @@ class Relay:
         view = self.arena.slot(request.slot)
         sums, digest = await asyncio.to_thread(checksums, view, total, CHUNK_BYTES)
         version = request.version
-        self.manifests[version] = mf.Manifest(
+        manifest = mf.Manifest(
             version=version,
             step=request.step,
             kind="full",
@@ -150,6 +154,7 @@ class Relay:
             probe=request.probe,
         )
         self.slots.commit(request.slot, writer, version)
+        self.manifests[version] = manifest
         del self._granted[writer]
         self._committing.discard(request.slot)
         published = ev.WeightsPublished(

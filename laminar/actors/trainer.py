@@ -78,7 +78,8 @@ class Trainer:
         await self.store.start()
         await self.relay.start()
         opened = await self._ask_relay(relay.OpenArena(version_bytes=self.version_bytes))
-        assert isinstance(opened, relay.ArenaOpened)
+        if not isinstance(opened, relay.ArenaOpened):
+            raise RuntimeError(f"the relay answered OpenArena with {opened!r:.200}")
         self.arena = Arena.attach(Path(opened.path))
         await self._request_slot()
         self.host.spawn(self._work())
@@ -219,7 +220,8 @@ class Trainer:
         deadline = time.monotonic() + wait_s
         while self.slot < 0:
             granted = await self._ask_relay(relay.GrantSlot())
-            assert isinstance(granted, relay.SlotGranted)
+            if not isinstance(granted, relay.SlotGranted):
+                raise RuntimeError(f"the relay answered GrantSlot with {granted!r:.200}")
             self.slot = granted.slot
             if time.monotonic() >= deadline:
                 return

@@ -55,3 +55,7 @@ async def _run(run_dir: Path) -> int:
         status(stamped, commands, state)
 
     return await Coordinator(config, run_dir, observe).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -47,3 +47,7 @@ def parse_roles(text: str) -> list[tuple[str, int]]:
             )
         roles.append((role, int(count or "1")))
     return roles
+
+
+if __name__ == "__main__":
+    main()

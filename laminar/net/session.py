@@ -17,8 +17,8 @@ state     what happens            becomes      | state    what happens          
 joining   Welcome                 up           | up       Hello                   up, Welcome due
 joining   Refused                 refused      | up       Hello acked beyond us   refused
 up        Welcome, same server    up           | up       refuse()                refused
-up        Welcome, new server     up, inbox    | up       Bye                     closed
-                                  anew, resend | refused  any frame               Refused due
+up        Welcome, other server   up, its own  | up       Bye                     closed
+                                  inbox, resend| refused  any frame               Refused due
 up        Refused                 refused      | closed   any frame               closed (ignored)
 any       close()                 closed, Bye  |
 refused   any frame               (ignored)    | The client's numbers go on across servers; a new
@@ -60,7 +60,7 @@ WINDOW_MESSAGES = 512  #: sent and unacknowledged: what a server drains in one t
 WINDOW_BYTES = 4 * 1024 * 1024  #: bounds what one resend costs; a larger body goes alone
 FRAME_OVERHEAD = 1024  #: bytes of a frame besides its body, at most
 GAUGES_WAITING = 16  #: between two polls; the newest win
-SERVERS_LEFT = 16  #: former servers whose late frames are still told apart
+SERVERS_KNOWN = 16  #: whose place in their numbers a client remembers
 
 
 class OutboxFull(RuntimeError):
@@ -270,7 +270,7 @@ class ClientLink(_Link):
         self.info = info or {}
         self.incarnation = 0
         self._heartbeat_ns = heartbeat_ns
-        self._left: deque[str] = deque(maxlen=SERVERS_LEFT)
+        self._inboxes: dict[str, Inbox] = {}  #: by server boot, the current one last
         self._gauges: deque[bytes] = deque(maxlen=GAUGES_WAITING)
         self._asked_ns = now_ns  #: when a frame that wants an answer went out last
         self._hello_ns = now_ns  #: when the next Hello is due
@@ -327,18 +327,22 @@ class ClientLink(_Link):
         return 0 if self._bye_due else NEVER_NS
 
     def _welcomed(self, welcome: Welcome, now_ns: int) -> None:
-        if welcome.server_boot in self._left:
-            return
         self.outbox.acknowledge(welcome.last_seq, now_ns)
         if welcome.server_boot != self.server_boot:
-            self._left.append(self.server_boot)
-            self.server_boot = welcome.server_boot
-            self.inbox = Inbox()
-            self.outbox.rewind()
+            self._turn_to(welcome.server_boot)
         self.incarnation = welcome.incarnation
         self.state = LinkState.UP
         self._heard_ns = now_ns
         self._hello_ns, self._hello_wait_ns = NEVER_NS, RESEND_MIN_NS
+
+    def _turn_to(self, server_boot: str) -> None:
+        """Another server than before, or, after a late Welcome of a dead one, the same again."""
+        self.server_boot = server_boot
+        self.inbox = self._inboxes.pop(server_boot, Inbox())
+        self._inboxes[server_boot] = self.inbox
+        if len(self._inboxes) > SERVERS_KNOWN:
+            del self._inboxes[next(iter(self._inboxes))]
+        self.outbox.rewind()
 
     def _sequel(self, message: Data | Ack, now_ns: int) -> list[bytes]:
         self.outbox.acknowledge(message.ack, now_ns)

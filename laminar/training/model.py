@@ -83,8 +83,6 @@ def _check_loaded(name: str, info: Mapping[str, Any]) -> None:
     for kind, what in (
         ("missing_keys", "lacks tensors of the model"),
         ("unexpected_keys", "has tensors that the model does not use"),
-        ("mismatched_keys", "has tensors of another shape than the model"),
-        ("error_msgs", "did not load cleanly"),
     ):
         found = sorted(map(str, info[kind]))
         if found:

@@ -1,0 +1,109 @@
+"""Before anything starts: every mistake that can be found without running is found here.
+
+Reads   the config; the model's directory, the data, the reward file
+Gives   Plan: the config with what was left to "auto" resolved, and what a user wants to see first
+Raises  ConfigError with one sentence that names the thing, the value and the fix
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import Config, ConfigError
+from laminar.coordinator.strategy import load_strategy
+from laminar.core.buffering import STRATEGIES
+from laminar.engines.hf_config import parse_hf_config, read_hf_config
+from laminar.engines.protocol import EngineError
+from laminar.tasks.chat import encode_prompt
+from laminar.tasks.prompts import load_prompts
+from laminar.tasks.reward_functions import check_rows, reward_spec
+from laminar.tasks.tokenizer import end_ids, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    config: Config
+    num_train: int
+    num_held_out: int
+    overlap: int
+    steps: int  #: 0: not known before the data is filtered
+    first_prompt: str
+    first_prompt_ids: list[int]
+    end_ids: list[int]
+
+
+def check(config: Config) -> Plan:
+    """Look at everything once; nothing is written."""
+    _check_model(config)
+    _check_strategy(config)
+    _check_port(config)
+    spec = reward_spec(config)
+    prompts = load_prompts(config.data)
+    check_rows(spec, [*prompts.train, *prompts.held_out])
+    tokenizer = load_tokenizer(config.model.name)
+    ids = encode_prompt(tokenizer, prompts.train[0], config.data)
+    reward = msgspec.structs.replace(config.reward, scope=spec.scope)
+    config = msgspec.structs.replace(config, reward=reward)
+    return Plan(
+        config=config,
+        num_train=len(prompts.train),
+        num_held_out=len(prompts.held_out),
+        overlap=prompts.overlap,
+        steps=planned_steps(config, len(prompts.train)),
+        first_prompt=str(tokenizer.decode(ids)),
+        first_prompt_ids=ids,
+        end_ids=sorted(end_ids(config.model.name, tokenizer)),
+    )
+
+
+def planned_steps(config: Config, num_train: int) -> int:
+    """Steps of the run if no group is dropped."""
+    if config.trainer.total_training_steps:
+        return config.trainer.total_training_steps
+    groups = num_train * config.trainer.total_epochs
+    per_step = config.data.train_batch_size
+    return groups // per_step if config.data.drop_last else -(-groups // per_step)
+
+
+def _check_model(config: Config) -> None:
+    name = config.model.name
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"model.name = {name!r} is not a directory; give the path of a Hugging Face model "
+            "(config.json, model.safetensors, tokenizer.json)"
+        )
+    try:
+        spec = parse_hf_config(read_hf_config(name))
+    except EngineError as error:
+        raise ConfigError(f"model.name = {name!r}: {error}") from None
+    if config.max_model_len > spec.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} is more "
+            f"than the {spec.max_positions} positions of model {name!r}; lower one of them"
+        )
+
+
+def _check_strategy(config: Config) -> None:
+    if config.algorithm.batch_strategy not in STRATEGIES:
+        load_strategy(config.algorithm.batch_strategy)
+
+
+def _check_port(config: Config) -> None:
+    host, port = config.coordinator.host, config.coordinator.port
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator.port = {port} cannot be used on {host} ({error.strerror}); choose "
+                "another, or 0 for any free one"
+            ) from None

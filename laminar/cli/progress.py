@@ -1,0 +1,112 @@
+"""What `laminar train` shows while a run works: a live panel on a terminal, plain lines elsewhere.
+
+Reads   RUN/status.json
+Writes  the terminal
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from laminar.rundir import STATUS_FILE
+
+QUIET_S = 10.0
+"""Without a new step, a plain log gets a line this often, so that nobody wonders."""
+
+
+class Progress:
+    """Shows the newest status; `update` is called a few times a second."""
+
+    def __init__(self, run_dir: Path, console: Console) -> None:
+        self._path = run_dir / STATUS_FILE
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._shown: tuple[int, int, str] = (-1, 0, "")
+        self._shown_at = time.monotonic()
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.update()
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """One line above the panel."""
+        self._console.print(text, highlight=False)
+
+    def update(self) -> None:
+        status = self._read()
+        if status is None:
+            return
+        if self._live is not None:
+            self._live.update(self._panel(status))
+        else:
+            self._line(status)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            status: dict[str, Any] = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return status
+
+    def _line(self, status: dict[str, Any]) -> None:
+        """One line per step, evaluation or phase; and one when it has been quiet for long."""
+        now = time.monotonic()
+        key = (status["step"], len(status["evaluations"]), status["phase"])
+        if key == self._shown and now - self._shown_at < QUIET_S:
+            return
+        if len(status["evaluations"]) > self._shown[1]:
+            step, correct, total = status["evaluations"][-1]
+            self.note(f"held-out after step {step}: {correct}/{total} = {correct / total:.3f}")
+        self._shown, self._shown_at = key, now
+        self.note(self._summary(status))
+
+    def _summary(self, status: dict[str, Any]) -> str:
+        total = status["total_steps"]
+        reward = status["reward"]
+        return "  ".join(
+            [
+                f"[{time.monotonic() - self._started:5.0f} s]",
+                f"{status['phase']:<9}",
+                f"step {status['step']}" + (f"/{total}" if total else ""),
+                f"reward {reward:.3f}" if reward is not None else "reward -",
+                f"{status['tokens_per_s']:.0f} tok/s",
+                f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
+                f"version {status['newest_version']}",
+                _replicas(status),
+            ]
+        )
+
+    def _panel(self, status: dict[str, Any]) -> Table:
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        table.add_row("[bold]laminar[/bold]", self._summary(status))
+        table.add_row("trainer", f"{status['trainer']}, {status['groups_ready']} groups ready")
+        for name, replica in status["replicas"].items():
+            text = f"version {replica['version']}, {replica['running']} running, {replica['doing']}"
+            table.add_row(name, text)
+        for step, correct, total in status["evaluations"][-3:]:
+            table.add_row(
+                "held-out", f"after step {step}: {correct}/{total} = {correct / total:.3f}"
+            )
+        return table
+
+
+def _replicas(status: dict[str, Any]) -> str:
+    states = (
+        f"{name} v{r['version']} {r['running']} {r['doing']}"
+        for name, r in status["replicas"].items()
+    )
+    return " | ".join(states)

@@ -1,0 +1,260 @@
+"""The slot table: each rule alone, then all of them against a model under random use."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from laminar.weights.slots import (
+    Free,
+    Grant,
+    Held,
+    Lease,
+    SlotError,
+    SlotTable,
+    VersionGone,
+    Writing,
+)
+
+
+def publish(table: SlotTable, version: int) -> Grant:
+    grant = table.grant("trainer")
+    assert grant is not None
+    table.commit(grant.slot, "trainer", version)
+    return grant
+
+
+def leased(table: SlotTable, version: int, reader: str = "r", exact: bool = True) -> Lease:
+    lease = table.lease(version, reader, exact=exact)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def filled() -> SlotTable:
+    table = SlotTable(3)
+    assert [publish(table, version).evicted for version in range(3)] == [None] * 3
+    return table
+
+
+def test_at_least_three_slots() -> None:
+    with pytest.raises(SlotError, match="at least 3"):
+        SlotTable(2)
+
+
+def test_oldest_idle_version_is_evicted() -> None:
+    table = filled()
+    assert publish(table, 3) == Grant(slot=0, evicted=0)
+    assert publish(table, 4) == Grant(slot=1, evicted=1)
+    assert table.versions_held == (2, 3, 4)
+    assert table.latest == 4
+
+
+def test_pinned_and_leased_are_kept_and_then_there_is_none() -> None:
+    table = filled()
+    assert table.pin(0) is None
+    lease = leased(table, 1)
+    assert table.grant("trainer") is None
+    assert table.versions_held == (0, 1, 2)
+    assert table.release(lease.lease_id)
+    assert table.grant("trainer") == Grant(slot=1, evicted=1)
+
+
+def test_a_version_being_written_is_not_held() -> None:
+    table = SlotTable(3)
+    assert table.latest is None
+    grant = table.grant("trainer")
+    assert grant is not None
+    assert table.state(grant.slot) == Writing("trainer")
+    assert table.lease(0, "r", exact=False) == VersionGone(wanted=0, held=())
+    assert table.pin(0) == VersionGone(wanted=0, held=())
+
+
+def test_at_least_leases_the_latest_and_exact_the_one_named() -> None:
+    table = filled()
+    assert leased(table, 1, exact=False).version == 2
+    assert leased(table, 1, exact=True).version == 1
+    for exact in (False, True):
+        assert table.lease(3, "r", exact=exact) == VersionGone(wanted=3, held=(0, 1, 2))
+    publish(table, 3)
+    assert table.lease(0, "r", exact=True) == VersionGone(wanted=0, held=(1, 2, 3))
+
+
+def test_only_the_holder_of_a_slot_commits_it() -> None:
+    table = SlotTable(3)
+    grant = table.grant("trainer.1")
+    assert grant is not None
+    assert table.abandon("trainer.1") == grant.slot
+    assert table.abandon("trainer.1") is None
+    again = table.grant("trainer.2")
+    assert again == grant
+    with pytest.raises(SlotError, match=r"slot 0 is not being written by trainer\.1"):
+        table.commit(grant.slot, "trainer.1", 5)
+    table.commit(grant.slot, "trainer.2", 5)
+    with pytest.raises(SlotError, match="not being written"):
+        table.commit(grant.slot, "trainer.2", 6)
+
+
+def test_wrong_use_names_the_state() -> None:
+    table = filled()
+    grant = table.grant("trainer")
+    assert grant is not None
+    with pytest.raises(SlotError, match=r"not above the latest, 2: SlotTable\(\[Writing"):
+        table.commit(grant.slot, "trainer", 2)
+    with pytest.raises(SlotError, match="has a slot already"):
+        table.grant("trainer")
+    with pytest.raises(SlotError, match="no slot 3"):
+        table.commit(3, "trainer", 9)
+    with pytest.raises(SlotError, match="no slot -1"):
+        table.state(-1)
+    with pytest.raises(SlotError, match="never was a lease 0"):
+        table.release(0)
+
+
+def test_a_revoked_lease_is_told_so_at_release() -> None:
+    table = filled()
+    first, second = leased(table, 1, "a"), leased(table, 1, "a")
+    other = leased(table, 0, "b")
+    assert table.revoke("a") == (first, second)
+    assert table.revoke("a") == ()
+    assert not table.release(first.lease_id)
+    assert table.release(other.lease_id)
+    assert not table.release(other.lease_id)
+    assert leased(table, 1, "a").lease_id not in {first.lease_id, second.lease_id}
+
+
+def test_one_pin_at_a_time() -> None:
+    table = filled()
+    table.pin(0)
+    assert table.pin(1) is None
+    assert publish(table, 3).evicted == 0
+    assert table.pin(7) == VersionGone(wanted=7, held=(1, 2, 3))
+    assert table.pinned == 1
+    assert publish(table, 4).evicted == 2
+    table.unpin()
+    assert table.pinned is None
+    assert publish(table, 5).evicted == 1
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+class Slots(RuleBasedStateMachine):
+    """The table beside a model that keeps only what each caller was promised."""
+
+    @initialize(num_slots=st.integers(3, 5))
+    def start(self, num_slots: int) -> None:
+        self.table = SlotTable(num_slots)
+        self.num_slots = num_slots
+        self.writing: dict[str, int] = {}
+        self.held: dict[int, int] = {}  # version -> slot
+        self.leases: dict[int, Lease] = {}
+        self.ended: set[int] = set()
+        self.pinned: int | None = None
+        self.newest = -1
+
+    def protected(self) -> set[int]:
+        kept = {lease.version for lease in self.leases.values()} | {self.newest}
+        return kept | ({self.pinned} if self.pinned is not None else set())
+
+    @rule(writer=NAMES)
+    def grant(self, writer: str) -> None:
+        if writer in self.writing:
+            with pytest.raises(SlotError):
+                self.table.grant(writer)
+            return
+        idle = sorted(set(self.held) - self.protected())
+        full = len(self.held) + len(self.writing) == self.num_slots
+        grant = self.table.grant(writer)
+        if grant is None:
+            assert full and not idle
+            return
+        assert grant.slot not in self.writing.values()
+        assert grant.evicted == (idle[0] if full else None)
+        if grant.evicted is not None:
+            assert self.held.pop(grant.evicted) == grant.slot
+        assert grant.slot not in self.held.values()
+        self.writing[writer] = grant.slot
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), gap=st.integers(1, 3))
+    def commit(self, data: st.DataObject, gap: int) -> None:
+        writer = data.draw(st.sampled_from(sorted(self.writing)))
+        slot = self.writing.pop(writer)
+        self.newest += gap
+        self.table.commit(slot, writer, self.newest)
+        self.held[self.newest] = slot
+
+    @rule(writer=NAMES, slot=st.integers(-1, 5), version=st.integers(0, 9))
+    def commit_wrongly(self, writer: str, slot: int, version: int) -> None:
+        if self.writing.get(writer) == slot and version > self.newest:
+            return
+        before = repr(self.table)
+        with pytest.raises(SlotError) as raised:
+            self.table.commit(slot, writer, version)
+        assert repr(self.table) == before
+        assert before in str(raised.value)
+
+    @rule(writer=NAMES)
+    def abandon(self, writer: str) -> None:
+        assert self.table.abandon(writer) == self.writing.pop(writer, None)
+
+    @rule(reader=NAMES, back=st.integers(-1, 6), exact=st.booleans())
+    def lease(self, reader: str, back: int, exact: bool) -> None:
+        wanted = max(0, self.newest - back)
+        answer = self.table.lease(wanted, reader, exact=exact)
+        version = wanted if exact else self.newest
+        if version not in self.held or version < wanted:
+            assert answer == VersionGone(wanted=wanted, held=tuple(sorted(self.held)))
+            return
+        assert isinstance(answer, Lease)
+        assert (answer.version, answer.slot) == (version, self.held[version])
+        assert answer.lease_id not in self.leases.keys() | self.ended
+        self.leases[answer.lease_id] = answer
+
+    @precondition(lambda self: self.leases or self.ended)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases.keys() | self.ended)))
+        assert self.table.release(lease_id) == (self.leases.pop(lease_id, None) is not None)
+        self.ended.add(lease_id)
+
+    @rule(reader=NAMES)
+    def revoke(self, reader: str) -> None:
+        mine = {key: lease for key, lease in self.leases.items() if lease.reader == reader}
+        assert set(self.table.revoke(reader)) == set(mine.values())
+        self.leases = {key: lease for key, lease in self.leases.items() if key not in mine}
+        self.ended |= set(mine)
+
+    @rule(back=st.integers(0, 5))
+    def pin(self, back: int) -> None:
+        wanted = max(0, self.newest - back)
+        answer = self.table.pin(wanted)
+        assert (answer is None) == (wanted in self.held)
+        self.pinned = wanted if answer is None else self.pinned
+
+    @rule()
+    def unpin(self) -> None:
+        self.table.unpin()
+        self.pinned = None
+
+    @invariant()
+    def table_agrees(self) -> None:
+        expected: list[Free | Writing | Held] = [Free()] * self.num_slots
+        for writer, slot in self.writing.items():
+            expected[slot] = Writing(writer)
+        for version, slot in self.held.items():
+            expected[slot] = Held(version)
+        assert [self.table.state(slot) for slot in range(self.num_slots)] == expected
+        assert self.table.versions_held == tuple(sorted(self.held))
+        assert self.table.latest == (self.newest if self.newest >= 0 else None)
+        assert self.table.pinned == self.pinned
+
+    @invariant()
+    def what_is_promised_is_held(self) -> None:
+        assert {lease.version for lease in self.leases.values()} <= set(self.held)
+        assert all(self.held[lease.version] == lease.slot for lease in self.leases.values())
+        assert self.pinned is None or self.pinned in self.held
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
