@@ -10,6 +10,8 @@ on disk. The prompts are tokenised here, once.
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from laminar.actors.host import Host
@@ -22,7 +24,7 @@ from laminar.rundir import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.tasks.chat import EncodedPrompts, encode_all
-from laminar.tasks.prompts import load_prompts
+from laminar.tasks.prompts import PromptSet, load_prompts
 from laminar.tasks.tokenizer import load_tokenizer
 
 
@@ -42,12 +44,8 @@ class Store:
         )
 
     async def start(self) -> None:
-        data = self.host.config.data
-        prompts = load_prompts(data)
-        tokenizer = load_tokenizer(self.host.config.model.name)
-        train = encode_all(tokenizer, prompts.train, data)
-        held_out = encode_all(tokenizer, prompts.held_out, data)
-        self.database.load_prompts(payloads(train), payloads(held_out), prompts.digest)
+        prompts, train, held_out = await asyncio.to_thread(self._load_data)
+        self.database.load_prompts(train, held_out, prompts.digest)
         await self.server.start()
         write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
         self.host.spawn(self.server.wait_closed())
@@ -59,6 +57,15 @@ class Store:
             digest=count.digest,
         )
         self.host.emit(loaded, train=count.train, held_out=count.held_out)
+
+    def _load_data(self) -> tuple[PromptSet, list[m.PromptPayload], list[m.PromptPayload]]:
+        """Read and tokenise everything (in a thread: the lease goes on meanwhile)."""
+        data = self.host.config.data
+        prompts = load_prompts(data)
+        tokenizer = load_tokenizer(self.host.config.model.name)
+        train = encode_all(tokenizer, prompts.train, data)
+        held_out = encode_all(tokenizer, prompts.held_out, data)
+        return prompts, payloads(train), payloads(held_out)
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         """All endings that arrived together are one transaction."""

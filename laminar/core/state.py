@@ -218,9 +218,9 @@ class State(msgspec.Struct, kw_only=True):
         return None
 
 
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_encoder = msgspec.msgpack.Encoder()
 
 
 def digest(state: State) -> str:
-    """xxh3_128 of the deterministically ordered encoding."""
+    """xxh3_128 of the encoding; the order of dicts counts, since decisions walk some of them."""
     return xxhash.xxh3_128_hexdigest(_encoder.encode(state))

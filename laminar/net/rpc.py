@@ -124,7 +124,8 @@ class RpcClient:
 
     async def close(self, flush_s: float = FLUSH_S) -> None:
         """Wait at most `flush_s` for acknowledgements, say Bye; open calls raise LinkClosed."""
-        await started(self._shell).close(flush_s)
+        if self._shell is not None:
+            await self._shell.close(flush_s)
 
     async def _queue(self, shell: ClientShell, call: _Call) -> None:
         while True:

@@ -1,0 +1,395 @@
+"""The state table of a link, row by row, and the cases that random faults reach too rarely."""
+
+import pytest
+
+from laminar.net.frames import (
+    Ack,
+    Bye,
+    Data,
+    Gauge,
+    Heartbeat,
+    Hello,
+    Refused,
+    Welcome,
+    WireError,
+    decode_client,
+    decode_server,
+    encode,
+)
+from laminar.net.session import (
+    MS,
+    NEVER_NS,
+    WINDOW_MESSAGES,
+    ClientLink,
+    Limits,
+    LinkClosed,
+    LinkState,
+    Outbox,
+    OutboxFull,
+    ServerLink,
+)
+
+HEARTBEAT = 1_000 * MS
+HELLO = Hello("rollout-0", "rollout", "c1", 0, 1, {})
+
+
+def client(heartbeat_ns=HEARTBEAT, **options):
+    return ClientLink("rollout-0", "rollout", "c1", heartbeat_ns=heartbeat_ns, now_ns=0, **options)
+
+
+def server(hello=HELLO, boot="s1", last_seq=0, **options):
+    return ServerLink(
+        hello, server_boot=boot, incarnation=4, now_ns=0, last_seq=last_seq, **options
+    )
+
+
+def up_client(boot="s1", **options):
+    link = client(**options)
+    link.poll(0)
+    link.receive(encode(Welcome(boot, 4, 0)), 0)
+    return link
+
+
+def said(link, now):
+    decode = decode_client if isinstance(link, ClientLink) else decode_server
+    return [decode(frame, link.limits.max_frame) for frame in link.poll(now)]
+
+
+def hear(link, frame, now=0):
+    return link.receive(encode(frame), now)
+
+
+# Joining.
+
+
+def test_hello_is_repeated_with_growing_pauses_until_welcomed():
+    link, times = client(info={"host": "n1"}), []
+    for ms in range(0, 8_000, 10):
+        if said(link, ms * MS):
+            times.append(ms)
+    assert times == [0, 200, 600, 1400, 3000, 5000, 7000]
+
+
+def test_data_waits_for_the_welcome():
+    link = client()
+    link.send(b"a")
+    assert said(link, 0) == [HELLO]
+    hear(link, Welcome("s1", 4, 0))
+    assert said(link, 0) == [Data("s1", 1, 0, b"a")]
+    assert (link.state, link.incarnation) == (LinkState.UP, 4)
+
+
+def test_the_assigned_incarnation_is_repeated():
+    link = up_client()
+    link.reintroduce()
+    assert said(link, 0) == [Hello("rollout-0", "rollout", "c1", 4, 1, {})]
+
+
+def test_a_refused_client_keeps_silent_and_says_why():
+    link = client()
+    hear(link, Refused("fenced: a newer rollout-0 joined"))
+    assert (link.state, said(link, 10**12)) == (LinkState.REFUSED, [])
+    with pytest.raises(LinkClosed, match="fenced: a newer rollout-0 joined"):
+        link.send(b"a")
+    hear(link, Welcome("s1", 4, 0))
+    assert link.state is LinkState.REFUSED
+
+
+def test_data_before_the_welcome_is_not_taken():
+    link = client()
+    assert hear(link, Data("", 1, 0, b"x")) == []
+
+
+# Order and acknowledgement.
+
+
+def test_a_server_acknowledges_only_what_is_processed():
+    link = server()
+    said(link, 0)
+    assert hear(link, Data("s1", 1, 0, b"a")) == [(1, b"a")]
+    assert hear(link, Data("s1", 2, 0, b"b")) == [(2, b"b")]
+    assert said(link, 0) == []
+    link.processed(1)
+    assert said(link, 0) == [Ack("s1", 1)]
+    assert hear(link, Data("s1", 2, 0, b"b")) == []
+    assert said(link, 0) == [Ack("s1", 1)]
+
+
+def test_processed_beyond_delivered_is_our_mistake():
+    with pytest.raises(ValueError, match="5 is declared processed, but 0 came last"):
+        server().processed(5)
+
+
+def test_a_gap_is_not_delivered_and_is_answered():
+    link = server()
+    said(link, 0)
+    assert hear(link, Data("s1", 2, 0, b"b")) == []
+    assert said(link, 0) == [Ack("s1", 0)]
+    assert hear(link, Data("s1", 1, 0, b"a")) == [(1, b"a")]
+    assert hear(link, Data("s1", 2, 0, b"b")) == [(2, b"b")]
+
+
+def test_data_carries_the_acknowledgement_that_is_due():
+    link = up_client()
+    assert hear(link, Data("s1", 1, 0, b"command")) == [b"command"]
+    link.send(b"event")
+    assert said(link, 0) == [Data("s1", 1, 1, b"event")]
+    assert said(link, 0) == []
+
+
+def test_an_acknowledgement_of_what_was_never_sent_changes_nothing():
+    link = up_client()
+    link.send(b"a")
+    for frame in (Ack("s1", 2), Welcome("s2", 4, 2)):
+        with pytest.raises(WireError, match="2 is acknowledged, but only 1 were sent"):
+            hear(link, frame)
+    assert (len(link.outbox), link.server_boot) == (1, "s1")
+
+
+def test_resend_goes_back_to_the_first_missing_with_hello_and_doubling_pauses():
+    link, times = up_client(heartbeat_ns=10 * HEARTBEAT), []
+    link.send(b"a")
+    link.send(b"b")
+    for ms in range(0, 6_000, 10):
+        frames = said(link, ms * MS)
+        if frames:
+            times.append(ms)
+            assert [f.seq for f in frames if isinstance(f, Data)] == [1, 2]
+            assert isinstance(frames[0], Hello) == (ms > 0)
+    assert times == [0, 200, 600, 1400, 3000, 5000]
+
+
+def test_progress_resets_the_pause_and_only_the_rest_is_resent():
+    link = up_client()
+    link.send(b"a")
+    link.send(b"b")
+    for ms in (0, 200, 600):
+        said(link, ms * MS)
+    hear(link, Ack("s1", 1), 700 * MS)
+    assert said(link, 899 * MS) == []
+    assert said(link, 900 * MS)[1:] == [Data("s1", 2, 0, b"b")]
+
+
+def test_window_limits_messages_in_flight():
+    link = up_client()
+    for n in range(WINDOW_MESSAGES + 10):
+        link.send(b"%d" % n)
+    assert len(link.poll(0)) == WINDOW_MESSAGES
+    assert link.poll(0) == []
+    hear(link, Ack("s1", 4))
+    assert [f.seq for f in said(link, 0)] == [WINDOW_MESSAGES + n for n in (1, 2, 3, 4)]
+
+
+def test_window_limits_bytes_in_flight_but_lets_a_large_body_go_alone():
+    limits = Limits(max_frame=16 * 1024 * 1024)
+    outbox = Outbox(limits)
+    for size in (6, 1, 2, 2):
+        outbox.append(b"x" * size * 1024 * 1024)
+    assert [seq for seq, _ in outbox.take(0)] == [1]
+    outbox.acknowledge(1, 0)
+    assert [seq for seq, _ in outbox.take(0)] == [2, 3]
+
+
+# Bounds.
+
+
+def test_a_full_outbox_raises_and_has_room_again_after_an_acknowledgement():
+    link = client(limits=Limits(outbox_messages=2))
+    link.send(b"a")
+    link.send(b"b")
+    with pytest.raises(OutboxFull, match="2 messages"):
+        link.send(b"c")
+    hear(link, Welcome("s1", 4, 1))
+    assert link.send(b"c") == 3
+
+
+def test_the_outbox_is_bounded_in_bytes():
+    outbox = Outbox(Limits(max_frame=20_000, outbox_bytes=10_000))
+    outbox.append(b"x" * 12_000)
+    with pytest.raises(OutboxFull, match="12000 bytes"):
+        outbox.append(b"x")
+    outbox.acknowledge(1, 0)
+    outbox.append(b"x" * 6_000)
+    with pytest.raises(OutboxFull):
+        outbox.append(b"x" * 6_000)
+
+
+def test_a_body_that_no_peer_would_take_is_refused_at_once():
+    link = up_client()
+    largest = link.limits.max_body
+    for send in (link.send, link.gauge):
+        with pytest.raises(ValueError, match=f"limit of {largest}"):
+            send(b"x" * (largest + 1))
+        send(b"x" * largest)
+    assert all(len(frame) <= link.limits.max_frame for frame in link.poll(0))
+
+
+# Restarts.
+
+
+def test_a_new_server_gets_the_rest_and_starts_its_own_numbers():
+    link = up_client("s1")
+    for body in (b"a", b"b", b"c"):
+        link.send(body)
+    link.poll(0)
+    hear(link, Data("s1", 1, 1, b"old command"))
+    hear(link, Welcome("s2", 4, 2))
+    assert said(link, 0) == [Data("s2", 3, 0, b"c")]
+    assert hear(link, Data("s2", 1, 2, b"new command")) == [b"new command"]
+
+
+def test_late_sequenced_frames_of_a_former_server_are_ignored():
+    link = up_client("s1")
+    link.send(b"a")
+    hear(link, Welcome("s2", 4, 0))
+    assert hear(link, Data("s1", 1, 1, b"late")) == []
+    hear(link, Ack("s1", 1))
+    assert len(link.outbox) == 1
+
+
+def test_a_late_welcome_of_a_dead_server_costs_a_pause_but_no_place_in_the_numbers():
+    """Refusing every server that was left once would lock the living one out here."""
+    link = up_client("s2")
+    assert hear(link, Data("s2", 1, 0, b"first")) == [b"first"]
+    hear(link, Welcome("s1", 4, 0))
+    said(link, 0)
+    said(link, HEARTBEAT)
+    assert isinstance(said(link, 2 * HEARTBEAT)[0], Hello)
+    hear(link, Welcome("s2", 4, 0))
+    assert hear(link, Data("s2", 1, 0, b"first")) == []
+    assert hear(link, Data("s2", 2, 0, b"second")) == [b"second"]
+
+
+def test_an_acknowledgement_for_a_former_server_does_not_count():
+    link = server(boot="s2")
+    link.send(b"command")
+    assert hear(link, Data("s1", 1, 1, b"a")) == [(1, b"a")]
+    hear(link, Ack("s1", 1))
+    hear(link, Heartbeat("s1", 1))
+    assert len(link.outbox) == 1
+    said(link, 0)
+    hear(link, Ack("s2", 1))
+    assert len(link.outbox) == 0
+
+
+def test_a_server_with_a_record_goes_on_behind_it():
+    link = server(Hello("rollout-0", "rollout", "c1", 4, 5, {}), last_seq=6)
+    assert said(link, 0) == [Welcome("s1", 4, 6)]
+    assert hear(link, Data("s0", 6, 0, b"known")) == []
+    assert hear(link, Data("s0", 7, 0, b"new")) == [(7, b"new")]
+
+
+def test_a_server_without_a_record_starts_where_the_client_says():
+    link = server(Hello("rollout-0", "rollout", "c1", 0, 5, {}), last_seq=None)
+    assert said(link, 0) == [Welcome("s1", 4, 4)]
+    hear(link, Hello("rollout-0", "rollout", "c1", 0, 9, {}))
+    assert said(link, 0) == [Welcome("s1", 4, 8)]
+
+
+def test_a_client_acknowledged_beyond_the_record_is_refused():
+    """The disk lost the end of the log: going on would lose the client's events in silence."""
+    link = server(Hello("rollout-0", "rollout", "c1", 4, 9, {}), last_seq=6)
+    (frame,) = said(link, 0)
+    assert "acknowledged up to 8, but the record ends at 6: restart it" in frame.reason
+    assert link.state is LinkState.REFUSED
+
+
+# Silence.
+
+
+def test_heartbeats_keep_an_idle_link_alive_and_are_answered():
+    link, peer = up_client(), server()
+    said(peer, 0)
+    assert said(link, HEARTBEAT - 1) == []
+    assert said(link, HEARTBEAT) == [Heartbeat("s1", 0)]
+    hear(peer, Heartbeat("s1", 0), HEARTBEAT)
+    assert said(peer, HEARTBEAT) == [Ack("s1", 0)]
+    hear(link, Ack("s1", 0), HEARTBEAT)
+    assert (link.silent_ns(HEARTBEAT + 5), peer.silent_ns(HEARTBEAT + 7)) == (5, 7)
+
+
+def test_an_unanswered_heartbeat_is_followed_by_hello():
+    link = up_client()
+    said(link, HEARTBEAT)
+    assert isinstance(said(link, 2 * HEARTBEAT)[0], Hello)
+    assert isinstance(said(link, 3 * HEARTBEAT)[0], Hello)
+
+
+def test_gauges_do_not_hide_a_silent_server():
+    link, kinds = up_client(), []
+    for ms in range(0, 2_500, 500):
+        link.gauge(b"tokens")
+        kinds += [type(frame) for frame in said(link, ms * MS)]
+    assert kinds.count(Heartbeat) == 1
+    assert kinds.count(Hello) == 1
+
+
+def test_a_gauge_is_sent_once_and_not_numbered():
+    link, peer = up_client(), server()
+    link.gauge(b"tokens")
+    assert said(link, 0) == [Gauge(b"tokens")]
+    assert [f for ms in range(0, 900, 50) for f in said(link, ms * MS)] == []
+    assert hear(peer, Gauge(b"tokens")) == [(0, b"tokens")]
+
+
+def test_a_gauge_before_the_welcome_is_forgotten():
+    link = client()
+    link.gauge(b"tokens")
+    hear(link, Welcome("s1", 4, 0))
+    assert said(link, 0) == []
+
+
+def test_pardon_counts_silence_anew():
+    link = server()
+    link.pardon(70)
+    assert link.silent_ns(100) == 30
+
+
+# Endings.
+
+
+def test_bye_closes_both_ends():
+    link, peer = up_client(), server()
+    link.close()
+    assert said(link, 0) == [Bye()]
+    assert said(link, 0) == []
+    hear(peer, Bye())
+    assert peer.state is LinkState.CLOSED
+    for end in (link, peer):
+        with pytest.raises(LinkClosed):
+            end.send(b"a")
+    assert hear(peer, Data("s1", 1, 0, b"a")) == []
+
+
+def test_a_refusing_server_repeats_its_reason_when_asked():
+    link = server()
+    link.refuse("incarnation 2 was replaced by 3")
+    for _ in range(2):
+        assert said(link, 0) == [Refused("incarnation 2 was replaced by 3")]
+        assert said(link, 0) == []
+        assert hear(link, Data("s1", 1, 0, b"a")) == []
+
+
+def test_one_connection_speaks_for_one_process():
+    link = server()
+    with pytest.raises(WireError, match="rollout-1 speaks on the link of rollout-0"):
+        hear(link, Hello("rollout-1", "rollout", "c1", 0, 1, {}))
+
+
+# When to poll.
+
+
+def test_next_due_is_when_poll_has_something():
+    link, peer = up_client(), server()
+    assert link.next_due_ns() == HEARTBEAT
+    link.send(b"a")
+    assert link.next_due_ns() == 0
+    link.poll(0)
+    assert link.next_due_ns() == 200 * MS
+    assert peer.next_due_ns() == 0
+    peer.poll(0)
+    assert peer.next_due_ns() == NEVER_NS
+    link.close()
+    assert link.next_due_ns() == 0
+    link.poll(0)
+    assert link.next_due_ns() == NEVER_NS

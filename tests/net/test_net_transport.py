@@ -1,0 +1,179 @@
+"""Real sockets on loopback, under asyncio and uvloop."""
+
+import asyncio
+import socket
+
+import pytest
+import uvloop
+import zmq
+
+from laminar.config import ConfigError
+from laminar.net.transport import HIGH_WATER_MARK, ClientSocket, ServerSocket
+
+RUNNERS = [asyncio.run, uvloop.run]
+DEADLINE_S = 20.0  #: only a hang reaches it
+
+
+@pytest.fixture
+def opened():
+    sockets = []
+    yield lambda one: sockets.append(one) or one
+    for one in sockets:
+        one.close()
+
+
+def connected(opened, address):
+    client = opened(ClientSocket())
+    client.connect(address)
+    return client
+
+
+async def until(condition):
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def wait_for_frames(server):
+    frames = []
+    while not frames:
+        frames = server.drain()
+    return frames
+
+
+def test_frames_go_both_ways(opened):
+    server = opened(ServerSocket("127.0.0.1", 0))
+    client = connected(opened, server.address)
+    assert client.send(b"up")
+    ((route, frame),) = wait_for_frames(server)
+    assert frame == b"up"
+    assert server.send(route, b"down")
+    assert wait_for_frames(client) == [b"down"]
+
+
+def test_port_zero_gives_an_address_with_a_port(opened):
+    server = opened(ServerSocket("localhost", 0))
+    host, _, port = server.address.rpartition(":")
+    assert host == "tcp://127.0.0.1"
+    assert int(port) > 0
+
+
+def test_a_port_in_use_is_named_with_the_fix(opened):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*coordinator.port=0"):
+            ServerSocket("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.0.0.1", "example.org", "::"])
+def test_only_loopback_is_bound_without_keys(host):
+    with pytest.raises(ConfigError, match=r"use 127\.0\.0\.1"):
+        ServerSocket(host, 0)
+
+
+def test_a_bad_address_is_named(opened):
+    with pytest.raises(ConfigError, match=r"'localhost'.*tcp://host:port"):
+        opened(ClientSocket()).connect("localhost")
+
+
+def test_sending_to_nobody_says_false(opened):
+    server = opened(ServerSocket("127.0.0.1", 0))
+    assert server.send(b"\x00abcd", b"frame") is False
+    assert opened(ClientSocket()).send(b"frame") is False
+
+
+def test_a_full_queue_says_false(opened):
+    client = connected(opened, "tcp://127.0.0.1:9")  # nobody listens there
+    taken = 0
+    while client.send(b"frame"):
+        taken += 1
+    assert taken == HIGH_WATER_MARK
+
+
+def test_a_message_of_many_parts_becomes_an_illegal_frame(opened):
+    server = opened(ServerSocket("127.0.0.1", 0))
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.connect(server.address)
+        stranger.send_multipart([b"a", b"b", b"c"])
+        stranger.send(b"d")
+        frames = wait_for_frames(server)
+        while len(frames) < 2:
+            frames += server.drain()
+    assert [frame for _, frame in frames] == [b"", b"d"]
+
+
+def test_an_oversized_frame_does_not_arrive_and_others_go_on(opened):
+    server = opened(ServerSocket("127.0.0.1", 0, max_message=1000))
+    good, bad = (connected(opened, server.address) for _ in range(2))
+    bad.send(b"x" * 1001)
+    good.send(b"y" * 1000)
+    assert [frame for _, frame in wait_for_frames(server)] == [b"y" * 1000]
+
+
+@pytest.mark.parametrize("run", RUNNERS, ids=["asyncio", "uvloop"])
+def test_every_frame_of_a_burst_is_seen_although_the_callback_takes_few_at_a_time(opened, run):
+    """The descriptor signals once; the rest of the burst must be found without it."""
+
+    async def main():
+        server = opened(ServerSocket("127.0.0.1", 0))
+        client = connected(opened, server.address)
+        seen = []
+        server.attach(
+            asyncio.get_running_loop(), lambda: seen.extend(f for _, f in server.drain(7))
+        )
+        sent = [b"%d" % n for n in range(1000)]
+        for frame in sent:
+            assert client.send(frame)
+        await until(lambda: len(seen) == len(sent))
+        assert seen == sent
+        server.detach()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", RUNNERS, ids=["asyncio", "uvloop"])
+def test_ping_pong_survives_sends_that_consume_the_edge(opened, run):
+    async def main():
+        loop = asyncio.get_running_loop()
+        server = opened(ServerSocket("127.0.0.1", 0))
+        client = connected(opened, server.address)
+        pongs = []
+
+        def answer():
+            for route, frame in server.drain():
+                server.send(route, frame)
+
+        def count():
+            for frame in client.drain():
+                pongs.append(frame)
+                client.send(b"%d" % len(pongs))
+
+        server.attach(loop, answer)
+        client.attach(loop, count)
+        client.send(b"0")
+        await until(lambda: len(pongs) >= 500)
+        assert pongs[:500] == [b"%d" % n for n in range(500)]
+        server.detach()
+        client.detach()
+
+    run(main())
+
+
+def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opened):
+    async def main():
+        first, second = (opened(ServerSocket("127.0.0.1", 0)) for _ in range(2))
+        client = connected(opened, first.address)
+        seen = []
+        client.attach(asyncio.get_running_loop(), lambda: seen.extend(client.drain()))
+        client.send(b"hello")
+        ((route, _),) = wait_for_frames(first)
+        first.send(route, b"old")
+        client.connect(second.address)
+        client.send(b"hello again")
+        ((route, _),) = wait_for_frames(second)
+        second.send(route, b"new")
+        await until(lambda: seen)
+        assert seen == [b"new"]
+        client.detach()
+
+    asyncio.run(main())
