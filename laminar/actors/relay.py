@@ -112,9 +112,12 @@ class Relay:
         return m.ArenaOpened(path=str(self._path))
 
     def _grant(self, writer: str) -> m.SlotGranted:
-        if writer in self._granted:
-            return m.SlotGranted(slot=self._granted[writer])
-        grant = None if self._committing else self.slots.grant(writer)
+        granted = self._granted.get(writer, -1)
+        if granted in self._committing:
+            return m.SlotGranted(slot=-1)  # the next one is granted when this one is digested
+        if granted >= 0:
+            return m.SlotGranted(slot=granted)
+        grant = self.slots.grant(writer)
         if grant is None:
             return m.SlotGranted(slot=-1)
         if grant.evicted is not None:

@@ -28,9 +28,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
+        where = "" if Path(name).is_dir() else "it is no directory, and as a hub name: "
         raise ConfigError(
-            f"the tokenizer of model {name!r} cannot be loaded: {reason}; model.name must be a "
-            "directory or hub name with tokenizer files"
+            f"the tokenizer of model {name!r} cannot be loaded: {where}{reason}; "
+            "model.name must be a directory or hub name with tokenizer files"
         ) from error
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,9 +71,10 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
+        where = "" if Path(name).is_dir() else "it is no directory, and as a hub name: "
         raise ConfigError(
-            f"model {name!r} cannot be loaded: {reason}; give model.name the directory or hub "
-            "name of a causal LM with safetensors weights"
+            f"model {name!r} cannot be loaded: {where}{reason}; give model.name the directory "
+            "or hub name of a causal LM with safetensors weights"
         ) from error
     model, info = loaded
     return model, info
