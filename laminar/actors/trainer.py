@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
 from laminar import ids
 from laminar.actors.host import Host
@@ -65,6 +66,7 @@ class Trainer:
     async def start(self) -> None:
         config = self.config
         torch.set_num_threads(config.trainer.threads)
+        transformers.utils.logging.disable_progress_bar()  # its lines would tear the live panel
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.size = tokenizer_size(tokenizer)
         policy = await asyncio.to_thread(self._load, config.model.name)

@@ -145,7 +145,9 @@ class Coordinator:
             self.socket.close()
             await self._strategy.close()
         state = self.tick.machine.state
-        self.log.info("ended", failure=state.failure, exit_code=state.exit_code, event_seq=state.seq)
+        self.log.info(
+            "ended", failure=state.failure, exit_code=state.exit_code, event_seq=state.seq
+        )
         return state.exit_code
 
     def report(self, event: Event) -> None:

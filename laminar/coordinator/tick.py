@@ -24,8 +24,8 @@ from laminar.eventlog.replay import HASH_EVERY, Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.events.codec import WireError, decode_event, encode
+from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
+from laminar.events.codec import decode_event, encode
 from laminar.net.frames import Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import Limits, LinkState, OutboxFull, ServerLink

@@ -26,8 +26,8 @@ from laminar.eventlog.record import (
     Position,
     StateHashRecord,
 )
-from laminar.events.base import Command, Stamped
-from laminar.events.codec import WireError, decode_command, decode_event, encode
+from laminar.events.base import Command, Stamped, WireError
+from laminar.events.codec import decode_command, decode_event, encode
 from laminar.ports import Disk
 
 Observer = Callable[[Stamped, list[Command], State], None]

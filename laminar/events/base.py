@@ -15,6 +15,10 @@ import re
 import msgspec
 
 
+class WireError(ValueError):
+    """Bytes that are no legal message or frame here; they change nothing, the owner counts them."""
+
+
 def kebab(name: str) -> str:
     """`TrajectoryFinished` -> `trajectory-finished`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()

@@ -15,16 +15,12 @@ from typing import Any
 
 import msgspec
 
-from laminar.events.base import Command, Event
+from laminar.events.base import Command, Event, WireError
 from laminar.events.commands import ALL_COMMANDS, Order
 from laminar.events.events import ALL_EVENTS
 
 MESSAGE_BYTES_MAX = 1 << 20
 """Control messages are small: the largest, a batch of 512 groups of 16, is about 150 kB."""
-
-
-class WireError(ValueError):
-    """These bytes are not a message of ours."""
 
 
 def _union(types: tuple[type, ...]) -> Any:

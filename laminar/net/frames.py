@@ -14,10 +14,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-
-class WireError(ValueError):
-    """Bytes that are not a legal frame here; the frame changes nothing, the owner counts it."""
-
+from laminar.events.base import WireError
 
 MAX_TEXT = 4096  #: characters of a reason or an info value
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]

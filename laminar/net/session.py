@@ -36,6 +36,7 @@ from enum import StrEnum
 
 import msgspec
 
+from laminar.events.base import WireError
 from laminar.net.frames import (
     MAX_TEXT,
     Ack,
@@ -46,7 +47,6 @@ from laminar.net.frames import (
     Hello,
     Refused,
     Welcome,
-    WireError,
     decode_client,
     decode_server,
     encode,

@@ -1,0 +1,88 @@
+"""An export is what from_pretrained loads, or it is not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from laminar.config import ConfigError
+from laminar.tasks.tokenizer import end_ids, load_tokenizer
+from laminar.training.export import export_hf
+from laminar.training.learner import Learner
+from laminar.training.model import load_policy
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_weights_come_back_byte_for_byte(
+    tied: bool, tmp_path: Path, model_directory: Make, make_config: Make, make_samples: Make
+) -> None:
+    source = str(model_directory(tied=tied))
+    policy = load_policy(source, "cpu", tokenizer_size=48)
+    learner = Learner(make_config({"optim.lr": 0.01}), policy)
+    learner.train_step(make_samples(), 0)
+    target = tmp_path / "deep" / "export"
+    export_hf(policy.model, source, target)
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values())
+    expected = policy.model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert tensor.numpy().tobytes() == expected[name].numpy().tobytes()
+    again = Learner(make_config(), load_policy(str(target), "cpu", tokenizer_size=48))
+    assert again.score([[1, 2, 3, 4]]) == learner.score([[1, 2, 3, 4]])
+
+
+def test_everything_a_user_needs_lies_beside_the_weights(
+    tmp_path: Path, model_directory: Make
+) -> None:
+    source = model_directory()
+    target = tmp_path / "export"
+    export_hf(load_policy(str(source), "cpu", tokenizer_size=28).model, str(source), target)
+    before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(target)
+    assert after.chat_template == before.chat_template
+    assert after("hello<eos>").input_ids == before("hello<eos>").input_ids
+    assert end_ids(str(target), load_tokenizer(str(target))) == {5, 27}
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9)
+    with safe_open(target / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a dict
+    config = json.loads((target / "config.json").read_text())
+    assert (config["dtype"], config["architectures"]) == ("float32", ["Qwen2ForCausalLM"])
+
+
+def test_an_existing_directory_is_refused_and_left_alone(
+    tmp_path: Path, make_model: Make, model_directory: Make
+) -> None:
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        export_hf(make_model(), str(model_directory()), target)
+    assert [p.name for p in target.iterdir()] == ["mine.txt"]
+
+
+def test_an_export_that_dies_leaves_nothing_under_the_name(
+    tmp_path: Path, make_model: Make, model_directory: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = str(model_directory()), tmp_path / "out" / "export"
+
+    def die(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr("laminar.training.export.save_file", die)
+        export_hf(make_model(), source, target)
+    assert not target.exists()
+    export_hf(make_model(), source, target)
+    assert [p.name for p in target.parent.iterdir()] == ["export"]

@@ -1,0 +1,98 @@
+"""Loading a policy: what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from laminar.config import ConfigError
+from laminar.training.learner import Learner
+from laminar.training.model import load_policy, named_weights
+
+Make = Callable[..., Any]
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_checkpoint_of_any_type_becomes_float32(model_directory: Make) -> None:
+    directory = model_directory()
+    rewrite(directory, lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
+    policy = load_policy(str(directory), "cpu", tokenizer_size=28)
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert policy.vocab_limit == 28
+    assert not policy.model.training
+
+
+def test_the_logits_bound_the_vocabulary_of_a_larger_tokenizer(model_directory: Make) -> None:
+    assert load_policy(str(model_directory()), "cpu", tokenizer_size=999).vocab_limit == 48
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.*no directory"):
+        load_policy(str(tmp_path / "absent"), "cpu", tokenizer_size=28)
+
+
+def test_a_missing_tensor_is_refused(model_directory: Make) -> None:
+    directory = model_directory()
+    rewrite(directory, lambda t: t.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"lacks tensors.*layers\.1\.mlp\.up_proj"):
+        load_policy(str(directory), "cpu", tokenizer_size=28)
+
+
+def test_an_unexpected_tensor_is_refused(model_directory: Make) -> None:
+    directory = model_directory()
+    name = "model.layers.0.self_attn.q_norm.weight"
+    rewrite(directory, lambda t: t.update({name: torch.ones(8)}))
+    with pytest.raises(ConfigError, match=r"does not use.*q_norm"):
+        load_policy(str(directory), "cpu", tokenizer_size=28)
+
+
+def test_a_tensor_of_another_shape_is_refused(model_directory: Make) -> None:
+    directory = model_directory()
+    rewrite(directory, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded: .*shape|cannot be loaded: .*mismatch"
+    ):
+        load_policy(str(directory), "cpu", tokenizer_size=28)
+
+
+def test_pickled_weights_are_refused(model_directory: Make) -> None:
+    directory = model_directory()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        load_policy(str(directory), "cpu", tokenizer_size=28)
+
+
+def test_dropout_of_the_config_never_acts(
+    model_directory: Make, make_config: Make, make_samples: Make
+) -> None:
+    directory = model_directory(attention_dropout=0.5)
+    policy = load_policy(str(directory), "cpu", tokenizer_size=48)
+    learner = Learner(make_config(), policy)
+    assert policy.model.config.attention_dropout == 0.5
+    losses = [learner.train_step(make_samples(), s).metrics["actor/pg_loss"] for s in range(2)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_carry_their_hugging_face_names_and_tied_ones_come_once(
+    tied: bool, make_model: Make
+) -> None:
+    model = make_model(tied=tied)
+    found = named_weights(model)
+    names = [name for name, _ in found]
+    assert ("lm_head.weight" in names) == (not tied)
+    assert "model.embed_tokens.weight" in names and len(set(names)) == len(names)
+    assert sum(t.numel() for _, t in found) == model.num_parameters()
+    assert dict(found)["model.norm.weight"].data_ptr() == model.model.norm.weight.data_ptr()
+    assert not any(t.requires_grad for _, t in found)
