@@ -74,21 +74,24 @@ def settings_of(config: Config) -> Settings:
 class Coordinator:
     """One incarnation of the coordinator of a run."""
 
-    def __init__(self, config: Config, run_dir: Path, observer: Observer) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, *, on_replayed: Observer, on_event: Observer
+    ) -> None:
+        """Recover from the log, if there is one; `on_replayed` sees its events again."""
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
         self._own: list[Event] = []
         self._wake: asyncio.Event = asyncio.Event()
         self._ended: asyncio.Event = asyncio.Event()
         self._error: BaseException | None = None
-        self._observer = observer
+        self._observer = on_event
         self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report)
         events = run_dir / EVENTS_DIR
         disk = RealDisk(events) if events.is_dir() else RealDisk.make(events)
         tail = scan(disk)
         if tail.torn_bytes:
             self.log.warning("torn-tail", bytes=tail.torn_bytes, after_event=tail.last_seq)
-        found = replay(disk, tail, observer=observer)
+        found = replay(disk, tail, observer=on_replayed)
         if found.difference is not None:
             raise ReplayDiffers(str(found.difference))
         self._open(disk, found)

@@ -1,0 +1,106 @@
+"""The config tree: what is refused and how, and that the reference file tells the truth."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar.config import Config, ConfigError, dumps, known_keys, load
+
+ROOT = Path(__file__).parents[1]
+GOOD = ["model.name=m", "data.dataset=spell_backward"]
+
+
+def flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    keys = known_keys()
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in keys:
+            flat |= flatten(value, key + ".")
+        else:
+            flat[key] = value
+    return flat
+
+
+def test_the_reference_file_has_every_key_with_its_default_and_a_comment() -> None:
+    text = (ROOT / "configs" / "reference.toml").read_text()
+    given = flatten(tomllib.loads(text))
+    assert list(given) == list(known_keys())
+    assert given == flatten(msgspec.to_builtins(Config()))
+    lines = [line for line in text.splitlines() if "=" in line and not line.startswith("#")]
+    assert all("  # " in line for line in lines)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_every_shipped_config_is_accepted(file: Path) -> None:
+    if file.name != "reference.toml":
+        load([file])
+
+
+def test_later_files_and_overrides_win_and_the_resolved_file_reads_back(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('seed = 1\nmodel.name = "m"\n[data]\ndataset = "gcd"\nval_size = 5\n')
+    second.write_text("[data]\nval_size = 6\n")
+    config = load([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "--run.name=x"])
+    assert (config.seed, config.data.val_size, config.optim.betas) == (3, 6, (0.8, 0.9))
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(dumps(config))
+    assert load([resolved]) == config
+
+
+def test_the_async_section_keeps_its_name() -> None:
+    assert load([], [*GOOD, "async.max_staleness=0"]).async_.max_staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.datset=gcd"], ["data.datset", "data.dataset"]),
+        (["trainer.seed=1"], ["trainer.seed", "seed"]),
+        (["rollout.n=4"], ["rollout.n", "rollout.group_size"]),
+        (["optim.learning_rate=1"], ["optim.lr"]),
+        (["seed=abc"], ["seed", "'abc'", "whole number"]),
+        (["data.shuffle=3"], ["data.shuffle", "true or false"]),
+        (["data=3"], ["data", "section"]),
+        (["nonsense"], ["nonsense", "key=value"]),
+        (["rollout.replicas=0"], ["rollout.replicas", "at least 1"]),
+        (["algorithm.loss_agg_mode=mean"], ["mean", "token-mean"]),
+        ([*GOOD, "rollout.top_p=0.9"], ["rollout.top_p", "0.9"]),
+        ([*GOOD, "rollout.temperature=0"], ["rollout.temperature"]),
+        ([*GOOD, "rollout.max_num_seqs=4"], ["rollout.max_num_seqs", "rollout.group_size"]),
+        ([*GOOD, "rollout.group_size=1"], ["rollout.group_size", "2 siblings"]),
+        ([*GOOD, "algorithm.ppo_mini_batch_size=5"], ["ppo_mini_batch_size", "divide"]),
+        ([*GOOD, "algorithm.min_scored=9"], ["algorithm.min_scored", "9"]),
+        ([*GOOD, "rollout.max_model_len=10"], ["rollout.max_model_len"]),
+        ([*GOOD, "coordinator.lease_ms=1000"], ["coordinator.lease_ms", "three times"]),
+        ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
+        (["model.name=m"], ["data.dataset", "data.train_files"]),
+        ([*GOOD, "data.train_files=x.jsonl"], ["exactly one"]),
+        (["data.dataset=gcd"], ["model.name"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_key_and_value(
+    overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([], overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load([tmp_path / "nowhere.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        load([broken])
+    unknown = tmp_path / "unknown.toml"
+    unknown.write_text("[rollout]\nreplica = 3\n")
+    with pytest.raises(ConfigError, match=r"unknown\.toml.*rollout\.replicas"):
+        load([unknown])
