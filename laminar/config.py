@@ -69,9 +69,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     top_k: int = 0  #: only 0, likewise
     min_p: float = 0.0  #: only 0, likewise
     repetition_penalty: float = 1.0  #: only 1, likewise
-    progress_interval_ms: int = (
-        500  #: between two reports of a replica; tokens are durable in this rhythm
-    )
+    progress_interval_ms: int = 500  #: between two reports; tokens are durable in this rhythm
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
@@ -137,9 +135,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     val_before_train: bool = True  #: evaluate version 0
     micro_batch_tokens: int = 16_384  #: padded tokens of one forward/backward
     batch_wait_s: float = 600.0  #: an idle trainer acts on the group that it waits for
-    logger: list[str] = msgspec.field(
-        default_factory=lambda: ["tensorboard"]
-    )  #: besides metrics.jsonl
+    #: besides metrics.jsonl, which is always written
+    logger: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: compute type: float32 on CPU, bfloat16 autocast on GPU
     threads: int = 1  #: torch threads on CPU
@@ -162,9 +159,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
-    resume_wait_ms: int = (
-        10_000  #: lost work waits so long for its weight version, then starts over
-    )
+    resume_wait_ms: int = 10_000  #: lost work waits so long for its version, then starts over
     max_restarts: int = 3  #: of one actor, by its node
     coordinator_restart_ms: int = 1_000  #: pause before a coordinator that died is started again
 
