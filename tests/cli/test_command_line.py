@@ -1,0 +1,37 @@
+"""Parts of the command line that need no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laminar.cli.node import parse_roles
+from laminar.cli.preflight import planned_steps
+from laminar.cli.train import move_aside
+from laminar.config import ConfigError, load
+
+GOOD = ["model.name=m", "data.dataset=gcd", "data.train_batch_size=4"]
+
+
+def test_an_old_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
+    for expected in ("run.1", "run.2"):
+        (tmp_path / "run").mkdir()
+        assert move_aside(tmp_path / "run").name == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.1", "run.2"]
+
+
+def test_roles_of_a_node() -> None:
+    assert parse_roles("relay,rollout:3") == [("relay", 1), ("rollout", 3)]
+    for bad in ("relay,rolout:2", "rollout:x", ""):
+        with pytest.raises(ConfigError, match="--roles"):
+            parse_roles(bad)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [([], 3), (["data.drop_last=true"], 2), (["trainer.total_epochs=2"], 5)]
+    + [(["trainer.total_training_steps=9"], 9)],
+)
+def test_planned_steps(overrides: list[str], steps: int) -> None:
+    assert planned_steps(load([], [*GOOD, *overrides]), num_train=10) == steps

@@ -1,0 +1,87 @@
+"""Real runs for the tests: the command line, real processes, the shipped model.
+
+A run costs some twenty seconds, most of it imports, so the tests share a few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN_TIMEOUT_S = 240
+SMALL = [
+    "trainer.total_training_steps=6",
+    "trainer.test_freq=3",
+    "data.val_size=32",
+    "data.dataset_size=2000",
+]
+
+
+@dataclass
+class Finished:
+    """A run that has ended."""
+
+    directory: Path
+    code: int
+    output: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return summary
+
+    def metrics(self) -> list[dict[str, Any]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "laminar.cli.main", *arguments]
+
+
+def laminar(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command line and return what it printed."""
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def train(directory: Path, *arguments: str, config: str = "configs/quickstart.toml") -> Finished:
+    """One whole run below `directory`."""
+    done = laminar(
+        "train",
+        "-c",
+        config,
+        *arguments,
+        f"run.output_dir={directory}",
+        "run.name=run",
+        timeout=RUN_TIMEOUT_S,
+    )
+    return Finished(directory / "run", done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A small run of the quickstart's configuration."""
+    run = train(tmp_path_factory.mktemp("finished"), *SMALL)
+    assert run.code == 0, run.output
+    return run
+
+
+@pytest.fixture
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    return laminar

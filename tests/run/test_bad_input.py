@@ -1,0 +1,128 @@
+"""A user's mistake: one clear sentence on stderr, exit code 2, nothing started, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import ROOT
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def refused(cli: Cli, tmp_path: Path, *arguments: str) -> str:
+    """The sentence of a refused `laminar train`."""
+    done = cli(
+        "train",
+        "-c",
+        "configs/quickstart.toml",
+        *arguments,
+        f"run.output_dir={tmp_path / 'runs'}",
+        "data.dataset_size=300",
+        "data.val_size=8",
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+    return lines[0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.name=/no/such/model"], ["/no/such/model", "model.name"]),
+        (["rollout.grup_size=4"], ["rollout.grup_size", "rollout.group_size"]),
+        (["optim.lr=fast"], ["optim.lr", "fast", "number"]),
+        (["data.dataset=spel_backward"], ["spel_backward", "spell_backward"]),
+        (["-c", "nowhere.toml"], ["nowhere.toml"]),
+        (["data.max_response_length=4096"], ["512", "positions"]),
+        (["algorithm.batch_strategy=nowhere.py:f"], ["nowhere.py:f", "deadline"]),
+    ],
+    ids=["model", "key", "type", "dataset", "config-file", "length", "strategy"],
+)
+def test_config_mistakes(cli: Cli, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    message = refused(cli, tmp_path, *arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("", ["empty.jsonl", "empty"]),
+        ('{"question": "1+1", "answer": "2"}\n', ["prompt", "question"]),
+        ('{"prompt": "1+1", "answer": "2"}\nnot json\n', ["line 2", "JSON"]),
+    ],
+    ids=["empty", "no-prompt-column", "not-json"],
+)
+def test_data_mistakes(cli: Cli, tmp_path: Path, rows: str, words: list[str]) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text(rows)
+    message = refused(cli, tmp_path, "data.dataset=", f"data.train_files={file}")
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.process
+def test_a_reward_file_that_does_not_import(cli: Cli, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1"}) + "\n" for i in range(9)))
+    reward = tmp_path / "reward.py"
+    reward.write_text("import no_such_module_anywhere\n")
+    message = refused(
+        cli,
+        tmp_path,
+        "data.dataset=",
+        f"data.train_files={data}",
+        f"reward.custom_reward_function.path={reward}",
+    )
+    assert str(reward) in message
+    assert "no_such_module_anywhere" in message
+
+
+@pytest.mark.process
+def test_a_port_in_use(cli: Cli, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused(cli, tmp_path, f"coordinator.port={port}")
+    assert str(port) in message
+    assert "coordinator.port" in message
+
+
+@pytest.mark.process
+def test_a_run_directory_that_exists_is_left_as_it_is(cli: Cli, tmp_path: Path) -> None:
+    kept = tmp_path / "quickstart" / "precious"
+    kept.parent.mkdir()
+    kept.write_text("data")
+    done = cli("train", "-c", "configs/quickstart.toml", f"run.output_dir={tmp_path}")
+    assert done.returncode == 2
+    assert str(kept.parent) in done.stderr
+    assert "run.name" in done.stderr
+    assert kept.read_text() == "data"
+    assert [p.name for p in tmp_path.iterdir()] == ["quickstart"]
+
+
+@pytest.mark.process
+def test_dry_run_shows_the_plan_and_starts_nothing(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        "train",
+        "-c",
+        str(ROOT / "configs" / "quickstart.toml"),
+        "--dry-run",
+        f"run.output_dir={tmp_path / 'runs'}",
+        "--trainer.total_training_steps",
+        "7",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "7 of 16 prompts x 8 responses" in done.stdout
+    assert "Spell this word backward" in done.stdout
+    assert not (tmp_path / "runs").exists()

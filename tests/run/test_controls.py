@@ -1,0 +1,82 @@
+"""Controls: runs whose outcome is known beforehand, so that a wrong system cannot pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from laminar.coordinator.system import RealDisk
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event
+from laminar.events.codec import decode_command, decode_event
+from tests.run.conftest import SMALL, train
+
+pytestmark = pytest.mark.process
+
+
+def history(run: Path) -> Iterator[Event | Command]:
+    """Events and commands of a run, in the order of the log."""
+    for _, record in read_log(RealDisk(run / "events")):
+        if isinstance(record, EventRecord):
+            yield decode_event(record.event)
+        elif isinstance(record, DecisionRecord):
+            yield decode_command(record.command)
+
+
+def test_on_policy_trains_only_what_the_newest_weights_generated(tmp_path: Path) -> None:
+    """max_staleness = 0: nothing that is trained starts between a choice and the next load."""
+    run = train(tmp_path, *SMALL, "async.max_staleness=0", "trainer.total_training_steps=4")
+    assert run.code == 0, run.output
+    assert run.summary["staleness_max"] == 0
+    assert run.summary["staleness_mean"] == 0
+    trained = {
+        trajectory
+        for item in history(run.directory)
+        if isinstance(item, cmd.TrainStep)
+        for trajectory in item.trajectories
+    }
+    between = False
+    for item in history(run.directory):
+        if isinstance(item, cmd.TrainStep):
+            between = True
+        elif isinstance(item, ev.WeightsLoaded):
+            between = False
+        elif isinstance(item, cmd.GenerateTrajectory) and between:
+            assert item.trajectory not in trained, item
+    assert len(trained) == 4 * 16 * 8
+
+
+def test_learning_rate_zero_changes_nothing(tmp_path: Path) -> None:
+    """lr 0, no decay, T = 0.7, ten steps: ratio 1, nothing clipped, every version byte-equal."""
+    run = train(
+        tmp_path,
+        *SMALL,
+        "optim.lr=0",
+        "rollout.temperature=0.7",
+        "trainer.total_training_steps=10",
+        "trainer.test_freq=0",
+        "data.train_batch_size=8",
+        "rollout.group_size=4",
+        "rollout.max_num_seqs=32",
+        "algorithm.use_kl_loss=true",
+        "algorithm.ppo_mini_batch_size=4",
+    )
+    assert run.code == 0, run.output
+    published = [e for e in history(run.directory) if isinstance(e, ev.WeightsPublished)]
+    assert len({event.digest for event in published}) == 1
+    assert len(published) == 12
+    steps = [line for line in run.metrics() if "actor/pg_loss" in line]
+    assert len(steps) == 10
+    for line in steps:
+        assert line["train_rollout_logprob_abs_diff/max"] <= 1e-4
+        assert line["actor/pg_clipfrac"] == 0
+        assert line["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+        assert line["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+        assert line["rollout_corr/is_mean"] == pytest.approx(1, abs=1e-4)
+    summary = run.summary
+    assert abs(summary["eval_first"] - summary["eval_last"]) * 32 <= 1

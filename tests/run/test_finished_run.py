@@ -1,0 +1,175 @@
+"""What a finished run must show: its processes, its figures, its books, its replay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from laminar.coordinator.system import RealDisk
+from laminar.core.machine import LOGIC_VERSION
+from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.record import DecisionRecord, Header
+from laminar.eventlog.writer import LogWriter
+from laminar.events import commands as cmd
+from laminar.events.codec import decode_command, encode
+from tests.run.conftest import Finished
+
+import msgspec  # isort: skip
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+PROCESSES = {"coordinator", "node-0", "store-0", "trainer-0", "relay-0", "rollout-0", "rollout-1"}
+KEYS = {
+    "eval_first",
+    "eval_last",
+    "weight_versions",
+    "staleness_mean",
+    "staleness_max",
+    "overlap",
+    "decode_gap_ratio",
+    "publish_stall_share",
+    "response_length_p50",
+    "response_length_p99",
+    "tokens_per_s",
+    "trajectories_trained",
+    "processes",
+    "seconds",
+}
+
+pytestmark = pytest.mark.process
+
+
+def test_the_summary_has_every_figure(finished: Finished) -> None:
+    summary = finished.summary
+    assert summary.keys() >= KEYS
+    assert summary["processes"].keys() >= PROCESSES
+    assert len(set(summary["processes"].values())) == len(summary["processes"])
+    assert summary["trajectories_trained"] == 6 * 16 * 8
+    assert summary["weight_versions"] == 6 + 2  # the base model, six steps, the export
+    assert 0 <= summary["eval_first"] <= 1
+    assert 0 <= summary["eval_last"] <= 1
+    assert summary["staleness_max"] <= 2
+    assert summary["response_length_p50"] <= summary["response_length_p99"] <= 128
+
+
+def test_the_time_of_every_process_is_accounted_for(finished: Finished) -> None:
+    shares = finished.summary["time_shares"]
+    assert shares.keys() >= {"trainer-0", "rollout-0", "rollout-1"}
+    for process, parts in shares.items():
+        assert sum(parts.values()) == pytest.approx(1.0, abs=1e-6), process
+
+
+def test_the_last_lines_say_what_happened(finished: Finished) -> None:
+    for words in ("held-out score", "summary.json", "laminar audit", "export"):
+        assert words in finished.output
+
+
+def test_metrics_have_one_line_per_step_with_the_known_names(finished: Finished) -> None:
+    steps = [line for line in finished.metrics() if "actor/pg_loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for name in ("reward/mean", "actor/grad_norm", "actor/entropy", "staleness/mean"):
+        assert all(name in line for line in steps), name
+    assert list((finished.directory / "tensorboard").iterdir())
+
+
+def test_the_engine_and_the_trainer_agree(finished: Finished) -> None:
+    """Mismatch of equal weights: rounding only (stale data is compared with what generated it)."""
+    first = next(line for line in finished.metrics() if line["step"] == 1)
+    assert first["train_rollout_logprob_abs_diff/max"] < 1e-4
+
+
+def test_every_process_writes_structured_logs(finished: Finished) -> None:
+    logs = finished.directory / "logs" / "latest"
+    assert {p.stem for p in logs.glob("*.jsonl")} == PROCESSES
+    for file in logs.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            assert {"run", "process", "timestamp", "event"} <= record.keys()
+    rollout = (logs / "rollout-0.jsonl").read_text().splitlines()
+    started = [r for r in map(json.loads, rollout) if r["event"] == "trajectory-started"]
+    assert started
+    assert {"event_seq", "trajectory", "version"} <= started[0].keys()
+
+
+def test_nothing_is_left_in_shared_memory(finished: Finished) -> None:
+    assert not list(Path("/dev/shm").glob(f"laminar-{finished.directory.name}-*"))
+
+
+def test_replay_is_identical(finished: Finished, cli: Cli) -> None:
+    done = cli("log", "replay", str(finished.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+    assert str(finished.summary["events"]) in done.stdout.replace(",", "")
+
+
+def test_one_altered_decision_is_found(finished: Finished, cli: Cli, tmp_path: Path) -> None:
+    """The copy is framed anew with valid checksums: only the decision itself is wrong."""
+    source = RealDisk(finished.directory / "events")
+    copy = tmp_path / "run"
+    copy.mkdir()
+    shutil.copy(finished.directory / "config.toml", copy)
+    disk = RealDisk.make(copy / "events")
+    writer: LogWriter | None = None
+    altered = 0
+    for _, record in read_log(source):
+        if isinstance(record, Header):
+            writer = writer or LogWriter.begin(
+                disk,
+                scan(disk),
+                logic=LOGIC_VERSION,
+                incarnation=record.incarnation,
+                run=record.run,
+                seed=record.seed,
+                config_hash=record.config_hash,
+            )
+            continue
+        if isinstance(record, DecisionRecord) and record.cause > 500 and not altered:
+            command = decode_command(record.command)
+            if isinstance(command, cmd.GenerateTrajectory):
+                changed = msgspec.structs.replace(command, seed=command.seed ^ 1)
+                record = msgspec.structs.replace(record, command=msgspec.Raw(encode(changed)))
+                altered = record.cause
+        assert writer is not None
+        writer.append(record)
+    assert writer is not None
+    writer.commit()
+    done = cli("log", "replay", str(copy))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert str(altered) in done.stdout + done.stderr
+    assert "GenerateTrajectory" in done.stdout + done.stderr
+
+
+def test_the_books_agree(finished: Finished, cli: Cli) -> None:
+    done = cli("audit", str(finished.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("groups", "trajectories", "tokens", "agree"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize("table", ["meta", "prompts", "trajectories", "chunks"])
+def test_a_deleted_row_is_found(finished: Finished, cli: Cli, tmp_path: Path, table: str) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(finished.directory, copy, symlinks=True)
+    with sqlite3.connect(copy / "store.sqlite") as database:
+        database.execute(
+            f"DELETE FROM {table} WHERE rowid = (SELECT rowid FROM {table} ORDER BY random())"
+        )
+        assert database.total_changes == 1
+    database.close()
+    done = cli("audit", str(copy))
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+def test_the_export_is_a_model_that_loads(finished: Finished) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = finished.directory / "export"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    ids = tokenizer("Spell this word backward (example: sun -> nus): cat\n", return_tensors="pt")
+    assert model(**ids).logits.shape[-1] == model.config.vocab_size

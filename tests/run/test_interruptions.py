@@ -1,0 +1,130 @@
+"""A run that is interfered with: the coordinator killed, a replica killed, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.run.conftest import ROOT, Finished, command, laminar
+
+pytestmark = pytest.mark.process
+WAIT_S = 120
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(
+            "train",
+            "-c",
+            "configs/quickstart.toml",
+            "data.dataset_size=2000",
+            "data.val_size=16",
+            "trainer.test_freq=0",
+            f"run.output_dir={directory}",
+            "run.name=run",
+            *arguments,
+        ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def status(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / "run" / "status.json").read_text())
+    except FileNotFoundError:
+        return {"step": -1, "phase": "", "processes": {}}
+    return found
+
+
+def until(what: Callable[[], bool], said: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s until {said}"
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[str], directory: Path) -> Finished:
+    output, _ = process.communicate(timeout=WAIT_S)
+    return Finished(directory / "run", process.returncode, output)
+
+
+def coordinator_pid(directory: Path) -> int:
+    found = subprocess.run(
+        ["pgrep", "-f", f"laminar.cli.coord {directory / 'run'}"], capture_output=True, text=True
+    )
+    return int(found.stdout.split()[0])
+
+
+def test_the_coordinator_is_killed_three_times(tmp_path: Path) -> None:
+    """Nobody else notices: no pid changes, tokens and a step in the gap, three books agree."""
+    process = start(
+        tmp_path, "trainer.total_training_steps=12", "recovery.coordinator_restart_ms=5000"
+    )
+    gaps, ports = [], set()
+    for at_step in (1, 4, 7):
+        until(lambda at=at_step: status(tmp_path)["step"] >= at, f"step {at_step}")
+        ports.add(json.loads((tmp_path / "run" / "coordinator.json").read_text())["address"])
+        others = dict(status(tmp_path)["processes"])
+        killed_at = time.time_ns()
+        os.kill(coordinator_pid(tmp_path), signal.SIGKILL)
+        time.sleep(5)
+        gaps.append((killed_at, time.time_ns()))
+    run = end(process, tmp_path)
+    assert run.code == 0, run.output
+    assert len(ports) == 1
+    after = run.summary["processes"]
+    assert {name: after[name] for name in others} == others
+    assert run.summary["coordinator_incarnations"] == 4
+    _work_went_on(run.directory, gaps)
+    for check in (("log", "replay"), ("audit",)):
+        done = laminar(*check, str(run.directory))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _work_went_on(run: Path, gaps: list[tuple[int, int]]) -> None:
+    """In some gap tokens were sampled, in some gap the trainer finished a step."""
+    steps = np.concatenate(
+        [np.fromfile(f, dtype="<i8").reshape(-1, 4) for f in (run / "timeline").glob("*.steps")]
+    )
+    lines = (run / "timeline" / "trainer-0.jsonl").read_text().splitlines()
+    trained = [s["end_ns"] for s in map(json.loads, lines) if s["state"] == "busy"]
+    assert any(((steps[:, 1] > a) & (steps[:, 1] < b)).any() for a, b in gaps)
+    assert any(a < end_ns < b for end_ns in trained for a, b in gaps)
+
+
+def test_a_replica_is_killed(tmp_path: Path) -> None:
+    """Its node starts it again, its trajectories are finished elsewhere, the books agree."""
+    process = start(tmp_path, "trainer.total_training_steps=8", "recovery.resume_wait_ms=1000")
+    until(lambda: status(tmp_path)["step"] >= 2, "step 2")
+    victim = status(tmp_path)["processes"]["rollout-1"]
+    os.kill(victim, signal.SIGKILL)
+    run = end(process, tmp_path)
+    assert run.code == 0, run.output
+    done = laminar("audit", str(run.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = laminar("log", "replay", str(run.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
+    process = start(tmp_path, "trainer.total_training_steps=500")
+    until(lambda: status(tmp_path)["step"] >= 2, "step 2")
+    process.send_signal(signal.SIGINT)
+    run = end(process, tmp_path)
+    assert run.code == 0, run.output
+    assert run.summary["interrupted"] is True
+    assert (run.directory / "export" / "model.safetensors").is_file()
+    done = laminar("audit", str(run.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
