@@ -31,7 +31,7 @@ from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
 RPC_TIMEOUT_S = 120.0
 """A store that says nothing for two minutes hangs."""
-FINISH_DELAY_S = 0.01
+FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
 
 
@@ -74,9 +74,9 @@ class Rollout:
         self.host.spawn(self._engine_ends())
         self.host.spawn(self._report_progress())
         stats = self.engine.stats()
-        ready = ev.ReplicaReady(
-            max_num_seqs=config.rollout.max_num_seqs, kv_capacity_tokens=stats.kv_capacity_tokens
-        )
+        # One group waits in front of the engine, so that its slots never wait for the coordinator.
+        taken = config.rollout.max_num_seqs + config.rollout.group_size
+        ready = ev.ReplicaReady(max_num_seqs=taken, kv_capacity_tokens=stats.kv_capacity_tokens)
         self.host.emit(ready)
 
     async def stop(self) -> None:
@@ -111,7 +111,8 @@ class Rollout:
         while wanted:
             items = tuple(self._open_item(command) for _, command in wanted.values())
             reply = await self._ask(m.Open(items=items[: m.MAX_ITEMS]))
-            assert isinstance(reply, m.OpenReply)
+            if not isinstance(reply, m.OpenReply):
+                raise RuntimeError(f"the store answered Open with {reply!r:.200}")
             for result in reply.results:
                 order, command = wanted.pop(ids.TrajectoryId(result.trajectory_id))
                 self._opened(order, command, result)
@@ -220,23 +221,18 @@ class Rollout:
             chosen = [r for r in self.running.values() if everything or r.finish_reason]
             chunks = [_take_chunk(r) for r in chosen if r.tokens]
             ended = [r for r in chosen if r.finish_reason]
-            for running in ended:
-                del self.running[running.command.trajectory]
-            refused = await self._append(chunks)
-            whole = [r for r in ended if r.command.trajectory not in refused]
-            await self._finish(whole)
+            # Sent together, in this order on one link: the store takes both with one commit.
+            await asyncio.gather(self._append(chunks), self._finish(ended))
 
-    async def _append(self, chunks: list[m.AppendItem]) -> set[str]:
-        """Ids whose chunk the store did not take."""
-        not_taken: set[str] = set()
-        for start in range(0, len(chunks), m.MAX_ITEMS):
-            reply = await self._ask(m.Append(items=tuple(chunks[start : start + m.MAX_ITEMS])))
-            assert isinstance(reply, m.AppendReply)
-            for result in reply.results:
-                if result.answer != "ok":
-                    not_taken.add(result.trajectory_id)
-                    self._not_taken(result)
-        return not_taken
+    async def _append(self, chunks: list[m.AppendItem]) -> None:
+        if not chunks:
+            return
+        reply = await self._ask(m.Append(items=tuple(chunks)))
+        if not isinstance(reply, m.AppendReply):
+            raise RuntimeError(f"the store answered Append with {reply!r:.200}")
+        for result in reply.results:
+            if result.answer != "ok":
+                self._not_taken(result)
 
     async def _finish(self, ended: list[Running]) -> None:
         if not ended:
@@ -251,14 +247,16 @@ class Rollout:
             for r in ended
         )
         reply = await self._ask(m.Finish(items=items))
-        assert isinstance(reply, m.FinishReply)
+        if not isinstance(reply, m.FinishReply):
+            raise RuntimeError(f"the store answered Finish with {reply!r:.200}")
         for running, result in zip(ended, reply.results, strict=True):
-            if result.answer == "ok":
-                reason = running.finish_reason or STOP
-                self._report_finished(running.command, running.stored, reason)
-            else:
-                self.running.setdefault(running.command.trajectory, running)
+            if self.running.get(running.command.trajectory) is not running:
+                continue  # refused with its last tokens, or aborted meanwhile
+            if result.answer != "ok":
                 self._not_taken(result)
+                continue
+            del self.running[running.command.trajectory]
+            self._report_finished(running.command, running.stored, running.finish_reason or STOP)
 
     def _not_taken(self, result: m.Result) -> None:
         """Fenced: somebody else has it now. Refused: these tokens can never be trained."""

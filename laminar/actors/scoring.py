@@ -102,7 +102,8 @@ class Scorer:
             for item, text, result in zip(command.items, texts, results, strict=True)
         )
         reply = await self._ask(m.PutRewards(items=items))
-        assert isinstance(reply, m.PutRewardsReply)
+        if not isinstance(reply, m.PutRewardsReply):
+            raise RuntimeError(f"the store answered PutRewards with {reply!r:.200}")
         for item, row, stored in zip(command.items, rows, reply.results, strict=True):
             if stored.answer in ("ok", "already"):
                 self._rewarded(order, item, row, stored)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import secrets
 import signal
 import time
@@ -126,6 +127,7 @@ class Coordinator:
                 settings=settings_of(self.config),
                 clock_ns=time.time_ns(),
                 config=text,
+                pid=os.getpid(),
             )
         )
 

@@ -22,6 +22,7 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True):
     settings: Settings
     clock_ns: int  #: this machine's time of day; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
+    pid: int = 0
 
 
 class TimerFired(Event, frozen=True, kw_only=True):
@@ -177,7 +178,7 @@ class WeightsPublished(Event, frozen=True, kw_only=True):
 class ReplicaReady(Event, frozen=True, kw_only=True):
     """The engine can take work once it has weights."""
 
-    max_num_seqs: int
+    max_num_seqs: int  #: trajectories that it takes at a time, running or waiting for a slot
     kv_capacity_tokens: int
 
 

@@ -1,0 +1,86 @@
+"""The audit of a run: three books that were kept apart must tell the same story.
+
+Reads   the event log (the coordinator's ledger), store.sqlite, trainer_book.jsonl
+Gives   Audit: the closed ledger, rewards that went wrong by reason, problems and notes
+Raises  ConfigError when there is no run to audit
+
+Each process wrote its book from what it did itself, before it told anybody. So a loss in one of
+them shows as a difference to another: a row that is gone, a sample trained twice, a reward that was
+changed. A run that goes on can be audited, too: its log is read once before the other books, which
+must hold at least that, and once after them, which must hold at least what they do.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.analysis import store_book, trainer_book
+from laminar.analysis.history import replay_log
+from laminar.analysis.ledger_book import Account, LedgerRow, ledger_problems, ledger_rows
+from laminar.analysis.store_book import StoreBook
+from laminar.config import ConfigError
+from laminar.core.state import ENDED, State
+from laminar.eventlog.replay import Difference
+from laminar.rundir import STORE_FILE
+
+
+@dataclass
+class Audit:
+    """What an audit found."""
+
+    ledger: list[LedgerRow]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  #: unusual, but no contradiction
+    bad_rewards: dict[str, int] = field(default_factory=dict)  #: stored rewards by reason, not "ok"
+
+
+class _Log(NamedTuple):
+    """The coordinator's book, from one pass over the log."""
+
+    state: State
+    account: Account
+    difference: Difference | None
+
+
+def audit(run_dir: Path) -> Audit:
+    """Hold the three books of a run against each other."""
+    first = _read_log(run_dir)
+    found = Audit(ledger_rows(first.state))
+    if first.difference is not None:
+        found.problems.append(f"ledger: the log does not replay: {first.difference}")
+        return found
+    found.problems += ledger_problems(first.state, first.account)
+    store = _read_store(run_dir, first.account, found)
+    lines, damaged = trainer_book.read_book(run_dir)
+    found.problems += damaged
+    latest = (first if first.state.phase == ENDED else _read_log(run_dir)).account
+    if store is not None:
+        found.bad_rewards = store.bad_rewards()
+        found.problems += store_book.store_problems(store, first.account, latest)
+    found.problems += trainer_book.book_problems(lines, first.account, latest)
+    found.notes += trainer_book.unreported(lines, latest)
+    return found
+
+
+def _read_log(run_dir: Path) -> _Log:
+    account = Account()
+    replayed = replay_log(run_dir, account, must_be_identical=False)
+    if not replayed.machine.started:
+        raise ConfigError(f"the log of {run_dir} does not replay: {replayed.difference}")
+    return _Log(replayed.machine.state, account, replayed.difference)
+
+
+def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | None:
+    """None when it cannot be read, which is a problem unless the run never had a store."""
+    if not (run_dir / STORE_FILE).exists() and account.data is None and not account.started:
+        found.notes.append("the run ended before it had a store")
+        return None
+    try:
+        found.problems += store_book.own_problems(run_dir)
+        return store_book.read_store(run_dir)
+    except (ConfigError, sqlite3.Error) as error:
+        found.problems.append(f"store: it cannot be read: {error}")
+        return None

@@ -1,0 +1,142 @@
+"""A run directory opened for reading: its event log as records or as a replay, and its clock.
+
+Reads   RUN/events/
+Raises  ConfigError, one sentence, for a path that is no run directory and for a log that cannot be
+        read or trusted
+
+Every command that takes a run apart begins here, so the same mistake gets the same sentence
+everywhere. A running run can be read as well: the log then simply ends earlier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from laminar.config import ConfigError
+from laminar.core.state import State
+from laminar.eventlog.reader import read_log, read_raw, scan
+from laminar.eventlog.record import EventRecord, LogCorrupt, LogTail, Record, segment_numbers
+from laminar.eventlog.replay import Observer, Replay, replay, stamped
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped, WireError
+from laminar.ports import AppendFile, DiskError
+from laminar.rundir import EVENTS_DIR
+
+
+class WallClock:
+    """Time of day of events: the log's own times are relative to its coordinator's start."""
+
+    def __init__(self) -> None:
+        self._offset_ns = 0
+        self._latest_ns = 0
+
+    def unix_ns(self, event: Stamped) -> int:
+        """Unix time in ns, never decreasing; call it for every event, in the order of the log."""
+        if isinstance(event.event, ev.CoordinatorStarted):
+            self._offset_ns = event.event.clock_ns - event.time_ns
+        self._latest_ns = max(self._latest_ns, event.time_ns + self._offset_ns)
+        return self._latest_ns
+
+
+class ReadOnlyDisk:
+    """ports.Disk over the files of a directory, for those who must change nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._directory))
+
+    def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
+        with open(self._directory / name, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def size(self, name: str) -> int:
+        return os.stat(self._directory / name).st_size
+
+    def create(self, name: str) -> AppendFile:
+        raise DiskError(f"{self._directory / name} was to be created by a reader")
+
+    def sync(self, name: str) -> None:
+        raise DiskError(f"{self._directory / name} was to be synced by a reader")
+
+
+def records(run_dir: Path) -> Iterator[Record]:
+    """Every record of the log, in order."""
+    with _readable(run_dir) as disk:
+        for _, record in read_log(disk):
+            yield record
+
+
+def raw_records(run_dir: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(segment, offset, plain map) of every record, also of a later schema than ours."""
+    with _readable(run_dir) as disk:
+        yield from read_raw(disk)
+
+
+def typed_event(record: EventRecord) -> Stamped:
+    """The event of a record; ConfigError for one of another release."""
+    try:
+        return stamped(record)
+    except WireError as error:
+        raise ConfigError(
+            f"event {record.seq} is of another release of laminar ({error}): "
+            "read the log with `laminar log dump --raw`"
+        ) from error
+
+
+def log_size(run_dir: Path) -> tuple[int, LogTail]:
+    """Bytes of all segment files, and where the history ends."""
+    with _readable(run_dir) as disk:
+        names = [name for name in disk.names() if segment_numbers([name])]
+        return sum(disk.size(name) for name in names), scan(disk)
+
+
+def replay_log(
+    run_dir: Path, *observers: Observer, until: int | None = None, must_be_identical: bool = True
+) -> Replay:
+    """Replay the log, every observer seeing every event; ConfigError for a log without events.
+
+    With `must_be_identical` a difference is an error, too: a state that the run never had would
+    make every figure drawn from it wrong.
+    """
+
+    def observe(event: Stamped, commands: list[Command], state: State) -> None:
+        for observer in observers:
+            observer(event, commands, state)
+
+    with _readable(run_dir) as disk:
+        found = replay(disk, until=until, observer=observe)
+    if must_be_identical and found.difference is not None:
+        raise ConfigError(
+            f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
+            f"`laminar log replay {run_dir}`, and use the release that wrote it"
+        )
+    if found.difference is None and not found.machine.started:
+        raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")
+    return found
+
+
+@contextmanager
+def _readable(run_dir: Path) -> Iterator[ReadOnlyDisk]:
+    """The disk of the log; whatever is wrong with path or log becomes one sentence."""
+    events = run_dir / EVENTS_DIR
+    if not run_dir.is_dir():
+        what = "is not a directory" if run_dir.exists() else "does not exist"
+        raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
+    if not events.is_dir():
+        raise ConfigError(f"{run_dir} is no run directory: it has no directory {EVENTS_DIR}/")
+    try:
+        disk = ReadOnlyDisk(events)
+        if not segment_numbers(disk.names()):
+            raise ConfigError(f"{events} holds no event log: its coordinator has not begun")
+        yield disk
+    except LogCorrupt as error:
+        raise ConfigError(f"{events}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{events} cannot be read: {error}") from error

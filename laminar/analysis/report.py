@@ -1,0 +1,246 @@
+"""The summary of a run: its outcome, its lengths, its figures, in one JSON file.
+
+Reads   the event log, timeline/, coordinator.json
+Writes  RUN/summary.json (by rename); every key is explained in docs/metrics.md
+Raises  ConfigError for a run directory that cannot be read
+
+Everything is worked out again from the log and the processes' own record, nothing is carried over
+from the live progress, so a report can be made of a killed run, of a running one, and twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laminar.analysis import figures
+from laminar.analysis.figures import Publish
+from laminar.analysis.history import WallClock, replay_log
+from laminar.analysis.intervals import Intervals, union
+from laminar.analysis.ledger_book import TRUNCATED, Account
+from laminar.analysis.timeline import Span, Steps, in_state, read_spans, read_steps, stepping
+from laminar.analysis.windows import Windows
+from laminar.config import ConfigError
+from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.ids import TRAIN
+from laminar.rundir import COORDINATOR_FILE, SUMMARY_FILE
+
+
+class Milestones:
+    """An observer of a replay: counts and times that neither state nor account hold."""
+
+    def __init__(self) -> None:
+        self.coordinators = 0
+        self.published_ns: dict[int, int] = {}  #: by version
+        self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
+        self._clock = WallClock()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now, event = self._clock.unix_ns(stamped), stamped.event
+        if isinstance(event, ev.CoordinatorStarted):
+            self.coordinators += 1
+        elif isinstance(event, ev.WeightsPublished):
+            self.published_ns.setdefault(event.version, now)
+        elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
+            role = "trainer" if isinstance(event, ev.TrainerReady) else "rollout"
+            names = self.names.setdefault(role, [])
+            if stamped.peer not in names:
+                names.append(stamped.peer)
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """Work out the summary and write it to RUN/summary.json."""
+    account, windows, milestones = Account(), Windows(), Milestones()
+    replayed = replay_log(run_dir, account, windows, milestones)
+    state = replayed.machine.state
+    trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
+    replicas = sorted(milestones.names.get("rollout", []))
+    pulls = {name: read_spans(run_dir, name) for name in replicas}
+    steps = {name: read_steps(run_dir, name) for name in replicas}
+    summary = {
+        **_outcome(state, milestones),
+        **_lengths(account),
+        "tokens_per_s": tokens_per_s(steps.values()),
+        **_timing(account, windows, milestones, trainers, pulls, steps),
+        "processes": _processes(run_dir, state),
+        "seconds": (windows.last_ns - windows.first_ns) / 1e9,
+        "events": replayed.events,
+    }
+    _write(run_dir / SUMMARY_FILE, summary)
+    return summary
+
+
+def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
+    """How the run went, from the state at its end."""
+    evaluations = [
+        {
+            "step": e.step,
+            "version": e.version,
+            "correct": e.correct,
+            "total": e.total,
+            "final": e.final,
+        }
+        for e in state.evaluations
+    ]
+    results = [e.correct / e.total for e in state.evaluations]
+    trained = state.ledger.trajectories.trained
+    return {
+        "exit_code": state.exit_code if state.phase == ENDED else None,
+        "failure": state.failure,
+        "interrupted": state.draining,
+        "steps": state.completed,
+        "eval_first": results[0] if results else None,
+        "eval_last": results[-1] if results else None,
+        "evaluations": evaluations,
+        "weight_versions": len(milestones.published_ns),
+        "staleness_mean": state.staleness_sum / trained if trained else 0.0,
+        "staleness_max": state.staleness_max,
+        "trajectories_trained": trained,
+        "groups_dropped": dict(state.ledger.groups.dropped),
+        "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
+        "coordinator_incarnations": milestones.coordinators,
+    }
+
+
+def _lengths(account: Account) -> dict[str, Any]:
+    """Response lengths in tokens, of what was trained beside what was generated."""
+    trained = [c for c in account.closed.values() if c.ending.end == "trained"]
+    reasons = [account.finished[c.ending.trajectory].finish_reason for c in trained]
+    generated = [
+        finished.num_tokens
+        for name, finished in account.finished.items()
+        if account.issued[name] == TRAIN
+    ]
+    rewards = Counter(event.reason for event in account.rewarded.values())
+    return {
+        **_percentiles("response_length", [c.num_tokens for c in trained]),
+        **_percentiles("generated_response_length", generated),
+        "truncated_share": reasons.count(TRUNCATED) / len(reasons) if reasons else None,
+        "reward_errors": {reason: n for reason, n in rewards.items() if reason != "ok"},
+        "mismatch_kl_mean": _mismatch(account),
+    }
+
+
+def _percentiles(name: str, values: list[int]) -> dict[str, float | None]:
+    return {f"{name}_p{q}": float(np.percentile(values, q)) if values else None for q in (50, 99)}
+
+
+def _mismatch(account: Account) -> float | None:
+    """Mean over tokens: a step counts by the response tokens that it consumed."""
+    reports = [s.completed for s in account.steps.values() if s.completed is not None]
+    chosen = [r for r in reports if "mismatch_kl/mean" in r.metrics]
+    tokens = sum(r.num_tokens for r in chosen)
+    total = sum(r.metrics["mismatch_kl/mean"] * r.num_tokens for r in chosen)
+    return total / tokens if tokens else None
+
+
+def tokens_per_s(steps: Iterable[Steps]) -> float | None:
+    """Sampled tokens by the time from the first to the last engine step of the run."""
+    rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
+    if not len(rows):
+        return None
+    seconds = (rows[:, 1].max() - rows[:, 0].min()) / 1e9
+    return float(rows[:, 3].sum() / seconds) if seconds else None
+
+
+# --- times ------------------------------------------------------------------------------------
+
+
+def _timing(
+    account: Account,
+    windows: Windows,
+    milestones: Milestones,
+    trainers: dict[str, list[Span]],
+    pulls: dict[str, list[Span]],
+    steps: dict[str, Steps],
+) -> dict[str, Any]:
+    trainer_spans = [span for spans in trainers.values() for span in spans]
+    working = union(np.concatenate([windows["phase", p] for p in (STARTING, RUNNING)]))
+    time_shares = {
+        name: figures.trainer_shares(
+            windows["live", name],
+            spans,
+            windows["trainer-free",],
+            windows["phase", FINAL_EVALUATION],
+            working,
+        )
+        for name, spans in trainers.items()
+    }
+    pulling = {name: in_state(spans, "pulling") for name, spans in pulls.items()}
+    for name in steps:
+        time_shares[name] = figures.replica_shares(
+            windows["live", name],
+            stepping([steps[name]]),
+            windows["spare", name],
+            union(np.concatenate([pulling[name], windows["loading", name]])),
+            windows["bound", name],
+        )
+    return {
+        "overlap": figures.overlap(
+            in_state(trainer_spans, "busy"), windows["bound",], stepping(steps.values())
+        ),
+        "decode_gap_ratio": figures.decode_gap_ratio(
+            steps,
+            {name: windows["running", name] for name in steps},
+            _publish_windows(trainer_spans, milestones),
+            pulling,
+        ),
+        "publish_stall_share": _publish_stall(account, milestones, trainer_spans),
+        "time_shares": time_shares,
+    }
+
+
+def _publish_windows(spans: list[Span], milestones: Milestones) -> Intervals:
+    """From the copy into the slot to the relay's word that the version is complete."""
+    return union(
+        (span.start_ns, max(span.end_ns, milestones.published_ns.get(span.version, 0)))
+        for span in spans
+        if span.state == "publishing"
+    )
+
+
+def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) -> float | None:
+    """Over the trained steps whose weights were published, those that were owed included."""
+    received = {span.step: span.start_ns for span in spans if span.state == "busy"}
+    publishes, made_by = [], set()
+    for index, step in account.steps.items():
+        published = milestones.published_ns.get(step.command.version)
+        if published is not None and index in received:
+            publishes.append(Publish(received[index], published))
+            made_by.add(index + 1)  # weights are named by the steps that they have seen
+    stalls = union(
+        (span.start_ns, span.end_ns)
+        for span in spans
+        if span.state == "publishing" and span.step in made_by
+    )
+    return figures.publish_stall_share(stalls, publishes)
+
+
+# --- the file ---------------------------------------------------------------------------------
+
+
+def _processes(run_dir: Path, state: State) -> dict[str, int | None]:
+    """Process id by name, of each one's latest start."""
+    try:
+        coordinator = json.loads((run_dir / COORDINATOR_FILE).read_text()).get("pid")
+    except (OSError, ValueError, AttributeError):
+        coordinator = None
+    return {"coordinator": coordinator} | {a.name: a.pid for a in state.actors.values()}
+
+
+def _write(path: Path, summary: dict[str, Any]) -> None:
+    """Readers see the old summary or the new one."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(summary, indent=2) + "\n")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error

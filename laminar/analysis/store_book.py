@@ -1,0 +1,110 @@
+"""The store's rows, held against the log.
+
+Reads   RUN/store.sqlite, in one read transaction
+Gives   StoreBook, and problems, each one sentence
+Raises  ConfigError or sqlite3.Error when the database cannot be read
+
+What has ended is exact: end, tokens, reward. What lives in a running run may be further in the
+store than in the log that was read before it, so there only an end that nobody decided is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.analysis.ledger_book import Account
+from laminar.ids import TrajectoryId
+from laminar.rundir import STORE_FILE
+from laminar.storage import books
+from laminar.storage.books import Expected
+from laminar.storage.rules import Row
+
+
+class StoreBook(NamedTuple):
+    """What the database holds."""
+
+    rows: dict[TrajectoryId, Row]
+    meta: dict[str, str]
+
+    def bad_rewards(self) -> dict[str, int]:
+        """Stored rewards that no reward function gave, by reason."""
+        rewarded = (row.reward_reason for row in self.rows.values() if row.status == "rewarded")
+        return dict(Counter(reason for reason in rewarded if reason and reason != "ok"))
+
+
+def read_store(run_dir: Path) -> StoreBook:
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        return StoreBook({TrajectoryId(row.id): row for row in tables.rows()}, tables.meta())
+
+
+def own_problems(run_dir: Path) -> list[str]:
+    """Where the database contradicts itself."""
+    return [f"store: {problem}" for problem in books.check_integrity(run_dir / STORE_FILE)]
+
+
+def store_problems(store: StoreBook, first: Account, latest: Account) -> list[str]:
+    """`first` was read before the store, and must be in it; `latest` after, and must cover it."""
+    problems = _data_problems(store, first)
+    for name in first.issued:
+        row = store.rows.get(name)
+        if row is None and (name in first.closed or name in first.started):
+            problems.append(f"store: trajectory {name} is missing")
+        elif row is not None and name in first.closed:
+            problems += _closed_problems(name, row, first)
+    for name, row in store.rows.items():
+        if name not in latest.issued:
+            problems.append(f"store: trajectory {name} is stored but was never issued")
+        elif name not in first.closed:
+            problems += _live_problems(name, row, latest)
+    return problems
+
+
+def _data_problems(store: StoreBook, account: Account) -> list[str]:
+    """The prompts that were reported are those that are there."""
+    if account.data is None:
+        return []
+    logged = {
+        "train_prompts": str(account.data.num_train),
+        "eval_prompts": str(account.data.num_eval),
+        "data_digest": account.data.digest,
+    }
+    return [
+        f"store: {key} is {store.meta.get(key)!r}, the log has {value!r}"
+        for key, value in logged.items()
+        if store.meta.get(key) != value
+    ]
+
+
+def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str]:
+    """Everything that the log says of a trajectory that has ended."""
+    ending, num_tokens, tokens_lost = account.closed[name]
+    end = Expected(ending.end, ending.reason, max(ending.step, 0), num_tokens)
+    stored_end = Expected(row.end, row.end_reason, row.end_step, row.num_tokens)
+    pairs: list[tuple[str, object, object]] = [
+        ("end", stored_end, end),
+        ("tokens lost to restarts", row.tokens_lost, tokens_lost),
+    ]
+    finished, rewarded = account.finished.get(name), account.rewarded.get(name)
+    if finished is not None:
+        pairs.append(("finish reason", row.finish_reason, finished.finish_reason))
+    if rewarded is not None:
+        bits = struct.pack("<Q", rewarded.score_bits)
+        stored_reward = (row.reward_bits, row.reward_reason or "ok")
+        pairs.append(("reward", stored_reward, (bits, rewarded.reason)))
+    return [
+        f"store: trajectory {name} has as {what} {stored}, the log {logged}"
+        for what, stored, logged in pairs
+        if stored != logged
+    ]
+
+
+def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:
+    """An end in the store that nobody had decided."""
+    ending = latest.commanded.get(name)
+    decided = (ending.end, ending.reason) if ending else None
+    if row.end is None or (row.end, row.end_reason) == decided:
+        return []
+    return [f"store: trajectory {name} ended as {row.end}, the log has no such decision"]

@@ -1,0 +1,93 @@
+"""The trainer's own record of what it trained, held against the log.
+
+Reads   RUN/trainer_book.jsonl: one line per step, synced before the step was reported
+Gives   BookLine, problems and notes, each one sentence
+
+Each id must be trained once, and each step as it was ordered, as it was reported, and as the ledger
+ended it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from laminar.analysis.ledger_book import Account
+from laminar.analysis.timeline import whole_lines
+from laminar.ids import TrajectoryId
+from laminar.rundir import TRAINER_BOOK_FILE
+
+
+class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the trainer consumed in one step."""
+
+    step: int
+    version: int
+    changed: bool
+    digest: str
+    ids: list[TrajectoryId]
+
+
+def read_book(run_dir: Path) -> tuple[list[BookLine], list[str]]:
+    """The lines, and the damaged ones as problems; a last line without its end is left out."""
+    lines, problems = [], []
+    for number, text in whole_lines(run_dir / TRAINER_BOOK_FILE):
+        try:
+            lines.append(msgspec.json.decode(text, type=BookLine))
+        except msgspec.MsgspecError as error:
+            problems.append(f"trainer: line {number} of {TRAINER_BOOK_FILE} is damaged: {error}")
+    return lines, problems
+
+
+def book_problems(lines: list[BookLine], first: Account, latest: Account) -> list[str]:
+    """`first` was read before the book, and must be in it; `latest` after, and must cover it."""
+    counts = Counter(name for line in lines for name in line.ids)
+    steps = Counter(line.step for line in lines)
+    completed = [step for step, entry in first.steps.items() if entry.completed is not None]
+    return [
+        *(f"trainer: {name} was trained {n} times" for name, n in counts.items() if n > 1),
+        *(f"trainer: step {step} is entered {n} times" for step, n in steps.items() if n > 1),
+        *(problem for line in lines for problem in _step_problems(line, latest)),
+        *(
+            f"trainer: step {step} is completed in the log but is not in {TRAINER_BOOK_FILE}"
+            for step in completed
+            if step not in steps
+        ),
+    ]
+
+
+def unreported(lines: list[BookLine], latest: Account) -> list[str]:
+    """Steps that are trained though nobody heard of it: in flight, or lost with their trainer."""
+    reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
+    return [
+        f"step {line.step} is in {TRAINER_BOOK_FILE}, but its report is not in the log"
+        for line in lines
+        if line.step in latest.steps and line.step not in reported
+    ]
+
+
+def _step_problems(line: BookLine, latest: Account) -> list[str]:
+    """One line against the order, its own digest, the report, and the ends of the ledger."""
+    entry = latest.steps.get(line.step)
+    if entry is None:
+        return [f"trainer: step {line.step} was never ordered"]
+    ordered, report, problems = entry.command, entry.completed, []
+    if (line.ids, line.version) != (list(ordered.trajectories), ordered.version):
+        problems.append(f"trainer: step {line.step} has other ids or another version than ordered")
+    if line.digest != ids_digest(line.ids):
+        problems.append(f"trainer: the ids of step {line.step} do not have their digest")
+    if report is None:
+        return problems
+    if (line.digest, line.changed) != (report.digest, report.changed):
+        problems.append(f"trainer: step {line.step} was reported otherwise than it was entered")
+    if sorted(line.ids) != latest.trained(line.step):
+        problems.append(f"trainer: the ledger ended other ids as trained by step {line.step}")
+    return problems
+
+
+def ids_digest(ids: list[TrajectoryId]) -> str:
+    """xxh3_128 (hex) of the MessagePack array of the ids, in order: as the trainer forms it."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(ids))
