@@ -21,10 +21,15 @@ def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Non
     """Send this process's log lines to its file; call once at start."""
     directory = run_dir / "logs" / "latest"
     directory.mkdir(parents=True, exist_ok=True)
+
+    def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
+        """Not through context variables: callbacks of the event loop do not inherit them."""
+        return {"run": run, "process": process, **line}
+
     stream: TextIO = open(directory / f"{process}.jsonl", "a", buffering=1)  # noqa: SIM115
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            name_process,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -34,7 +39,6 @@ def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Non
         logger_factory=structlog.WriteLoggerFactory(stream),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(run=run, process=process)
 
 
 def new_attempt(run_dir: Path) -> Path:
