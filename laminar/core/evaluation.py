@@ -26,13 +26,18 @@ from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 
 
-def version_published(turn: Turn, version: int, step: int) -> None:
-    """Decide whether this version (or the next one) is to be evaluated."""
+def version_published(turn: Turn, version: int, step: int, previous_step: int) -> None:
+    """Decide whether this version (or the next one) is to be evaluated.
+
+    `previous_step` is that of the version published before (-1: none). What was due at a step in
+    between, whose publish was skipped, moves to this version.
+    """
     state, settings = turn.state, turn.state.settings
     if not state.num_eval:
         return
     first = version == 0 and settings.val_before_train
-    regular = step > 0 and settings.test_freq > 0 and step % settings.test_freq == 0
+    freq = settings.test_freq
+    regular = freq > 0 and step // freq > max(previous_step, 0) // freq
     last_step = bool(settings.total_steps) and step >= settings.total_steps
     if version == state.exported or first or (regular and not last_step):
         state.evaluation_due = version
@@ -64,6 +69,8 @@ def version_wanted(turn: Turn) -> int:
     """
     state = turn.state
     evaluation = state.evaluation
+    if state.draining:
+        return -1
     if evaluation is None:
         somebody_pulls = any(r.loading for r in state.live_replicas())
         return -1 if somebody_pulls else state.evaluation_due
@@ -86,12 +93,13 @@ def _move_on(turn: Turn) -> None:
         if group.purpose == ids.EVAL and group.status == "open":
             siblings.drop_group(turn, group, "version-gone")
     _pin(turn, -1)
+    turn.touch_all()
 
 
 def plan_evaluation(turn: Turn, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
     state = turn.state
-    if not serving(state, replica):
+    if not serving(state, replica) or state.draining:
         return
     _begin_if_due(turn, replica)
     evaluation = state.evaluation

@@ -107,18 +107,23 @@ def no_standstill(state: State) -> None:
     _require(not batch_size(state), "a batch is finished and nobody trains it")
     unchosen = sum(state.deadlines.values())
     if unchosen < state.settings.groups_per_step and groups_wanted(state) > 0:
-        newest = [r for r in live if r.version == state.newest]
+        newest = [r for r in live if r.version >= state.newest]
         _require(any(admits(state, r) for r in newest), "the newest version does not admit")
         _require(False, "an empty replica that admits was given nothing")
     _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
 
 
 def versions_monotonic(state: State) -> None:
-    """No replica is ahead of the relay, the relay not ahead of what was allocated."""
+    """Neither the relay nor a replica is ahead of what was allocated.
+
+    A replica may be ahead of the relay: its word of a load can arrive before the relay's of the
+    version."""
     _require(state.newest < state.next_version or state.newest == -1, state.newest)
     for replica in state.replicas.values():
-        _require(replica.version <= state.newest, replica)
-    _require(state.chosen - state.completed == (1 if state.batch else 0), state.chosen)
+        _require(replica.version < state.next_version, replica)
+    in_training = 1 if state.batch else 0
+    given_up = bool(state.failure)  # the batch of a lost trainer is not completed any more
+    _require(state.chosen - state.completed == in_training or given_up, state.chosen)
 
 
 def _require(condition: bool, *details: object) -> None:

@@ -12,7 +12,7 @@ with a reason and a non-zero exit code, and the ledger still closes: leftovers a
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import buffering, siblings
+from laminar.core import buffering, siblings, weights
 from laminar.core.admission import groups_wanted
 from laminar.core.state import (
     ENDED,
@@ -62,6 +62,7 @@ def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
     if turn.done("export") is None:
         return turn.ignore("not-exporting")
     turn.state.export_path = event.path
+    weights.expect_version(turn, event.version)
 
 
 def on_start_timeout(turn: Turn) -> None:
@@ -186,9 +187,10 @@ def _drop_leftovers(turn: Turn) -> None:
 
 
 def _ending(turn: Turn) -> bool:
-    """Wait until the store has written every end; without a store the books stay open."""
+    """Wait until the store has written every end; without one that does, the books stay open."""
     state = turn.state
-    if state.groups and state.the("store") is not None:
+    writing = turn.endings or any(t.startswith("command:end:") for t in state.timers)
+    if state.groups and writing and state.the("store") is not None:
         return False
     state.phase = STOPPING
     for actor in state.actors.values():

@@ -4,7 +4,7 @@ Reads   Stamped events, in the order of the log
 Writes  State (nothing else changes it)
 Emits   commands, each with its cause
 
-    handle(event) = refuse it if its sender is fenced
+    handle(event) = refuse it if its sender is fenced, or is not the one to report it
                   -> its handler records the fact          (one function per event, HANDLERS)
                   -> the planner acts on the new situation (until nothing is left to decide)
 
@@ -35,6 +35,7 @@ from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.index import SENDERS
 from laminar.ids import EVAL, TrajectoryId
 
 LOGIC_VERSION = 1
@@ -73,9 +74,10 @@ class Machine:
         state.seq = stamped.seq
         state.time_ns = max(state.time_ns, stamped.time_ns)
         turn = Turn(state, stamped)
-        if _from_known_sender(turn):
+        if _from_known_sender(turn) and _from_right_sender(turn):
             HANDLERS[type(stamped.event)](turn, stamped.event)
             plan(turn)
+            siblings.send_endings(turn)
         return turn.commands
 
 
@@ -98,6 +100,17 @@ def _from_known_sender(turn: Turn) -> bool:
     if stamped.peer_seq:
         actor.last_peer_seq = stamped.peer_seq
     return True
+
+
+def _from_right_sender(turn: Turn) -> bool:
+    """An event counts only from the roles that can know it (events/index.py)."""
+    stamped = turn.stamped
+    actor = turn.state.actors.get(stamped.peer)
+    role = actor.role if actor is not None else COORDINATOR
+    if isinstance(stamped.event, ev.ActorJoined) or role in SENDERS[type(stamped.event)]:
+        return True
+    turn.ignore("wrong-sender")
+    return False
 
 
 # --- the planner ------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
+from laminar.events.index import ACTOR_ROLES
 
 SINGLE_ROLES = ("store", "trainer", "relay")
 """Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
@@ -27,13 +29,13 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
     known = state.actors.get(event.name)
     if known is not None and known.boot_id == event.boot_id:
         return turn.ignore("repeat")
-    if state.phase in (ENDING, STOPPING, ENDED):
-        turn.command(
-            cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason="the run is ending")
-        )
-        return
-    if known is not None and known.alive:
+    refusal = _refusal(turn, event)
+    if not refusal and known is not None and known.alive:
         actor_lost(turn, event.name, "was replaced by a new process")
+        refusal = _refusal(turn, event)  # the loss may have ended the run
+    if refusal:
+        turn.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
+        return
     incarnation = state.next_incarnation
     state.next_incarnation += 1
     state.actors[event.name] = Actor(
@@ -47,6 +49,15 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
     turn.done(f"restart:{event.name}")
     turn.clear_timer(f"rejoin:{event.name}")
     turn.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
+
+
+def _refusal(turn: Turn, event: ev.ActorJoined) -> str:
+    """Why this process may not join; empty when it may."""
+    if event.role not in ACTOR_ROLES or event.name == COORDINATOR:
+        return f"{event.name!r} with role {event.role!r} has no place in a run"
+    if turn.state.phase in (ENDING, STOPPING, ENDED):
+        return "the run is ending"
+    return ""
 
 
 def on_actor_left(turn: Turn, event: ev.ActorLeft) -> None:
@@ -71,11 +82,11 @@ def on_actor_failed(turn: Turn, event: ev.ActorFailed) -> None:
 def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
     """A node saw one of its processes end."""
     state = turn.state
-    turn.done(f"stop:{event.actor}")
-    turn.done(f"restart:{event.actor}")
     actor = state.actors.get(event.actor)
     if actor is not None and actor.boot_id != event.boot_id:
         return turn.ignore("old-process")
+    turn.done(f"stop:{event.actor}")
+    turn.done(f"restart:{event.actor}")
     why = f"its process ended with exit code {event.code}"
     if actor is None:
         if not event.restarting:

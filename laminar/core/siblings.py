@@ -22,6 +22,8 @@ from laminar.ids import GroupId, TrajectoryId
 
 SCORE_TIMEOUT_MS = 600_000
 """A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""
+ENDINGS_PER_COMMAND = 2_048
+"""About 150 bytes each: well inside one control message, and inside one request of the store."""
 END_TIMEOUT_MS = 120_000
 """One transaction of the store; two minutes of silence mean that it hangs."""
 
@@ -134,7 +136,6 @@ def _end(
     turn: Turn, group: Group, ended: list[Trajectory], end: str, reason: str, step: int
 ) -> None:
     state = turn.state
-    endings: list[cmd.Ending] = []
     aborted: dict[str, list[Trajectory]] = {}
     for trajectory in ended:
         replica = state.replicas.get(trajectory.replica)
@@ -149,7 +150,7 @@ def _end(
         moved = move(trajectory, "end")
         assert moved, (trajectory, end)
         trajectory.placement += 1  # whoever still works on it is refused by the store
-        endings.append(
+        turn.endings.append(
             cmd.Ending(
                 trajectory=trajectory.id,
                 group=group.id,
@@ -162,20 +163,22 @@ def _end(
                 step=step,
             )
         )
-    if endings:
-        _send_endings(turn, endings)
     for name, running in aborted.items():
         items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in running)
         turn.command(cmd.AbortTrajectories(to=name, items=items))
 
 
-def _send_endings(turn: Turn, endings: list[cmd.Ending]) -> None:
+def send_endings(turn: Turn) -> None:
+    """What was decided in this turn goes to the store together: one commit."""
     store = turn.state.the("store")
-    turn.command(
-        cmd.EndTrajectories(to=store.name if store else "store-0", endings=tuple(endings)),
-        key=f"end:{turn.next_command_id}",
-        timeout_ms=END_TIMEOUT_MS,
-    )
+    for start in range(0, len(turn.endings), ENDINGS_PER_COMMAND):
+        part = tuple(turn.endings[start : start + ENDINGS_PER_COMMAND])
+        turn.command(
+            cmd.EndTrajectories(to=store.name if store else "store-0", endings=part),
+            key=f"end:{turn.next_command_id}",
+            timeout_ms=END_TIMEOUT_MS,
+        )
+    turn.endings.clear()
 
 
 def close(turn: Turn, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:

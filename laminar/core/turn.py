@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from laminar.core.state import Outstanding, State
 from laminar.events.base import Command, Stamped
+from laminar.events.commands import Ending
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
@@ -23,6 +24,7 @@ class Turn:
         self.state = state
         self.stamped = stamped
         self.commands: list[Command] = []
+        self.endings: list[Ending] = []  #: decided in this turn, sent together at its end
 
     @property
     def next_command_id(self) -> int:

@@ -29,13 +29,17 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     state.held = list(event.held)
     if event.version <= state.newest:
         return turn.ignore("repeat")
+    previous_step = state.newest_step
     state.newest, state.newest_step = event.version, event.step
     state.newest_digest = event.digest
     if state.owed >= 0 and event.step >= state.owed_step:
         state.owed = state.owed_step = -1
-    turn.done("publish")
-    turn.clear_timer("weights")
-    evaluation.version_published(turn, event.version, event.step)
+    if state.owed < 0:  # else it is an older one, and the owed one is still asked for
+        turn.done("publish")
+    made = (state.batch.version if state.batch else state.next_version) - 1
+    if event.version >= made:  # an older one that was still on its way leaves the clock running
+        turn.clear_timer("weights")
+    evaluation.version_published(turn, event.version, event.step, previous_step)
     turn.touch_all()
 
 

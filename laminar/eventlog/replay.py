@@ -4,7 +4,7 @@ Reads   a log through ports.Disk
 Gives   Replay: the machine at the end, counts, and the first difference if there is one
 
 The last event before a crash may have been written without all of its decisions (nothing was sent
-of it then), so at the end of a segment that was taken over, and at the end of the log, a prefix of
+of it then), so where another coordinator took the log over, and at the end of the log, a prefix of
 the decisions is enough. Everywhere else they must be identical, byte for byte.
 """
 
@@ -86,9 +86,13 @@ def replay(
     found = Replay()
     expected: list[bytes] = []  # decisions of the last event that are not compared yet
     index = 0
+    writer = 0  # incarnation of the coordinator whose records these are
     for position, record in read_log(disk, tail):
         if isinstance(record, Header):
-            expected, index = [], 0
+            if record.incarnation == writer and expected[index:]:  # it went on, so it was whole
+                found.difference = _missing(position, found, expected[index])
+                return found
+            expected, index, writer = [], 0, record.incarnation
         elif isinstance(record, EventRecord):
             if expected[index:]:
                 found.difference = _missing(position, found, expected[index])

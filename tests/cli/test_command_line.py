@@ -30,8 +30,12 @@ def test_roles_of_a_node() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "steps"),
-    [([], 3), (["data.drop_last=true"], 2), (["trainer.total_epochs=2"], 5)]
-    + [(["trainer.total_training_steps=9"], 9)],
+    [
+        ([], 3),
+        (["data.drop_last=true"], 2),
+        (["trainer.total_epochs=2"], 5),
+        (["trainer.total_training_steps=9"], 9),
+    ],
 )
 def test_planned_steps(overrides: list[str], steps: int) -> None:
     assert planned_steps(load([], [*GOOD, *overrides]), num_train=10) == steps

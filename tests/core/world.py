@@ -1,7 +1,10 @@
 """A small world for the pure machine: actors with random timing and faults, in virtual time.
 
-It knows only events and commands (never the state), so what it finds wrong is wrong. After every
-event all invariants are checked.
+Reads   commands
+Gives   events, to a Machine (or, in a subclass, to whatever stands in front of one)
+
+It decides from events and commands only, never from the state (but for the next timer, which is the
+coordinator's own), so what it finds wrong is wrong. After every event all invariants are checked.
 Random choices come from `random.Random(seed)`, so a failing seed can be run again.
 """
 
@@ -9,76 +12,39 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION, Machine
-from laminar.core.state import ENDED
+from laminar.core.state import ENDED, State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Settings, Stamped
 from laminar.ids import TrajectoryId
-
-SECOND = 1_000_000_000
-
-
-def settings(**changes: Any) -> Settings:
-    """Small defaults; a test names what matters to it."""
-    values: dict[str, Any] = {
-        "seed": 0,
-        "groups_per_step": 4,
-        "group_size": 4,
-        "min_scored": 2,
-        "max_staleness": 2,
-        "groups_per_version": 2,
-        "total_steps": 6,
-        "total_epochs": 1,
-        "shuffle": True,
-        "drop_last": False,
-        "test_freq": 0,
-        "val_before_train": True,
-        "batch_strategy": "deadline",
-        "reward_scope": "trajectory",
-        "resume_wait_ms": 3_000,
-        "batch_wait_ms": 60_000,
-        "start_timeout_ms": 60_000,
-        "stall_ms": 600_000,
-    }
-    return Settings(**(values | changes))
-
-
-@dataclass
-class Faults:
-    """Probabilities per opportunity, and mean virtual seconds."""
-
-    kill_every_s: float = 0.0  #: mean time between deaths of one replica, 0: never
-    skip_publish: float = 0.0
-    fail_sibling: float = 0.0
-    reject_weights: float = 0.0
-    repeat_event: float = 0.0  #: an event arrives twice
-    slow_tail: float = 0.1  #: share of trajectories that take ten times as long
-    hang: float = 0.0  #: share of trajectories that never finish by themselves
-    restart_s: float = 2.0
-    train_s: float = 1.0
-
-
-@dataclass
-class Process:
-    name: str
-    role: str
-    incarnation: int = 0
-    boot: int = 0
-    alive: bool = True
-    peer_seq: int = 0
-    version: int = -1
-    work: dict[str, int] = field(default_factory=dict)
+from tests.core.world_parts import (
+    LOSSES,
+    SECOND,
+    Die,
+    Faults,
+    Finish,
+    Kill,
+    Load,
+    Lose,
+    Process,
+    Publish,
+    Row,
+    Start,
+)
 
 
 class World:
     """Drive a Machine to the end of a run."""
+
+    #: Commands reach all actors at once and in order. Without it (a wire that breaks, a coordinator
+    #: that dies) one may come after another that was sent later to somebody else, or not at all.
+    ordered = True
 
     def __init__(
         self,
@@ -105,53 +71,77 @@ class World:
         self.held: list[int] = []
         self.pinned = -1
         self.step_of: dict[int, int] = {}
-        self.tokens: dict[str, int] = {}  #: the store's book: sampled tokens by trajectory
-        self.ended: dict[str, str] = {}
+        self.rows: dict[str, Row] = {}  #: the store's book
         self.trained: list[str] = []  #: the trainer's book
         roles = [("node", 1), ("store", 1), ("relay", 1), ("trainer", 1), ("rollout", replicas)]
         for role, count in roles:
             for i in range(count):
                 self.processes[f"{role}-{i}"] = Process(f"{role}-{i}", role)
 
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
     # --- running ------------------------------------------------------------------------------
 
     def run(self, max_events: int = 200_000) -> World:
-        started = ev.CoordinatorStarted(
-            incarnation=1, logic=LOGIC_VERSION, settings=self.settings, config=""
-        )
-        self.deliver(COORDINATOR, 0, 0, started)
-        for process in self.processes.values():
-            self._join(process)
-            if process.role == "rollout" and self.faults.kill_every_s:
-                self._schedule_kill(process)
-        while self.machine.state.phase != ENDED:
+        self.begin()
+        while self.state.phase != ENDED:
             assert self.seq < max_events, "the run does not end"
-            self._next()
+            self.step()
         return self
 
-    def _next(self) -> None:
-        timers = self.machine.state.timers
+    def begin(self) -> None:
+        self.say_own(self.started(1))
+        for process in self.processes.values():
+            self.join(process)
+            self._schedule_faults(process)
+        if self.faults.drain_at_s:
+            drain = ev.DrainRequested(reason="SIGINT")
+            self.later(self.strategy, self.faults.drain_at_s, drain)
+
+    def started(self, incarnation: int) -> ev.CoordinatorStarted:
+        return ev.CoordinatorStarted(
+            incarnation=incarnation,
+            logic=LOGIC_VERSION,
+            settings=self.settings,
+            clock_ns=0,
+            config="",
+        )
+
+    def step(self) -> None:
+        """The next thing happens: something in the world, or a timer."""
+        timers = self.state.timers
         timer = min(timers, key=lambda name: timers[name], default=None)
         if self.queue and (timer is None or self.queue[0][0] <= timers[timer]):
-            self.now, _, process, item, boot = heapq.heappop(self.queue)
-            if process.boot == boot and isinstance(item, Kill):
-                self._kill(process)
-            elif process.boot == boot and process.alive:
-                self._happen(process, item)
+            self.happen_next()
         else:
-            assert timer is not None, ("nothing will ever happen", self.machine.state)
+            assert timer is not None, ("nothing will ever happen", self.state)
             self.now = max(self.now, timers[timer])
-            self.deliver(COORDINATOR, 0, 0, ev.TimerFired(timer=timer))
+            self.say_own(ev.TimerFired(timer=timer))
+
+    def happen_next(self) -> None:
+        self.now, _, process, item, boot = heapq.heappop(self.queue)
+        if process.boot == boot and process.alive:
+            self._happen(process, item)
 
     def later(self, process: Process, seconds: float, item: Any) -> None:
         self.order += 1
         when = self.now + int(seconds * SECOND)
         heapq.heappush(self.queue, (when, self.order, process, item, process.boot))
 
-    def _say(self, process: Process, event: Event) -> None:
+    def say(self, process: Process, event: Event) -> None:
         for _ in range(1 + (self.random.random() < self.faults.repeat_event)):
             process.peer_seq += 1
             self.deliver(process.name, process.incarnation, process.peer_seq, event)
+
+    def say_own(self, event: Event) -> None:
+        """An event of the coordinator itself."""
+        self.deliver(COORDINATOR, 0, 0, event)
+
+    def gauge(self, process: Process, event: Event) -> None:
+        """An event that is neither numbered nor repeated."""
+        self.deliver(process.name, process.incarnation, 0, event)
 
     def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:
         self.seq += 1
@@ -165,24 +155,24 @@ class World:
         )
         commands = self.machine.handle(stamped)
         self.log.append((stamped, commands))
-        invariants.check(self.machine.state)
+        invariants.check(self.state)
         for i, command in enumerate(commands):
-            self._obey(command, (self.seq << 20) + i)
+            self.obey(command, (self.seq << 20) + i)
         return commands
 
     # --- what actors do -----------------------------------------------------------------------
 
-    def _join(self, process: Process) -> None:
+    def join(self, process: Process) -> None:
         joined = ev.ActorJoined(
             name=process.name,
             role=process.role,
-            boot_id=f"{process.name}/{process.boot}",
+            boot_id=process.boot_id,
             node="node-0",
             pid=1000 + process.boot,
         )
         self.deliver(process.name, 0, 0, joined)
 
-    def _ready(self, process: Process) -> None:
+    def ready(self, process: Process) -> None:
         events: dict[str, Event] = {
             "store": ev.DataLoaded(
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
@@ -194,16 +184,16 @@ class World:
         if process.role in events:
             self.later(process, self.random.uniform(0, 1), events[process.role])
 
-    def _obey(self, command: Command, command_id: int) -> None:
-        name = "_do_" + type(command).__name__
-        process = self.processes.get(command.to)
-        if process is None or process.alive or command.to == "strategy":
-            getattr(self, name)(process, command, command_id)
+    def obey(self, command: Command, command_id: int) -> None:
+        """A command reaches its process, if that is there."""
+        process = self.processes.get(command.to, self.strategy)
+        if process.alive:
+            getattr(self, "_do_" + type(command).__name__)(process, command, command_id)
 
     def _do_AcceptActor(self, process: Process, command: cmd.AcceptActor, _: int) -> None:
-        if command.boot_id == f"{process.name}/{process.boot}":
+        if command.boot_id == process.boot_id:
             process.incarnation = command.incarnation
-            self._ready(process)
+            self.ready(process)
 
     def _do_RefuseActor(self, process: Process, command: Command, _: int) -> None:
         process.alive = False
@@ -212,7 +202,8 @@ class World:
         self.later(process, 0.1, ev.ActorLeft())
 
     def _do_RestartActor(self, node: Process, command: cmd.RestartActor, _: int) -> None:
-        self._kill(self.processes[command.actor])
+        process = self.processes[command.actor]
+        self.later(process, self.random.uniform(0.1, 2.0), Kill())
 
     def _do_PublishWeights(self, process: Process, command: cmd.PublishWeights, _: int) -> None:
         self._publish(command.version, command.step)
@@ -226,12 +217,13 @@ class World:
 
     def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
         self.trained.extend(command.trajectories)
-        seconds = self.faults.train_s * self.random.uniform(0.5, 1.5)
+        seconds = 0.3 + self.faults.train_s * self.random.uniform(0.5, 1.5)
         if self.random.random() < self.faults.skip_publish:
             skipped = ev.PublishSkipped(version=command.version, step=command.step + 1, reason="")
             self.later(process, seconds, skipped)
         else:
-            self.later(process, seconds, Publish(command.version, command.step + 1))
+            ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
+            self.later(process, seconds - ahead, Publish(command.version, command.step + 1))
         done = ev.StepCompleted(
             step=command.step,
             version=command.version,
@@ -251,21 +243,26 @@ class World:
         self.pinned = command.version
 
     def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
-        assert not process.work, "a replica pulls only when it is empty"
+        assert not (self.ordered and process.work), "a replica pulls only when it is empty"
+        process.work.clear()  # what it was to stop, had the word of it not been lost
         self.later(process, self.random.uniform(0.01, 0.2), Load(command))
 
     def _do_GenerateTrajectory(
         self, process: Process, command: cmd.GenerateTrajectory, _: int
     ) -> None:
         assert process.version == command.version, (process, command)
-        assert len(process.work) < self.capacity, "over capacity"
-        assert command.trajectory not in self.ended
+        assert not self.ordered or len(process.work) < self.capacity, "over capacity"
+        row = self._open(command)
+        if row.placement != command.placement:
+            return  # the store refused it: it has ended, or somebody else has it
         process.work[command.trajectory] = command.placement
+        finish = Finish(command.trajectory, command.placement)
+        if row.generated:  # by a replica that died before it could say so
+            return self.later(process, 0.002, finish)
         started = ev.TrajectoryStarted(
             trajectory=command.trajectory,
             placement=command.placement,
-            tokens_resumed=0,
-            tokens_lost=self.tokens.get(command.trajectory, 0) if command.attempt > 1 else 0,
+            tokens_resumed=row.num_tokens,
         )
         self.later(process, 0.001, started)
         if self.random.random() < self.faults.hang:
@@ -273,19 +270,27 @@ class World:
         seconds = self.random.expovariate(1.0)
         if self.random.random() < self.faults.slow_tail:
             seconds *= 10
-        self.later(process, 0.002 + seconds, Finish(command.trajectory, command.placement))
+        self.later(process, 0.002 + seconds, finish)
+
+    def _open(self, command: cmd.GenerateTrajectory) -> Row:
+        """The store fences lower placements; a new attempt throws the tokens away."""
+        row = self.rows.setdefault(command.trajectory, Row())
+        fenced = bool(row.end) or command.placement <= row.placement
+        assert not (fenced and self.ordered), (row, command)
+        if fenced:
+            return row
+        row.placement = command.placement
+        if command.attempt != row.attempt and command.purpose == "train":
+            row.attempt, row.generated = command.attempt, False
+            row.tokens_lost, row.num_tokens = row.tokens_lost + row.num_tokens, 0
+        return row
 
     def _do_ScoreTrajectories(
         self, process: Process, command: cmd.ScoreTrajectories, _: int
     ) -> None:
         for item in command.items:
             if self.random.random() < self.faults.fail_sibling:
-                event: Event = ev.TrajectoryFailed(
-                    trajectory=item.trajectory,
-                    placement=item.placement,
-                    reason="reward-worker-lost",
-                    detail="",
-                )
+                event: Event = self._failed(item.trajectory, item.placement, "unscored")
             else:
                 event = ev.TrajectoryRewarded(
                     trajectory=item.trajectory,
@@ -293,9 +298,14 @@ class World:
                     score_bits=self.random.choice([0, 4607182418800017408]),
                     correct=True,
                     reason="ok",
-                    num_tokens=self.tokens[item.trajectory],
+                    num_tokens=self.rows[item.trajectory].num_tokens,
                 )
             self.later(process, self.random.uniform(0, 0.1), event)
+
+    def _failed(self, trajectory: str, placement: int, reason: str) -> ev.TrajectoryFailed:
+        return ev.TrajectoryFailed(
+            trajectory=TrajectoryId(trajectory), placement=placement, reason=reason, detail=""
+        )
 
     def _do_AbortTrajectories(
         self, process: Process, command: cmd.AbortTrajectories, _: int
@@ -309,14 +319,20 @@ class World:
     ) -> None:
         rows = []
         for ending in command.endings:
-            assert ending.trajectory not in self.ended, "ended twice"
-            self.ended[ending.trajectory] = ending.end
-            tokens = self.tokens.get(ending.trajectory, 0)
-            rows.append(ev.EndedTrajectory(trajectory=ending.trajectory, num_tokens=tokens))
+            row = self.rows.setdefault(ending.trajectory, Row())
+            assert not row.end, "ended twice"
+            row.end, row.placement = ending.end, ending.placement
+            rows.append(
+                ev.EndedTrajectory(
+                    trajectory=ending.trajectory,
+                    num_tokens=row.num_tokens,
+                    tokens_lost=row.tokens_lost,
+                )
+            )
         ended = ev.TrajectoriesEnded(command_id=command_id, ended=tuple(rows))
         self.later(process, 0.01, ended)
 
-    def _do_ProposeBatch(self, _: None, command: cmd.ProposeBatch, __: int) -> None:
+    def _do_ProposeBatch(self, _: Process, command: cmd.ProposeBatch, __: int) -> None:
         groups = [c.group for c in command.candidates]
         self.random.shuffle(groups)
         answer = ev.BatchProposed(step=command.step, groups=tuple(groups[: command.count]))
@@ -331,28 +347,46 @@ class World:
             self._load(process, item.command)
         elif isinstance(item, Finish):
             self._finish(process, item)
+        elif isinstance(item, Kill):
+            self._kill(process)
+        elif isinstance(item, Die):
+            self._die(process)
+        elif isinstance(item, Lose):
+            self._lose(process, item.how)
         elif isinstance(item, Start):
             self._start(self.processes[item.name])
         elif isinstance(item, ev.WeightsPublished):
             self._hold(item.version)
-            self._say(process, msgspec.structs.replace(item, held=tuple(self.held)))
+            self.say(process, msgspec.structs.replace(item, held=tuple(self.held)))
+        elif process is self.strategy:
+            self.say_own(item)
         else:
-            self._say(process, item)
+            self.say(process, item)
             if isinstance(item, ev.ActorLeft):
                 process.alive = False
 
     def _finish(self, process: Process, item: Finish) -> None:
+        row = self.rows[item.trajectory]
         if process.work.get(item.trajectory) != item.placement:
             return
         del process.work[item.trajectory]
-        self.tokens[item.trajectory] = 10
+        if item.placement < row.placement:
+            return  # the store refused the last tokens: somebody else has it now
+        if self.random.random() < self.faults.refuse_sibling:
+            return self.say(process, self._failed(item.trajectory, item.placement, "bad-logprobs"))
+        row.num_tokens, row.generated = 10, True
+        if self.random.random() < 0.1:
+            progress = ev.TokenProgress(
+                tokens_total=self.seq, kv_used_tokens=0, running=len(process.work), waiting=0
+            )
+            self.gauge(process, progress)
         finished = ev.TrajectoryFinished(
             trajectory=TrajectoryId(item.trajectory),
             placement=item.placement,
-            num_tokens=10,
+            num_tokens=row.num_tokens,
             finish_reason="stop",
         )
-        self._say(process, finished)
+        self.say(process, finished)
 
     def _hold(self, version: int) -> None:
         self.held = sorted({*self.held, version})
@@ -362,15 +396,13 @@ class World:
 
     def _load(self, process: Process, command: cmd.PullWeights) -> None:
         if command.exact and command.version not in self.held:
-            return self._say(
-                process, ev.VersionGone(version=command.version, held=tuple(self.held))
-            )
+            return self.say(process, ev.VersionGone(version=command.version, held=tuple(self.held)))
         version = command.version if command.exact else self.held[-1]
         if self.random.random() < self.faults.reject_weights:
             process.version = -1
-            return self._say(process, ev.WeightsRejected(version=version, reason="probe"))
+            return self.say(process, ev.WeightsRejected(version=version, reason="probe"))
         process.version = version
-        self._say(
+        self.say(
             process,
             ev.WeightsLoaded(
                 version=version,
@@ -382,61 +414,75 @@ class World:
             ),
         )
 
-    def _schedule_kill(self, process: Process) -> None:
-        delay = self.random.expovariate(1 / self.faults.kill_every_s)
-        self.later(process, delay, Kill())
+    # --- faults ---------------------------------------------------------------------------------
+
+    def _schedule_faults(self, process: Process) -> None:
+        if process.role == self.faults.fatal_role:
+            self.later(process, self.faults.fatal_at_s, Die())
+        if process.role == "rollout" and self.faults.lose_every_s:
+            seconds = self.random.expovariate(1 / self.faults.lose_every_s)
+            self.later(process, seconds, Lose(self.random.choice(LOSSES)))
+
+    def _lose(self, process: Process, how: str) -> None:
+        if how == "dies":
+            self._kill(process)
+        elif how == "falls silent":
+            self._fall_silent(process)
+        elif how == "is replaced":
+            self._replace(process)
+        elif how == "complains":
+            self.say(process, ev.ActorFailed(reason="out of memory", user_error=False))
+            self.later(process, 0.05, Kill())
+        else:
+            self.say(process, ev.ActorLeft())
+            self._kill(process)
 
     def _kill(self, process: Process) -> None:
         """The process dies; its node tells, and starts it again a little later."""
-        if not process.alive:
-            return
-        node = self.processes["node-0"]
-        dead = f"{process.name}/{process.boot}"
+        if process.alive:
+            dead = self._end_process(process)
+            self._exited(process, dead, restarting=True)
+            node = self.processes["node-0"]
+            self.later(node, self.random.uniform(0.1, self.faults.restart_s), Start(process.name))
+
+    def _replace(self, process: Process) -> None:
+        """A new process joins before anybody has heard that the old one died."""
+        dead = self._end_process(process)
+        self._start(process)
+        self._exited(process, dead, restarting=True)
+
+    def _end_process(self, process: Process) -> str:
+        """What it had sampled and flushed stays in the store; returns the dead boot id."""
+        dead = process.boot_id
+        for trajectory, placement in process.work.items():
+            row = self.rows[trajectory]
+            if not row.generated and row.placement == placement:
+                row.num_tokens = self.random.randint(row.num_tokens, 9)
         process.boot += 1
         process.alive, process.version, process.peer_seq = False, -1, 0
         process.work.clear()
-        self._say(
-            node, ev.ProcessExited(actor=process.name, boot_id=dead, code=-9, restarting=True)
+        return dead
+
+    def _exited(self, process: Process, dead: str, *, restarting: bool) -> None:
+        exited = ev.ProcessExited(actor=process.name, boot_id=dead, code=-9, restarting=restarting)
+        self.say(self.processes["node-0"], exited)
+
+    def _die(self, process: Process) -> None:
+        """Its node tells and starts nothing; of a node itself nothing is heard any more."""
+        process.alive = False
+        if process.role == "node":
+            self._fall_silent(process)
+        else:
+            self._exited(process, process.boot_id, restarting=False)
+
+    def _fall_silent(self, process: Process) -> None:
+        """Nothing of it arrives any more; it works on until its node has killed it."""
+        lost = ev.HeartbeatLost(
+            actor=process.name, actor_incarnation=process.incarnation, silent_ms=3_000
         )
-        self.later(node, self.random.uniform(0.1, self.faults.restart_s), Start(process.name))
+        self.say_own(lost)
 
     def _start(self, process: Process) -> None:
         process.alive = True
-        self._join(process)
-        if self.faults.kill_every_s:
-            self._schedule_kill(process)
-
-
-@dataclass(frozen=True)
-class Kill:
-    """The process dies."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A node has started the process again."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Publish:
-    """The trainer has handed its weights to the relay."""
-
-    version: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """A replica maps the relay's slot."""
-
-    command: cmd.PullWeights
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The last token is sampled, if the trajectory still runs there."""
-
-    trajectory: str
-    placement: int
+        self.join(process)
+        self._schedule_faults(process)

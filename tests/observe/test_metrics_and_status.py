@@ -8,7 +8,8 @@ from pathlib import Path
 from laminar.core.machine import Machine
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
-from tests.core.world import World, settings
+from tests.core.world import World
+from tests.core.world_parts import settings
 
 
 def small_world() -> World:

@@ -1,0 +1,296 @@
+"""A machine driven by hand: a test says what happened and looks at what was decided.
+
+Reads   events that a test states, in virtual milliseconds
+Gives   the commands of each; all invariants are checked after every event
+
+Unlike the random world it answers nothing by itself: a test tells one story, step by step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from laminar.core import invariants
+from laminar.core.machine import LOGIC_VERSION, Machine
+from laminar.core.state import Group, Replica, State, Trajectory
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.ids import GroupId, TrajectoryId
+from tests.core.world_parts import settings
+
+C = TypeVar("C", bound=Command)
+MS = 1_000_000  #: nanoseconds
+
+
+def only(kind: type[C], commands: Iterable[Command]) -> list[C]:
+    """The commands of one kind, in order."""
+    return [c for c in commands if isinstance(c, kind)]
+
+
+def bits_of(score: float) -> int:
+    return int(struct.unpack("<Q", struct.pack("<d", score))[0])
+
+
+class Bench:
+    """One run; `start` brings it to where every replica serves version 0."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int = 1,
+        capacity: int = 8,
+        num_train: int = 40,
+        num_eval: int = 0,
+        **changes: Any,
+    ) -> None:
+        self.machine = Machine()
+        self.now_ms = 0
+        self.seq = 0
+        self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
+        self.names = [f"rollout-{i}" for i in range(replicas)]
+        self.commands: list[Command] = []  #: all so far
+        self.step_of: dict[int, int] = {}  #: published versions
+        defaults: dict[str, Any] = {
+            "groups_per_step": 2,
+            "group_size": 2,
+            "val_before_train": False,
+        }
+        self.settings = settings(**(defaults | changes))
+        self.own(self.started())
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
+    # --- saying things ------------------------------------------------------------------------
+
+    def hear(self, peer: str, incarnation: int, event: Event) -> list[Command]:
+        self.seq += 1
+        stamped = Stamped(
+            seq=self.seq,
+            time_ns=self.now_ms * MS,
+            peer=peer,
+            incarnation=incarnation,
+            peer_seq=self.seq,
+            event=event,
+        )
+        commands = self.machine.handle(stamped)
+        invariants.check(self.state)
+        self.commands.extend(commands)
+        return commands
+
+    def own(self, event: Event) -> list[Command]:
+        """The coordinator reports it."""
+        return self.hear(COORDINATOR, 0, event)
+
+    def say(self, name: str, event: Event) -> list[Command]:
+        """The present process of that name reports it."""
+        return self.hear(name, self.state.actors[name].incarnation, event)
+
+    def wait(self, ms: int) -> list[Command]:
+        """Time passes; every timer that falls due fires at its time."""
+        end = self.now_ms + ms
+        commands: list[Command] = []
+        while True:
+            timers = self.state.timers
+            name = min(timers, key=lambda n: timers[n], default="")
+            if not name or timers[name] > end * MS:
+                self.now_ms = end
+                return commands
+            self.now_ms = max(self.now_ms, timers[name] // MS)
+            commands += self.own(ev.TimerFired(timer=name))
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def started(self, incarnation: int = 1) -> ev.CoordinatorStarted:
+        return ev.CoordinatorStarted(
+            incarnation=incarnation,
+            logic=LOGIC_VERSION,
+            settings=self.settings,
+            clock_ns=0,
+            config="",
+        )
+
+    def join(self, name: str, boot: str = "a") -> list[Command]:
+        role = name.rpartition("-")[0]
+        joined = ev.ActorJoined(
+            name=name, role=role, boot_id=f"{name}/{boot}", node="node-0", pid=1
+        )
+        return self.hear(name, 0, joined)
+
+    def ready(self, name: str) -> list[Command]:
+        events: dict[str, Event] = {
+            "store": ev.DataLoaded(
+                num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
+            ),
+            "relay": ev.RelayReady(address="here"),
+            "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
+            "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
+        }
+        return self.say(name, events[name.rpartition("-")[0]])
+
+    def start(self) -> list[Command]:
+        """Everybody joins, version 0 is published and loaded; returns the last commands."""
+        for name in ("node-0", "store-0", "relay-0", "trainer-0", *self.names):
+            self.join(name)
+        for name in ("store-0", "relay-0", "trainer-0", *self.names):
+            self.ready(name)
+        self.publish(0, 0)
+        return self.load_all()
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def publish(self, version: int, step: int, held: tuple[int, ...] = ()) -> list[Command]:
+        """The relay has a version (and keeps the one before it, unless `held` says otherwise)."""
+        self.step_of[version] = step
+        held = held or tuple(v for v in (version - 1, version) if v >= 0)
+        published = ev.WeightsPublished(
+            version=version, step=step, digest=f"d{version}", num_bytes=4, held=held
+        )
+        return self.say("relay-0", published)
+
+    def load(self, name: str) -> list[Command]:
+        """The replica finishes the pull that it was told to make."""
+        pull = self.pull_of(name)
+        assert pull is not None, f"{name} pulls nothing"
+        version = pull.version if pull.exact else self.state.newest
+        loaded = ev.WeightsLoaded(
+            version=version,
+            step=self.step_of[version],
+            digest=f"d{version}",
+            probe_diff=0.0,
+            seconds=0.1,
+            reloaded=True,
+        )
+        return self.say(name, loaded)
+
+    def load_all(self) -> list[Command]:
+        commands: list[Command] = []
+        for name in self.names:
+            if self.pull_of(name) is not None:
+                commands += self.load(name)
+        return commands
+
+    def pull_of(self, name: str) -> cmd.PullWeights | None:
+        outstanding = self.state.commands.get(f"pull:{name}")
+        command = outstanding.command if outstanding else None
+        return command if isinstance(command, cmd.PullWeights) else None
+
+    # --- trajectories -------------------------------------------------------------------------
+
+    def trajectory(self, trajectory: str) -> Trajectory:
+        return self.state.trajectories[TrajectoryId(trajectory)]
+
+    def group(self, group: str) -> Group:
+        return self.state.groups[GroupId(group)]
+
+    def replica(self, name: str = "rollout-0") -> Replica:
+        return self.state.replicas[name]
+
+    def open_groups(self) -> list[str]:
+        """Unfinished training groups, in order of dispatch."""
+        groups = self.state.groups.values()
+        return [g.id for g in groups if g.status == "open" and g.purpose == "train"]
+
+    def finish(self, trajectory: str, num_tokens: int = 10) -> list[Command]:
+        """Its last token is durable."""
+        t = self.trajectory(trajectory)
+        finished = ev.TrajectoryFinished(
+            trajectory=t.id, placement=t.placement, num_tokens=num_tokens, finish_reason="stop"
+        )
+        return self.say(t.replica, finished)
+
+    def reward(self, trajectory: str, score: float = 1.0) -> list[Command]:
+        t = self.trajectory(trajectory)
+        rewarded = ev.TrajectoryRewarded(
+            trajectory=t.id,
+            placement=t.placement,
+            score_bits=bits_of(score),
+            correct=score >= 1,
+            reason="ok",
+            num_tokens=t.num_tokens,
+        )
+        return self.say(t.replica, rewarded)
+
+    def fail(self, trajectory: str, reason: str = "unscored") -> list[Command]:
+        t = self.trajectory(trajectory)
+        failed = ev.TrajectoryFailed(
+            trajectory=t.id, placement=t.placement, reason=reason, detail=""
+        )
+        return self.say(t.replica, failed)
+
+    def complete(self, *groups: str, scores: tuple[float, ...] = (0.0, 1.0)) -> list[Command]:
+        """Every sibling of these groups is generated and rewarded."""
+        commands: list[Command] = []
+        for group in groups:
+            members = list(self.group(group).members)
+            for member in members:
+                commands += self.finish(member)
+            for i, member in enumerate(members):
+                commands += self.reward(member, scores[i % len(scores)])
+        return commands
+
+    # --- steps and ends -----------------------------------------------------------------------
+
+    def train(self, *, publish: bool = True) -> list[Command]:
+        """The trainer completes its batch; its weights are published, or not yet."""
+        batch = self.state.batch
+        assert batch is not None, "the trainer has no batch"
+        done = ev.StepCompleted(
+            step=batch.step,
+            version=batch.version,
+            changed=True,
+            reason="",
+            num_tokens=1,
+            digest="",
+            metrics={},
+        )
+        commands = self.say("trainer-0", done)
+        return commands + (self.publish(batch.version, batch.step + 1) if publish else [])
+
+    def skip_publish(self) -> list[Command]:
+        """No slot was free for the weights of the batch that is trained now."""
+        batch = self.state.batch
+        assert batch is not None
+        skipped = ev.PublishSkipped(version=batch.version, step=batch.step + 1, reason="no slot")
+        return self.say("trainer-0", skipped)
+
+    def write_ends(self) -> list[Command]:
+        """The store answers every outstanding end."""
+        commands: list[Command] = []
+        for outstanding in list(self.state.commands.values()):
+            command = outstanding.command
+            if isinstance(command, cmd.EndTrajectories):
+                rows = tuple(
+                    ev.EndedTrajectory(
+                        trajectory=ending.trajectory,
+                        num_tokens=self.trajectory(ending.trajectory).num_tokens,
+                        tokens_lost=0,
+                    )
+                    for ending in command.endings
+                )
+                ended = ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
+                commands += self.say("store-0", ended)
+        return commands
+
+    def kill(self, name: str = "rollout-0", *, restarting: bool = True) -> list[Command]:
+        """The process of an actor dies and its node says so."""
+        exited = ev.ProcessExited(
+            actor=name, boot_id=self.state.actors[name].boot_id, code=-9, restarting=restarting
+        )
+        return self.say("node-0", exited)
+
+    def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
+        """A restarted replica joins again and its engine is ready."""
+        self.join(name, boot)
+        return self.ready(name)
+
+    def stop(self) -> None:
+        """The store writes what ends, every actor says goodbye."""
+        self.write_ends()
+        for command in only(cmd.StopActor, self.commands):
+            if self.state.actor_alive(command.to):
+                self.say(command.to, ev.ActorLeft())

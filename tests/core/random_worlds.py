@@ -1,0 +1,89 @@
+"""Random configurations of the test world, and what must be true when a run has ended.
+
+Reads   a seed
+Gives   a World; `check_end` compares the three books (trainer, store, ledger)
+"""
+
+from __future__ import annotations
+
+import random
+
+from tests.core.world import World
+from tests.core.world_parts import Faults, settings
+
+
+def random_world(seed: int, kind: type[World] = World) -> World:
+    """The same seed gives the same world, with its settings, faults and timing."""
+    choose = random.Random(seed).choice
+    group_size = choose([2, 4])
+    config = settings(
+        seed=seed,
+        groups_per_step=choose([1, 2, 4, 8]),
+        group_size=group_size,
+        max_staleness=choose([0, 0, 1, 2, 4]),
+        groups_per_version=choose([1, 2, 4]),
+        total_steps=choose([0, 6]),
+        test_freq=choose([0, 2]),
+        batch_strategy=choose(["deadline", "priority", "strategies.py:mine"]),
+        reward_scope=choose(["trajectory", "group"]),
+        batch_wait_ms=choose([5_000, 60_000]),
+        drop_last=choose([True, False]),
+        resume_wait_ms=choose([100, 3_000]),
+    )
+    faults = Faults(
+        lose_every_s=choose([0, 0, 6, 20, 60]),
+        drain_at_s=choose([0, 0, 0, 0, 5, 20]),
+        skip_publish=choose([0, 0.3]),
+        fail_sibling=choose([0, 0.02, 0.2]),
+        reject_weights=choose([0, 0, 0.05]),
+        repeat_event=choose([0, 0.2]),
+        refuse_sibling=choose([0, 0, 0.02]),
+        hang=choose([0, 0, 0.02]),
+        train_s=choose([0.1, 1, 5]),
+    )
+    return kind(
+        config,
+        replicas=choose([1, 2, 3]),
+        capacity=group_size * choose([1, 2, 4]),
+        num_train=choose([10, 30]),
+        num_eval=choose([0, 5]),
+        faults=faults,
+        seed=seed,
+    )
+
+
+def failing_world(seed: int) -> World:
+    """A random world in which a process that the run cannot do without dies for good."""
+    world = random_world(seed)
+    choose = random.Random(seed).choice
+    world.faults.fatal_role = choose(["node", "store", "relay", "trainer"])
+    world.faults.fatal_at_s = choose([0.2, 1.5, 6, 15])
+    return world
+
+
+def check_failed(world: World) -> None:
+    """A run that failed has a reason, an exit code, and books that the store could close."""
+    state, ledger = world.state, world.state.ledger
+    assert world.faults.fatal_role in state.failure and state.exit_code == 1
+    if world.faults.fatal_role != "store":
+        assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
+        assert all(row.end for row in world.rows.values())
+
+
+def check_end(world: World) -> None:
+    """A run ended well: nothing is live, and three books that do not know each other agree."""
+    state, ledger = world.state, world.state.ledger
+    assert not state.failure, state.failure
+    assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
+    ends = [row.end for row in world.rows.values()]
+    assert all(ends), "the store has a trajectory without an end"
+    assert len(ends) == ledger.trajectories.issued
+    assert ends.count("trained") == len(world.trained) == ledger.trajectories.trained
+    assert {t for t, row in world.rows.items() if row.end == "trained"} == set(world.trained)
+    assert ends.count("evaluated") == ledger.trajectories.evaluated
+    tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
+    assert tokens == ledger.tokens.issued
+    if state.draining:
+        return
+    assert state.settings.total_steps in (0, state.completed)
+    assert not world.num_eval or state.evaluations[-1].final

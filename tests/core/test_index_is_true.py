@@ -1,0 +1,98 @@
+"""events/index.py against what the machine does: nothing unlisted happens, all that is listed can.
+
+What random runs never show is shown by directed tests, which are run again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from laminar.core.machine import Machine
+from laminar.events.base import Command, Event, Stamped
+from laminar.events.index import INDEX, SENDERS
+from tests.core import (
+    test_evaluation,
+    test_lifecycle,
+    test_lost_replica,
+    test_membership,
+    test_ways_to_lose,
+    test_weight_versions,
+)
+from tests.core.world import World
+
+Pair = tuple[type[Event], type[Command]]
+LISTED: set[Pair] = {(row.event, command) for row in INDEX for command in row.commands}
+
+_ways = test_ways_to_lose
+STORIES: tuple[Callable[[], None], ...] = (
+    *(partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "relay-0") for w in _ways.WAYS),
+    *(
+        story
+        for way in _ways.WAYS
+        for story in (
+            partial(_ways.test_work_and_rewards_go_to_the_other_replica, way),
+            partial(_ways.test_empty_replica_is_reserved_for_lost_work, way),
+            partial(_ways.test_third_death_completes_a_batch, way, "deadline"),
+            partial(_ways.test_third_death_completes_a_batch, way, "strategies.py:mine"),
+            partial(_ways.test_third_death_of_the_last_prompt_ends_the_data, way),
+            partial(_ways.test_third_death_of_the_last_evaluation_answer_ends_the_evaluation, way),
+        )
+    ),
+    test_evaluation.test_version_gone_before_it_was_pinned_moves_to_the_newest,
+    test_lifecycle.test_drain_while_exporting_gives_up_a_running_evaluation,
+    test_lifecycle.test_drain_while_starting_ends_at_once,
+    test_lifecycle.test_start_that_does_not_come_about_names_what_is_missing,
+    test_lost_replica.test_version_gone_during_a_reserved_pull,
+    test_lost_replica.test_version_gone_for_an_evaluation_pulls_what_there_is,
+    test_membership.test_joining_while_the_run_ends_is_refused,
+    test_weight_versions.test_group_that_is_finished_during_an_owed_publish_is_trained_after_it,
+)
+
+
+def pairs(log: list[tuple[Stamped, list[Command]]]) -> set[Pair]:
+    return {(type(stamped.event), type(c)) for stamped, commands in log for c in commands}
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Stamped, list[Command]]]]:
+    """What any Machine handles meanwhile."""
+    log: list[tuple[Stamped, list[Command]]] = []
+    handle = Machine.handle
+
+    def recording(machine: Machine, stamped: Stamped) -> list[Command]:
+        commands = handle(machine, stamped)
+        log.append((stamped, commands))
+        return commands
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "handle", recording)
+        yield log
+
+
+def test_every_decision_is_listed_and_every_listed_one_occurs(
+    good_runs: list[World], failing_runs: list[World]
+) -> None:
+    with recorded() as stories:
+        for story in STORIES:
+            story()
+    seen = pairs(stories)
+    for world in (*good_runs, *failing_runs):
+        seen |= pairs(world.log)
+    assert not names(seen - LISTED), "decided but not listed"
+    assert not names(LISTED - seen), "listed but never decided"
+
+
+def names(found: set[Pair]) -> list[str]:
+    return sorted(f"{event.__name__} -> {command.__name__}" for event, command in found)
+
+
+def test_every_sender_of_the_world_is_listed(good_runs: list[World]) -> None:
+    """The world's processes were written from the roles of real ones."""
+    for world in good_runs:
+        for stamped, _ in world.log:
+            role = stamped.peer.rpartition("-")[0] or stamped.peer
+            assert role in SENDERS[type(stamped.event)], stamped

@@ -1,0 +1,353 @@
+"""The run as a whole: drain at every phase, a start that does not come about, fatal losses."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from tests.core.bench import Bench, only
+
+DRAIN = ev.DrainRequested(reason="SIGINT")
+
+
+def small(**changes: object) -> Bench:
+    """Two steps of one group, on-policy, two held-out prompts."""
+    values: dict[str, object] = {
+        "groups_per_step": 1,
+        "max_staleness": 0,
+        "capacity": 4,
+        "total_steps": 2,
+        "num_eval": 2,
+    }
+    return Bench(**(values | changes))
+
+
+def to_the_export(bench: Bench) -> list[cmd.Command]:
+    bench.start()
+    commands: list[cmd.Command] = []
+    for _ in range(2):
+        bench.complete(*bench.open_groups())
+        commands = bench.train()
+        bench.load_all()
+    return commands
+
+
+def exported(bench: Bench) -> list[cmd.Command]:
+    bench.say("trainer-0", ev.ModelExported(version=3, path="export"))
+    return bench.publish(3, 2)
+
+
+def books_closed(bench: Bench) -> bool:
+    ledger = bench.state.ledger
+    return ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0
+
+
+def test_whole_run_ends_with_exit_code_zero() -> None:
+    """Two steps, export, the last evaluation on the exported weights, everybody goes home."""
+    bench = small()
+    assert only(cmd.ExportModel, to_the_export(bench)) == [
+        cmd.ExportModel(to="trainer-0", version=3, step=2)
+    ]
+    exported(bench)
+    assert bench.state.phase == "final-evaluation"
+    commands = bench.load_all()
+    for command in only(cmd.GenerateTrajectory, commands):
+        assert command.purpose == "eval"
+        bench.finish(command.trajectory)
+        bench.reward(command.trajectory)
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
+    assert books_closed(bench) and bench.state.export_path == "export"
+    assert not bench.state.timers and not bench.state.commands
+
+
+def test_drain_while_starting_ends_at_once() -> None:
+    """Ctrl-C before anything began: there is no model to export; 130 is a shell's code for it."""
+    bench = small()
+    bench.join("trainer-0")
+    stop = bench.own(DRAIN)
+    assert [c.to for c in only(cmd.StopActor, stop)] == ["trainer-0"]
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
+    assert "SIGINT" in bench.state.failure
+
+
+def test_drain_while_the_trainer_waits() -> None:
+    """Ctrl-C while answers are generated: they are given up, the model is exported, no new work is
+    begun, no evaluation is made, and the exit code is 0."""
+    bench = small(test_freq=1, val_before_train=True)
+    bench.start()
+    commands = bench.own(DRAIN)
+    assert only(cmd.ExportModel, commands) and only(cmd.AbortTrajectories, commands)
+    bench.write_ends()
+    commands += bench.say("trainer-0", ev.ModelExported(version=1, path="export"))
+    commands += bench.publish(1, 0)
+    commands += bench.load_all()
+    assert not only(cmd.GenerateTrajectory, commands)
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert books_closed(bench)
+
+
+def test_drain_before_the_weights_are_loaded_begins_no_evaluation() -> None:
+    """An evaluation was due when Ctrl-C came; it is not begun any more."""
+    bench = small(val_before_train=True)
+    for name in ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0"):
+        bench.join(name)
+    for name in ("store-0", "relay-0", "trainer-0", "rollout-0"):
+        bench.ready(name)
+    bench.publish(0, 0)
+    commands = bench.own(DRAIN)
+    assert not only(cmd.GenerateTrajectory, commands + bench.load_all())
+
+
+def test_drain_while_a_batch_is_trained_completes_it() -> None:
+    """The step that is under way is not thrown away."""
+    bench = small()
+    bench.start()
+    bench.complete("0.0")
+    assert not bench.own(DRAIN)
+    commands = bench.train()
+    assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
+    bench.write_ends()
+    assert bench.state.ledger.groups.trained == 1 and books_closed(bench)
+
+
+def test_drain_while_exporting_leaves_out_the_last_evaluation() -> None:
+    bench = small()
+    to_the_export(bench)
+    bench.own(DRAIN)
+    exported(bench)
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+
+
+def test_drain_while_exporting_gives_up_a_running_evaluation() -> None:
+    """A regular evaluation was still running; when the export is out, its answers are dropped."""
+    bench = small(total_steps=1, val_before_train=True)
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.own(DRAIN)
+    bench.say("trainer-0", ev.ModelExported(version=2, path="export"))
+    commands = bench.publish(2, 1)
+    assert only(cmd.AbortTrajectories, commands)
+    assert {e.reason for c in only(cmd.EndTrajectories, commands) for e in c.endings} == {
+        "run-ended"
+    }
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+
+
+def test_drain_pays_an_owed_publish_before_the_export() -> None:
+    """The last weights were skipped while their batch was trained, and then Ctrl-C came."""
+    bench = small(total_steps=6, max_staleness=2)
+    bench.start()
+    bench.complete("0.0")
+    bench.skip_publish()
+    bench.train(publish=False)
+    bench.publish(1, 1)
+    bench.complete("0.1")
+    bench.skip_publish()
+    bench.own(DRAIN)
+    commands = bench.train(publish=False)
+    assert [c.version for c in only(cmd.PublishWeights, commands)] == [2]
+    assert only(cmd.ExportModel, bench.publish(2, 2))
+
+
+def test_drain_during_the_last_evaluation_ends_it() -> None:
+    """Ctrl-C once more: the answers under way are given up and the books close."""
+    bench = small()
+    to_the_export(bench)
+    exported(bench)
+    assert only(cmd.GenerateTrajectory, bench.load_all())
+    assert only(cmd.AbortTrajectories, bench.own(DRAIN))
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert books_closed(bench) and bench.state.ledger.groups.dropped == {"run-ended": 2}
+
+
+@pytest.mark.parametrize("phase", ["ending", "stopping", "ended"])
+def test_drain_while_ending_changes_nothing(phase: str) -> None:
+    """Ctrl-C again and again."""
+    bench = small(num_eval=0)
+    to_the_export(bench)
+    exported(bench)
+    if phase != "ending":
+        bench.write_ends()
+    if phase == "ended":
+        bench.stop()
+    assert bench.state.phase == phase
+    assert bench.own(DRAIN) == [] and bench.own(DRAIN) == []
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+
+
+def test_start_that_does_not_come_about_names_what_is_missing() -> None:
+    """The relay never came: the reason says so and names nobody who is there."""
+    bench = small(start_timeout_ms=60_000)
+    for name in ("node-0", "store-0", "trainer-0", "rollout-0"):
+        bench.join(name)
+        if name != "node-0":
+            bench.ready(name)
+    bench.wait(60_000)
+    assert bench.state.failure == "not started within 60000 ms: missing relay"
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+
+
+def test_start_that_waits_for_the_first_weights_says_so() -> None:
+    bench = small(start_timeout_ms=60_000)
+    for name in ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0"):
+        bench.join(name)
+        if name != "node-0":
+            bench.ready(name)
+    bench.wait(60_000)
+    assert "the first weights to be published" in bench.state.failure
+
+
+def test_start_without_anybody_names_all() -> None:
+    bench = small(start_timeout_ms=1_000)
+    bench.wait(1_000)
+    assert bench.state.failure.endswith("missing store, relay, trainer, rollout")
+    assert bench.state.phase == "ended"
+
+
+@pytest.mark.parametrize("name", ["trainer-0", "relay-0"])
+def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None:
+    """Its process dies in the middle of the run, with a batch in training and answers under way."""
+    bench = small(total_steps=6, max_staleness=2, capacity=8)
+    bench.start()
+    bench.complete("0.0")
+    bench.kill(name, restarting=False)
+    assert bench.state.failure == f"{name} is lost: its process ended with exit code -9"
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+    assert books_closed(bench)
+    assert set(bench.state.ledger.trajectories.dropped) == {"run-ended"}
+
+
+def test_loss_of_the_store_ends_the_run_and_leaves_the_books_open() -> None:
+    """Nobody can write the ends, so nothing may claim that they were written."""
+    bench = small()
+    bench.start()
+    bench.kill("store-0", restarting=False)
+    assert bench.state.failure.startswith("store-0 is lost")
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+    assert bench.state.ledger.trajectories.live == 2
+
+
+def test_loss_of_a_node_ends_the_run() -> None:
+    """The lease of a node ran out: nobody can restart its processes."""
+    bench = small()
+    bench.start()
+    bench.own(ev.HeartbeatLost(actor="node-0", actor_incarnation=1, silent_ms=9_000))
+    assert bench.state.failure == "node-0 is lost: nothing was heard from it for 9000 ms"
+
+
+def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> None:
+    """A mistake in the model's path is the user's; out of memory is not."""
+    for user_error, code in ((True, 2), (False, 1)):
+        bench = small()
+        bench.start()
+        bench.say("trainer-0", ev.ActorFailed(reason="no such model", user_error=user_error))
+        assert bench.state.failure == "trainer-0: no such model"
+        assert bench.state.exit_code == code
+
+
+def test_user_error_of_a_replica_ends_the_run_too() -> None:
+    """A reward function that cannot be imported fails on every replica."""
+    bench = small()
+    bench.start()
+    bench.say("rollout-0", ev.ActorFailed(reason="no module named rewards", user_error=True))
+    assert (bench.state.failure, bench.state.exit_code) == ("rollout-0: no module named rewards", 2)
+
+
+def test_last_replica_that_is_not_restarted_ends_the_run() -> None:
+    """Its node gave up restarting it."""
+    bench = small()
+    bench.start()
+    bench.kill(restarting=False)
+    assert bench.state.failure.startswith("no replica is left: rollout-0")
+
+
+def test_last_replica_that_never_comes_back_ends_the_run() -> None:
+    """Its node restarts it, but it hangs before it joins."""
+    bench = small(start_timeout_ms=60_000)
+    bench.start()
+    bench.kill()
+    bench.write_ends()
+    assert not bench.state.failure
+    bench.wait(60_000)
+    assert bench.state.failure == (
+        "no replica is left: rollout-0 was restarted and never joined"
+    )  # fmt: skip
+
+
+def test_process_that_never_joins_ends_the_run() -> None:
+    """It crashes during its start (a bad import) and its node gives up."""
+    bench = small()
+    bench.join("node-0")
+    exited = ev.ProcessExited(actor="relay-0", boot_id="x", code=1, restarting=False)
+    bench.say("node-0", exited)
+    assert bench.state.failure == "relay-0 never joined: its process ended with exit code 1"
+
+
+def test_store_that_hangs_ends_the_run() -> None:
+    """It answers heartbeats, but two minutes for one transaction are too long."""
+    bench = small(batch_wait_ms=10**9, max_staleness=1)
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.wait(120_000)
+    assert bench.state.failure == "store-0 did not finish EndTrajectories in time"
+    assert bench.state.phase == "ending"
+    bench.wait(120_000)  # it does not write the ends of what was open then, either
+    assert bench.state.phase == "stopping"
+    bench.wait(STOP_TIMEOUT_MS)
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+
+
+def test_export_that_hangs_ends_the_run() -> None:
+    bench = small()
+    to_the_export(bench)
+    bench.write_ends()
+    bench.wait(EXPORT_TIMEOUT_MS)
+    assert bench.state.failure == "trainer-0 did not finish ExportModel in time"
+
+
+def test_first_reason_of_a_failure_is_kept() -> None:
+    """What follows from a failure is not its reason."""
+    bench = small()
+    bench.start()
+    bench.kill("relay-0", restarting=False)
+    reason = bench.state.failure
+    bench.kill("trainer-0", restarting=False)
+    assert bench.state.failure == reason
+
+
+def test_actor_that_does_not_say_goodbye_is_not_waited_for_for_ever() -> None:
+    """One process ignores StopActor; its node kills it later, the run ends without it."""
+    bench = small(num_eval=0)
+    to_the_export(bench)
+    exported(bench)
+    bench.write_ends()
+    for name in ("node-0", "store-0", "relay-0", "trainer-0"):
+        bench.say(name, ev.ActorLeft())
+    assert bench.state.phase == "stopping"
+    bench.wait(STOP_TIMEOUT_MS)
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+
+
+def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> None:
+    bench = small(num_eval=0)
+    to_the_export(bench)
+    exported(bench)
+    bench.write_ends()
+    for name in ("rollout-0", "trainer-0", "relay-0", "store-0"):
+        bench.kill(name, restarting=False)
+    bench.say("node-0", ev.ActorLeft())
+    assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")

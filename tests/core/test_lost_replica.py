@@ -1,0 +1,183 @@
+"""A replica dies: its work goes on elsewhere, from the store's tokens if possible."""
+
+from __future__ import annotations
+
+from laminar.core.admission import refusal
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from tests.core.bench import Bench, only
+
+
+def pair(**changes: object) -> Bench:
+    """Two replicas on version 0, each with one group of two siblings and room for another."""
+    values: dict[str, object] = {
+        "replicas": 2,
+        "capacity": 4,
+        "max_staleness": 0,
+        "groups_per_step": 2,
+    }
+    bench = Bench(**(values | changes))
+    bench.start()
+    return bench
+
+
+def test_lost_work_resumes_on_the_same_version() -> None:
+    """rollout-0 dies with both groups; rollout-1 has the same version and room: the four answers
+    go on there at once, as the same attempt (same seed), under a new placement."""
+    bench = pair()
+    assert len(bench.replica("rollout-0").running) == 4
+    before = {c.trajectory: c for c in only(cmd.GenerateTrajectory, bench.commands)}
+    again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    assert {c.to for c in again} == {"rollout-1"} and len(again) == 4
+    for command in again:
+        first = before[command.trajectory]
+        assert (command.placement, command.attempt) == (2, 1)
+        assert (command.seed, command.version) == (first.seed, first.version)
+
+
+def test_reserved_pull_fetches_the_version_of_lost_work() -> None:
+    """The survivor runs version 1, the lost answer began with version 0, which the relay still
+    holds: when the survivor empties it fetches version 0 back, finishes the lost answer, and
+    only then takes new groups."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.load("rollout-1")
+    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    pulls = only(cmd.PullWeights, bench.complete("0.2"))
+    assert [(p.version, p.exact, p.purpose) for p in pulls] == [(0, True, "resume")]
+    resumed = only(cmd.GenerateTrajectory, bench.load("rollout-1"))
+    assert {(c.group, c.attempt, c.version) for c in resumed} == {("0.0", 1, 0)}
+
+
+def test_lost_work_starts_over_when_nobody_turns_up() -> None:
+    """No replica of version 0 has room for resume_wait_ms: then the two siblings begin again on
+    version 1 with other random numbers, and the group keeps its oldest deadline."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2, resume_wait_ms=3000)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    assert bench.pull_of("rollout-1") is not None
+    first = {c.trajectory: c.seed for c in only(cmd.GenerateTrajectory, bench.commands)}
+    bench.load("rollout-1")
+    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    assert not only(cmd.GenerateTrajectory, bench.wait(2999))
+    again = only(cmd.GenerateTrajectory, bench.wait(1))
+    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
+    assert all(c.seed != first[c.trajectory] for c in again)
+    assert bench.group("0.0").deadline == 1 and bench.group("0.0").mixed
+
+
+def test_lost_work_is_placed_on_a_replica_that_drains() -> None:
+    """The survivor took its share and something newer waits: it admits no new group. Lost work is
+    exempt from that; were it not, the trainer could wait for it for ever."""
+    bench = Bench(replicas=2, capacity=4, groups_per_step=1, max_staleness=2, groups_per_version=1)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    assert refusal(bench.state, bench.replica("rollout-1")) == "draining"
+    again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    assert {(c.to, c.group, c.attempt) for c in again} == {("rollout-1", "0.0", 1)}
+
+
+def test_evicted_version_means_start_over_at_once() -> None:
+    """The relay holds version 0 no longer: waiting for it would be waiting for nothing."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train(publish=False)
+    bench.publish(1, 1, held=(1,))
+    bench.load("rollout-1")
+    again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
+
+
+def test_version_gone_during_a_reserved_pull() -> None:
+    """The version was evicted between the command and the load: the relay says so, and the lost
+    answer starts over on what there is."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.load("rollout-1")
+    bench.kill("rollout-0")
+    bench.complete("0.2")
+    pull = bench.pull_of("rollout-1")
+    assert pull is not None and pull.exact
+    again = bench.say("rollout-1", ev.VersionGone(version=0, held=(1,)))
+    assert {(c.group, c.attempt, c.version) for c in only(cmd.GenerateTrajectory, again)} == {
+        ("0.0", 2, 1)
+    }
+
+
+def test_version_gone_for_an_evaluation_pulls_what_there_is() -> None:
+    """The version of an unfinished evaluation is evicted while it is pulled: the evaluation moves
+    to the newest version, which is pulled instead."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True)
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.fail("0.1.0")
+    bench.fail("0.1.1")
+    bench.kill()
+    bench.come_back()
+    pull = bench.pull_of("rollout-0")
+    assert pull is not None and (pull.version, pull.purpose) == (0, "evaluation")
+    again = bench.say("rollout-0", ev.VersionGone(version=0, held=(1,)))
+    assert [c.version for c in only(cmd.PullWeights, again)] == [1]
+
+
+def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
+    """A prompt kills whatever runs it. After the third death it is given up and its group ends, so
+    that the run goes on with the others."""
+    bench = Bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
+    bench.start()
+    for death in range(1, 4):
+        bench.kill()
+        bench.come_back(boot=f"b{death}")
+        bench.load_all()
+    bench.write_ends()
+    assert bench.state.ledger.trajectories.dropped == {"quarantined": 2}
+    assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
+    assert bench.open_groups() == ["0.1"]
+
+
+def test_rewards_of_a_lost_replica_are_worked_out_elsewhere() -> None:
+    """The answer is durable, only its reward was lost with the process: no token is generated
+    again, another replica scores it."""
+    bench = pair()
+    bench.finish("0.0.0")
+    commands = bench.kill("rollout-0")
+    scored = only(cmd.ScoreTrajectories, commands)
+    assert [(c.to, [i.trajectory for i in c.items]) for c in scored] == [("rollout-1", ["0.0.0"])]
+    assert "0.0.0" not in {c.trajectory for c in only(cmd.GenerateTrajectory, commands)}
+
+
+def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
+    """The only replica dies while it scores: the reward is unscored until it is back."""
+    bench = Bench(max_staleness=0)
+    bench.start()
+    bench.finish("0.0.0")
+    assert not only(cmd.ScoreTrajectories, bench.kill())
+    assert list(bench.state.unscored) == ["0.0.0"]
+    assert only(cmd.ScoreTrajectories, bench.come_back())
+    assert not bench.state.unscored
+
+
+def test_answer_that_was_complete_before_the_death_is_not_generated_again() -> None:
+    """The replica died between its last token and saying so. Whoever opens it next finds it
+    complete and reports it finished without having started it."""
+    bench = pair()
+    bench.kill("rollout-0")
+    assert bench.trajectory("0.0.0").status == "dispatched"
+    assert only(cmd.ScoreTrajectories, bench.finish("0.0.0"))
+
+
+def test_complaining_replica_is_fenced_and_its_work_moves() -> None:
+    """An engine runs out of memory and says so before it exits."""
+    bench = pair()
+    failed = ev.ActorFailed(reason="out of memory", user_error=False)
+    moved = bench.say("rollout-0", failed)
+    assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
+    assert not bench.state.failure

@@ -1,0 +1,191 @@
+"""Who belongs to the run: incarnations, fences, processes that were replaced, coordinators."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.core.machine import LOGIC_VERSION, LogicError, Machine
+from laminar.core.state import digest
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Stamped
+from tests.core.bench import Bench, only
+from tests.core.world_parts import settings
+
+
+def test_every_process_gets_its_own_incarnation() -> None:
+    bench = Bench()
+    accepted = [bench.join(n)[0] for n in ("node-0", "store-0", "rollout-0")]
+    assert [c.incarnation for c in only(cmd.AcceptActor, accepted)] == [1, 2, 3]
+
+
+def test_join_that_is_repeated_changes_nothing() -> None:
+    bench = Bench()
+    bench.join("store-0")
+    assert bench.join("store-0") == []
+    assert bench.state.ignored == {"ActorJoined: repeat": 1}
+
+
+def test_new_process_of_a_name_fences_the_old_one() -> None:
+    """A requeued job starts rollout-0 anew while the old one, cut off by the network, lives on: the
+    old one's work is lost to it, and its words are counted and change nothing."""
+    bench = Bench(replicas=2, capacity=4, max_staleness=0)
+    bench.start()
+    old = bench.state.actors["rollout-0"].incarnation
+    moved = bench.join("rollout-0", "b")
+    assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
+    trajectory = bench.trajectory("0.0.0")
+    for placement in (1, trajectory.placement):
+        finished = ev.TrajectoryFinished(
+            trajectory=trajectory.id, placement=placement, num_tokens=9, finish_reason="stop"
+        )
+        assert bench.hear("rollout-0", old, finished) == []
+    assert bench.trajectory("0.0.0").status == "dispatched"
+    assert bench.state.ignored == {"TrajectoryFinished: fenced": 2}
+
+
+def test_silent_actor_is_fenced_and_its_node_makes_sure_that_it_is_gone() -> None:
+    """It comes back to life a second later: it is fenced all the same."""
+    bench = Bench(replicas=2, capacity=4, max_staleness=0)
+    bench.start()
+    incarnation = bench.state.actors["rollout-0"].incarnation
+    lost = ev.HeartbeatLost(actor="rollout-0", actor_incarnation=incarnation, silent_ms=3_000)
+    commands = bench.own(lost)
+    assert [(c.to, c.actor) for c in only(cmd.RestartActor, commands)] == [("node-0", "rollout-0")]
+    gauge = ev.TokenProgress(tokens_total=5, kv_used_tokens=0, running=0, waiting=0)
+    assert bench.hear("rollout-0", incarnation, gauge) == []
+    assert bench.own(lost) == []
+    assert bench.state.ignored == {
+        "TokenProgress: fenced": 1, "HeartbeatLost: old-incarnation": 1
+    }  # fmt: skip
+
+
+def test_exit_of_an_old_process_does_not_touch_its_successor() -> None:
+    """The news of a death arrive after the successor has joined."""
+    bench = Bench(replicas=1, capacity=4, max_staleness=0)
+    bench.start()
+    old = bench.state.actors["rollout-0"].boot_id
+    bench.join("rollout-0", "b")
+    bench.ready("rollout-0")
+    commands = bench.load_all()
+    assert only(cmd.GenerateTrajectory, commands)
+    exited = ev.ProcessExited(actor="rollout-0", boot_id=old, code=-9, restarting=True)
+    assert bench.say("node-0", exited) == []
+    assert bench.state.actor_alive("rollout-0") and bench.replica().running
+
+
+def test_exit_of_an_old_process_does_not_end_the_restart_of_its_successor() -> None:
+    """The successor is to be restarted when the news of its predecessor's death arrive: the
+    command stays outstanding, so that a reconnected node is told again."""
+    bench = Bench(replicas=1, capacity=4, max_staleness=0, stall_ms=1_000)
+    bench.start()
+    old = bench.state.actors["rollout-0"].boot_id
+    bench.join("rollout-0", "b")
+    bench.ready("rollout-0")
+    bench.load_all()
+    assert only(cmd.RestartActor, bench.wait(1_000))
+    bench.say("node-0", ev.ProcessExited(actor="rollout-0", boot_id=old, code=-9, restarting=True))
+    assert "restart:rollout-0" in bench.state.commands
+
+
+def test_stranger_is_not_heard() -> None:
+    """Events of a name that never joined."""
+    bench = Bench()
+    assert bench.hear("rollout-7", 3, ev.ActorLeft()) == []
+    assert bench.state.ignored == {"ActorLeft: fenced": 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.CoordinatorStarted(
+            incarnation=9, logic=LOGIC_VERSION + 1, settings=settings(), clock_ns=0, config=""
+        ),
+        ev.TimerFired(timer="start"),
+        ev.DrainRequested(reason="I say so"),
+        ev.HeartbeatLost(actor="rollout-0", actor_incarnation=5, silent_ms=1),
+        ev.DataLoaded(num_train=0, num_eval=0, overlap=0, digest=""),
+        ev.RelayReady(address="mine"),
+        ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False),
+    ],
+)
+def test_event_that_is_not_its_senders_to_report_is_refused(event: ev.Event) -> None:
+    """The trainer reports what only the coordinator, the store, the relay or a node can know."""
+    bench = Bench(max_staleness=0)
+    bench.start()
+    before = bench.state.actors["rollout-0"].alive, bench.state.num_train, bench.state.phase
+    assert bench.say("trainer-0", event) == []
+    assert bench.state.ignored == {f"{type(event).__name__}: wrong-sender": 1}
+    assert before == (bench.state.actor_alive("rollout-0"), bench.state.num_train, "running")
+
+
+@pytest.mark.parametrize(("name", "role"), [("x-0", "king"), (COORDINATOR, "rollout")])
+def test_process_without_a_place_in_a_run_is_refused(name: str, role: str) -> None:
+    """An unknown role, and the coordinator's own name."""
+    bench = Bench()
+    joined = ev.ActorJoined(name=name, role=role, boot_id="b", node="node-0", pid=1)
+    refused = only(cmd.RefuseActor, bench.hear(name, 0, joined))
+    assert len(refused) == 1 and role in refused[0].reason
+    assert name not in bench.state.actors
+
+
+def test_joining_while_the_run_ends_is_refused() -> None:
+    bench = Bench(start_timeout_ms=10)
+    bench.join("store-0")
+    bench.wait(10)
+    assert bench.state.phase == "stopping"
+    assert only(cmd.RefuseActor, bench.join("relay-0"))
+
+
+def test_actor_that_leaves_in_the_middle_is_lost() -> None:
+    """A goodbye that nobody asked for: the trainer was terminated by hand."""
+    bench = Bench()
+    bench.start()
+    bench.say("trainer-0", ev.ActorLeft())
+    assert bench.state.failure == "trainer-0 is lost: left the run"
+
+
+def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
+    """Its start is an event; no command is repeated by the machine (the links do that), nobody is
+    lost, and the start timer is not set again."""
+    bench = Bench(max_staleness=0)
+    bench.start()
+    bench.now_ms += 5_000
+    assert bench.own(bench.started(2)) == []
+    assert bench.state.coordinator_incarnation == 2
+    assert "start" not in bench.state.timers
+    assert bench.replica().progress_ns == 5_000_000_000
+
+
+def test_log_of_another_logic_is_refused() -> None:
+    bench = Bench()
+    other = ev.CoordinatorStarted(
+        incarnation=2, logic=LOGIC_VERSION + 1, settings=bench.settings, clock_ns=0, config=""
+    )
+    with pytest.raises(LogicError, match=f"logic version {LOGIC_VERSION}"):
+        bench.own(other)
+
+
+def test_log_must_begin_with_a_coordinator() -> None:
+    first = Stamped(
+        seq=1, time_ns=0, peer="x", incarnation=0, peer_seq=0, event=ev.TimerFired(timer="start")
+    )
+    machine = Machine()
+    assert not machine.started
+    with pytest.raises(LogicError, match="coordinator-started"):
+        machine.handle(first)
+    with pytest.raises(LogicError, match="coordinator-started"):
+        _ = machine.state
+
+
+def test_late_timer_is_counted_and_changes_nothing() -> None:
+    """The clock of a batch's wait was cleared in the very turn in which it fell due."""
+    bench = Bench(max_staleness=0)
+    bench.start()
+    before = digest(bench.state)
+    for timer in ("batch-wait-of-old", "start", "resume:0.0.0", "command:publish"):
+        assert bench.own(ev.TimerFired(timer=timer)) == []
+    assert bench.state.ignored == {"TimerFired: late": 4}
+    bench.state.ignored.clear()
+    bench.state.seq -= 4
+    assert digest(bench.state) == before

@@ -1,0 +1,194 @@
+"""Random runs: they end, their books agree, and they depend on nothing but their log."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from laminar.core.machine import Machine
+from laminar.core.state import digest
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.events.codec import encode
+from tests.core.random_worlds import check_end, check_failed, failing_world, random_world
+from tests.core.world import World
+
+ROOT = Path(__file__).parents[2]
+
+
+def log_of(world: World) -> list[bytes]:
+    """Every event and every decision, as bytes."""
+    return [encode(item) for s, commands in world.log for item in (s.event, *commands)]
+
+
+def test_runs_end_with_three_books_that_agree(good_runs: list[World]) -> None:
+    """Trainer, store and ledger know nothing of each other. (That every invariant held after every
+    event is checked while a world runs.)"""
+    for world in good_runs:
+        check_end(world)
+
+
+def test_failed_runs_end_with_a_reason_and_closed_books(failing_runs: list[World]) -> None:
+    failed = [world for world in failing_runs if world.state.failure]
+    assert len(failed) > len(failing_runs) // 2
+    for world in failed:
+        check_failed(world)
+
+
+def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
+    """A world without losses, drops, restarts, skips or fences would prove little."""
+    ledgers = [world.state.ledger for world in good_runs]
+    reasons = {reason for ledger in ledgers for reason in ledger.trajectories.dropped}
+    assert reasons >= {
+        "batch-wait", "bad-logprobs", "end-of-data", "quarantined", "replica-lost", "run-ended",
+        "too-few-scored", "unscored",
+    }  # fmt: skip
+    assert sum(ledger.tokens.dropped.get("restarted", 0) for ledger in ledgers) > 0
+    ignored = {reason.partition(": ")[2] for world in good_runs for reason in world.state.ignored}
+    assert ignored >= {"fenced", "old-placement", "old-process", "repeat", "not-pulling"}
+
+
+def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
+    good_runs: list[World],
+) -> None:
+    """With max_staleness=0 no group that is trained was begun between a batch's choice and the next
+    load, and every trained answer was begun with the weights of the step before."""
+    on_policy = [world for world in good_runs if world.settings.max_staleness == 0]
+    assert len(on_policy) > 50
+    for world in on_policy:
+        assert world.state.staleness_max == 0
+        too_early: set[str] = set()
+        chosen = False
+        for stamped, commands in world.log:
+            chosen = chosen and not isinstance(stamped.event, ev.WeightsLoaded)
+            for command in commands:
+                chosen = chosen or isinstance(command, cmd.TrainStep)
+                if isinstance(command, cmd.GenerateTrajectory) and command.placement == 1:
+                    too_early |= {command.trajectory} if chosen else set()
+        assert not too_early & set(world.trained)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_same_seed_same_log_same_state(seed: int) -> None:
+    one, two = random_world(seed).run(), random_world(seed).run()
+    assert log_of(one) == log_of(two)
+    assert digest(one.state) == digest(two.state)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_state_is_the_fold_of_the_log(seed: int, good_runs: list[World]) -> None:
+    """The same events alone, without any world, lead to the same decisions and the same state."""
+    world, machine = good_runs[seed], Machine()
+    for stamped, commands in world.log:
+        assert machine.handle(stamped) == commands
+    assert digest(machine.state) == digest(world.state)
+
+
+class PureMachine(Machine):
+    """While it handles an event, asking for time, chance or a file raises."""
+
+    FORBIDDEN = (
+        (time, "time"), (time, "time_ns"), (time, "monotonic"), (time, "monotonic_ns"),
+        (random, "random"), (random, "getrandbits"), (os, "urandom"), (os, "getpid"),
+        (builtins, "open"), (builtins, "id"), (builtins, "hash"),
+    )  # fmt: skip
+
+    def handle(self, stamped: Stamped) -> list[Command]:
+        def impure(*_: object, **__: object) -> None:
+            raise AssertionError("the machine asked for something that is not in the log")
+
+        kept = [(module, name, getattr(module, name)) for module, name in self.FORBIDDEN]
+        try:
+            for module, name, _ in kept:
+                setattr(module, name, impure)
+            return super().handle(stamped)
+        finally:
+            for module, name, function in kept:
+                setattr(module, name, function)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_handling_is_pure(seed: int) -> None:
+    """No clock, no chance, no file, no address of an object: only the event and the state."""
+    world = random_world(seed)
+    world.machine = PureMachine()
+    check_end(world.run())
+
+
+def test_other_hash_seeds_give_the_same_state() -> None:
+    """Python's string hashes differ between processes; nothing may depend on them."""
+    program = (
+        "from tests.core.random_worlds import random_world\n"
+        "from laminar.core.state import digest\n"
+        "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("0", "1", "2")
+    }
+    assert answers == {str([digest(random_world(s).run().state) for s in range(8)]) + "\n"}
+
+
+class TwiceWorld(World):
+    """Every event is reported a second time (the same message twice is the session's business)."""
+
+    def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:
+        commands = super().deliver(peer, incarnation, peer_seq, event)
+        if self._is_news(event):
+            return commands
+        before = self._essence()
+        again = super().deliver(peer, incarnation, peer_seq, event)
+        assert not again, (event, again)
+        assert self._essence() == before, event
+        return commands
+
+    def _is_news(self, event: Event) -> bool:
+        """Two starts are two coordinators; a timer that was set anew has not fired twice; a process
+        that is refused is refused as often as it asks; a replica that was told to pull again may
+        answer again."""
+        if isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionGone):
+            return any(key.startswith("pull:") for key in self.state.commands)
+        if isinstance(event, ev.TimerFired):
+            return event.timer in self.state.timers
+        if isinstance(event, ev.ActorJoined):
+            return self.state.actors[event.name].boot_id != event.boot_id
+        return isinstance(event, ev.CoordinatorStarted)
+
+    def _essence(self) -> str:
+        """The state without its event counter and its count of ignored events."""
+        state = self.state
+        seq, ignored = state.seq, state.ignored
+        state.seq, state.ignored = 0, {}
+        found = digest(state)
+        state.seq, state.ignored = seq, ignored
+        return found
+
+
+@pytest.mark.parametrize("seeds", [range(0, 20), range(20, 40)])
+def test_repeated_events_change_nothing(seeds: range) -> None:
+    for seed in seeds:
+        check_end(random_world(seed, TwiceWorld).run())
+
+
+def test_failing_runs_survive_repeats() -> None:
+    """The same while a run fails."""
+    for seed in range(10):
+        world = failing_world(seed)
+        world.faults.repeat_event = 1.0
+        world.run()
+        assert world.state.phase == "ended"

@@ -1,0 +1,146 @@
+"""Five ways to lose an actor, one recovery: what follows depends on the work, not on the news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+from tests.core.bench import Bench, only
+
+REPLICA = "rollout-0"
+
+
+def silent(bench: Bench, name: str) -> list[Command]:
+    """Its lease ran out."""
+    incarnation = bench.state.actors[name].incarnation
+    return bench.own(ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000))
+
+
+def complains(bench: Bench, name: str) -> list[Command]:
+    """It says that it cannot go on."""
+    return bench.say(name, ev.ActorFailed(reason="out of memory", user_error=False))
+
+
+def leaves(bench: Bench, name: str) -> list[Command]:
+    """Somebody terminated it by hand, and it says goodbye."""
+    return bench.say(name, ev.ActorLeft())
+
+
+def replaced(bench: Bench, name: str) -> list[Command]:
+    """A new process of the same name joins first."""
+    return bench.join(name, boot=f"{bench.seq}")
+
+
+def dies(bench: Bench, name: str) -> list[Command]:
+    """Its node tells of its death."""
+    return bench.kill(name)
+
+
+Way = Callable[[Bench, str], list[Command]]
+WAYS: tuple[Way, ...] = (silent, complains, leaves, replaced, dies)
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def again(bench: Bench, way: Way) -> None:
+    """The replica is lost and comes back with the same work."""
+    way(bench, REPLICA)
+    bench.join(REPLICA, boot=f"{bench.seq}")
+    bench.ready(REPLICA)
+    bench.load_all()
+
+
+@every_way
+def test_work_and_rewards_go_to_the_other_replica(way: Way) -> None:
+    """One answer is being scored, three are being generated."""
+    bench = Bench(replicas=2, capacity=4, max_staleness=0)
+    bench.start()
+    bench.finish("0.0.0")
+    commands = way(bench, REPLICA)
+    assert {c.trajectory for c in only(cmd.GenerateTrajectory, commands)} == {
+        "0.0.1", "0.1.0", "0.1.1"
+    }  # fmt: skip
+    assert [c.to for c in only(cmd.ScoreTrajectories, commands)] == ["rollout-1"]
+
+
+@every_way
+def test_empty_replica_is_reserved_for_lost_work(way: Way) -> None:
+    """The other replica is empty but has another version: it pulls the one that is needed."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.load("rollout-1")
+    bench.complete("0.2")
+    pulls = only(cmd.PullWeights, way(bench, REPLICA))
+    assert [(p.to, p.version, p.purpose) for p in pulls] == [("rollout-1", 0, "resume")]
+
+
+@every_way
+@pytest.mark.parametrize("strategy", ["deadline", "strategies.py:mine"])
+def test_third_death_completes_a_batch(way: Way, strategy: str) -> None:
+    """Two of three siblings are rewarded, the third killed its replica three times: without it the
+    group is complete, and the trainer was waiting for it."""
+    bench = Bench(
+        groups_per_step=1, group_size=3, max_staleness=0, capacity=3, batch_strategy=strategy
+    )
+    bench.start()
+    for sibling in ("0.0.0", "0.0.1"):
+        bench.finish(sibling)
+        bench.reward(sibling)
+    again(bench, way)
+    again(bench, way)
+    commands = way(bench, REPLICA)
+    assert only(cmd.EndTrajectories, commands)[0].endings[0].reason == "quarantined"
+    expected = cmd.TrainStep if strategy == "deadline" else cmd.ProposeBatch
+    assert len(only(expected, commands)) == 1
+
+
+@every_way
+def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
+    """Nothing else is left: the model is exported."""
+    bench = Bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
+    bench.start()
+    again(bench, way)
+    again(bench, way)
+    commands = way(bench, REPLICA)
+    assert only(cmd.ExportModel, commands)
+
+
+@every_way
+def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way) -> None:
+    """It counts as wrong, and the version is unpinned."""
+    bench = Bench(total_steps=0, num_train=0, num_eval=1, val_before_train=True, capacity=2)
+    bench.start()
+    again(bench, way)
+    again(bench, way)
+    commands = way(bench, REPLICA)
+    assert [c.version for c in only(cmd.PinVersion, commands)] == [-1]
+    assert bench.state.evaluations[0].correct == 0
+
+
+@every_way
+@pytest.mark.parametrize("name", ["store-0", "relay-0", "trainer-0"])
+def test_loss_of_a_single_role_stops_everybody(way: Way, name: str) -> None:
+    """Nothing is open yet, so everybody who is left is told to stop at once; also a new process
+    of the lost name is not taken in any more."""
+    bench = Bench()
+    for other in ("node-0", "store-0", "relay-0", "trainer-0"):
+        bench.join(other)
+    commands = way(bench, name)
+    stopped = {c.to for c in only(cmd.StopActor, commands)} - {name}
+    assert stopped == {"node-0", "store-0", "relay-0", "trainer-0"} - {name}
+    assert bench.state.failure.startswith(f"{name}") and bench.state.exit_code == 1
+    assert not only(cmd.AcceptActor, commands)
+
+
+def test_silent_and_replaced_processes_are_told_to_stop_what_ran_there() -> None:
+    """A replica that is only cut off may hear it; one that is dead will not."""
+    bench = Bench(groups_per_step=1, group_size=2, max_staleness=0, capacity=2)
+    bench.start()
+    again(bench, silent)
+    again(bench, silent)
+    assert {c.to for c in only(cmd.AbortTrajectories, silent(bench, REPLICA))} == {REPLICA}

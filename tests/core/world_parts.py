@@ -1,0 +1,137 @@
+"""What the test world is made of: settings, faults, processes, the store's rows, things to happen.
+
+Reads   nothing
+Gives   plain data; the behaviour is in world.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from laminar.events import commands as cmd
+from laminar.events.base import Settings
+
+SECOND = 1_000_000_000  #: nanoseconds
+
+
+def settings(**changes: Any) -> Settings:
+    """Small defaults; a test names what matters to it."""
+    values: dict[str, Any] = {
+        "seed": 0,
+        "groups_per_step": 4,
+        "group_size": 4,
+        "min_scored": 2,
+        "max_staleness": 2,
+        "groups_per_version": 2,
+        "total_steps": 6,
+        "total_epochs": 1,
+        "shuffle": True,
+        "drop_last": False,
+        "test_freq": 0,
+        "val_before_train": True,
+        "batch_strategy": "deadline",
+        "reward_scope": "trajectory",
+        "resume_wait_ms": 3_000,
+        "batch_wait_ms": 60_000,
+        "start_timeout_ms": 60_000,
+        "stall_ms": 600_000,
+    }
+    return Settings(**(values | changes))
+
+
+@dataclass
+class Faults:
+    """Probabilities per opportunity, and mean virtual seconds."""
+
+    lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
+    drain_at_s: float = 0.0  #: Ctrl-C, 0: never
+    skip_publish: float = 0.0
+    fail_sibling: float = 0.0  #: its reward cannot be worked out
+    refuse_sibling: float = 0.0  #: it fails while it is generated
+    fatal_role: str = ""  #: its process dies for good ...
+    fatal_at_s: float = 0.0  #: ... at this time
+    reject_weights: float = 0.0
+    repeat_event: float = 0.0  #: an event arrives twice
+    slow_tail: float = 0.1  #: share of trajectories that take ten times as long
+    hang: float = 0.0  #: share of trajectories that never finish by themselves
+    restart_s: float = 2.0
+    train_s: float = 1.0
+
+
+@dataclass
+class Process:
+    name: str
+    role: str
+    incarnation: int = 0
+    boot: int = 0
+    alive: bool = True
+    peer_seq: int = 0
+    version: int = -1
+    work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
+
+    @property
+    def boot_id(self) -> str:
+        return f"{self.name}/{self.boot}"
+
+
+@dataclass
+class Row:
+    """What the store has of one trajectory."""
+
+    attempt: int = 1
+    placement: int = 0  #: lower ones are fenced
+    num_tokens: int = 0
+    tokens_lost: int = 0  #: of earlier attempts
+    generated: bool = False
+    end: str = ""
+
+
+LOSSES = ("dies", "falls silent", "complains", "leaves", "is replaced")
+
+
+@dataclass(frozen=True)
+class Lose:
+    """A replica is lost, in one of LOSSES."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The process dies."""
+
+
+@dataclass(frozen=True)
+class Die:
+    """The process dies, and its node will not start it again."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A node has started the process again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """The trainer has handed its weights to the relay."""
+
+    version: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """A replica maps the relay's slot."""
+
+    command: cmd.PullWeights
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last token is sampled, if the trajectory still runs there."""
+
+    trajectory: str
+    placement: int

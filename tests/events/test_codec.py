@@ -1,0 +1,100 @@
+"""The wire form of events and commands: exact both ways, one error for everything else."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import kebab
+from laminar.events.codec import (
+    MESSAGE_BYTES_MAX,
+    WireError,
+    decode_command,
+    decode_event,
+    decode_order,
+    encode,
+)
+from laminar.ids import TrajectoryId
+
+FINISHED = ev.TrajectoryFinished(
+    trajectory=TrajectoryId("0.17.3"), placement=2, num_tokens=5, finish_reason="stop"
+)
+STOP = cmd.StopActor(to="store-0", reason="done")
+
+
+def test_names_are_kebab_case() -> None:
+    assert kebab("TrajectoryFinished") == "trajectory-finished"
+    assert msgspec.msgpack.decode(encode(FINISHED))["type"] == "trajectory-finished"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(ev.ALL_EVENTS).flatmap(lambda kind: st.from_type(kind)))
+def test_every_event_comes_back_as_it_was(event: ev.Event) -> None:
+    assume_encodable(event)
+    again = decode_event(encode(event))
+    assert type(again) is type(event) and encode(again) == encode(event)
+
+
+def assume_encodable(event: ev.Event) -> None:
+    """MessagePack integers end at 64 bits; the core counts nothing beyond them."""
+    try:
+        encode(event)
+    except (OverflowError, UnicodeEncodeError):
+        assume(False)
+
+
+def test_order_carries_its_command() -> None:
+    order = cmd.Order(command_id=(7 << 20) + 1, cause=7, command=msgspec.Raw(encode(STOP)))
+    envelope, command = decode_order(encode(order))
+    assert (envelope.command_id, envelope.cause, command) == ((7 << 20) + 1, 7, STOP)
+
+
+def test_equal_messages_are_equal_bytes() -> None:
+    """Replay compares decisions byte by byte; the order of a dict must not matter."""
+    values = {"loss": 1.0, "kl": 2.0}
+    one, two = (
+        ev.StepCompleted(
+            step=0, version=1, changed=True, reason="", num_tokens=1, digest="", metrics=metrics
+        )
+        for metrics in (values, dict(reversed(values.items())))
+    )
+    assert encode(one) == encode(two)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x91" * 100_000,
+        b"\x81\xa4type\xa3odd",
+        b"\x81\xa4type\xa4\xff\xff\xff\xff",
+        b"\xff" * 64,
+        encode(STOP),
+        encode(FINISHED) + b"\x00",
+        encode(FINISHED)[:-1],
+        msgspec.msgpack.encode({"type": "actor-left", "unknown": 1}),
+        msgspec.msgpack.encode({"type": "relay-ready", "address": 5}),
+        b"\x00" * (MESSAGE_BYTES_MAX + 1),
+    ],
+)
+def test_anything_else_is_a_wire_error(data: bytes) -> None:
+    """Garbage, depth, bad UTF-8, a command where an event should be, unknown and wrong fields, one
+    byte too many or too few, too much."""
+    with pytest.raises(WireError):
+        decode_event(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_nothing_else(data: bytes) -> None:
+    for decode in (decode_event, decode_command, decode_order):
+        try:
+            decode(data)
+        except WireError:
+            pass
