@@ -33,7 +33,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    name: str = ""  #: a Hugging Face model directory (or hub name); also the KL reference of step 0
+    name: str = ""  #: a Hugging Face model directory; also the KL reference of step 0
 
 
 class DataConfig(Section, frozen=True, kw_only=True):

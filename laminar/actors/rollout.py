@@ -97,6 +97,7 @@ class Rollout:
             elif isinstance(command, cmd.ScoreTrajectories):
                 self.host.spawn(self.scorer.score(order, command))
             elif isinstance(command, cmd.PullWeights):
+                self._abort_all()
                 self.host.spawn(self.loader.pull(order, command))
             elif isinstance(command, cmd.AbortTrajectories):
                 self._abort(command)
@@ -188,6 +189,12 @@ class Rollout:
             if running is not None and running.command.placement <= item.placement:
                 del self.running[item.trajectory]
                 self.engine.abort(_request_id(running.command))
+
+    def _abort_all(self) -> None:
+        """A pull means that nothing is wanted here; an abort that was lost must not block it."""
+        for running in self.running.values():
+            self.engine.abort(_request_id(running.command))
+        self.running.clear()
 
     # --- tokens ---------------------------------------------------------------------------------
 

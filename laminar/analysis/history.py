@@ -19,10 +19,18 @@ from typing import Any
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.eventlog.reader import read_log, read_raw, scan
-from laminar.eventlog.record import EventRecord, LogCorrupt, LogTail, Record, segment_numbers
+from laminar.eventlog.record import (
+    DecisionRecord,
+    EventRecord,
+    LogCorrupt,
+    LogTail,
+    Record,
+    segment_numbers,
+)
 from laminar.eventlog.replay import Observer, Replay, replay, stamped
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
+from laminar.events.codec import decode_command
 from laminar.ports import AppendFile, DiskError
 from laminar.rundir import EVENTS_DIR
 
@@ -84,10 +92,22 @@ def typed_event(record: EventRecord) -> Stamped:
     try:
         return stamped(record)
     except WireError as error:
-        raise ConfigError(
-            f"event {record.seq} is of another release of laminar ({error}): "
-            "read the log with `laminar log dump --raw`"
-        ) from error
+        raise _of_another_release(f"event {record.seq}", error) from error
+
+
+def typed_command(record: DecisionRecord) -> Command:
+    """The command of a record; ConfigError for one of another release."""
+    try:
+        return decode_command(record.command)
+    except WireError as error:
+        raise _of_another_release(f"a decision of event {record.cause}", error) from error
+
+
+def _of_another_release(what: str, error: WireError) -> ConfigError:
+    return ConfigError(
+        f"{what} is of another release of laminar ({error}): "
+        "read the log with `laminar log dump --raw`"
+    )
 
 
 def log_size(run_dir: Path) -> tuple[int, LogTail]:

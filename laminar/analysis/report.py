@@ -190,7 +190,7 @@ def _timing(
         "decode_gap_ratio": figures.decode_gap_ratio(
             steps,
             {name: windows["running", name] for name in steps},
-            _publish_windows(trainer_spans, milestones),
+            publish_windows(trainer_spans, milestones.published_ns),
             pulling,
         ),
         "publish_stall_share": _publish_stall(account, milestones, trainer_spans),
@@ -198,10 +198,10 @@ def _timing(
     }
 
 
-def _publish_windows(spans: list[Span], milestones: Milestones) -> Intervals:
+def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
     """From the copy into the slot to the relay's word that the version is complete."""
     return union(
-        (span.start_ns, max(span.end_ns, milestones.published_ns.get(span.version, 0)))
+        (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
         for span in spans
         if span.state == "publishing"
     )

@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.history import WallClock, records, typed_event
+from laminar.analysis.history import WallClock, records, typed_command, typed_event
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
-from laminar.events.base import Command, Event, Stamped, WireError
-from laminar.events.codec import decode_command
+from laminar.events.base import Command, Event, Stamped
 
 LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
 
@@ -67,8 +66,7 @@ class Subject:
             return any(self.named_by(item, field) for item in value)
         if field not in FIELDS[self.kind]:
             return False
-        in_group = self.kind == "group" and str(value).startswith(f"{self.name}.")
-        return str(value) == self.name or in_group
+        return str(value) == self.name or str(value).startswith(f"{self.name}.")
 
 
 def story(run_dir: Path, name: str) -> Iterator[str]:
@@ -113,13 +111,7 @@ def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> st
 
 
 def _decision_line(record: DecisionRecord, seconds: float, subject: Subject | None) -> str:
-    try:
-        command = decode_command(record.command)
-    except WireError as error:
-        raise ConfigError(
-            f"a decision of event {record.cause} is of another release of laminar ({error}): "
-            "read the log with `laminar log dump --raw`"
-        ) from error
+    command = typed_command(record)
     receiver = subject is not None and subject.kind == "actor" and subject.name == command.to
     text = describe(command, None if receiver else subject)
     return f"{record.cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""

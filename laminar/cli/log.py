@@ -23,12 +23,12 @@ from laminar.analysis.history import (
     raw_records,
     records,
     replay_log,
+    typed_command,
     typed_event,
 )
 from laminar.analysis.story import dump, story
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
 from laminar.eventlog.replay import Difference
-from laminar.events.codec import decode_command
 
 
 def add_parser(subparsers: Any) -> None:
@@ -128,7 +128,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
             events[_tag(event.event)] += 1
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
-            decisions[_tag(decode_command(record.command))] += 1
+            decisions[_tag(typed_command(record))] += 1
     size, tail = log_size(arguments.run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
     _print(

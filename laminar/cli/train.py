@@ -69,8 +69,10 @@ def train(arguments: argparse.Namespace) -> int:
         console.print(f"moved the old run to {move_aside(run_dir)}", highlight=False)
     _prepare(plan.config, run_dir)
     code = Supervisor(plan.config, run_dir, console).run()
-    summary = summarize(run_dir)
-    show_summary(summary, run_dir, console)
+    try:
+        show_summary(summarize(run_dir), run_dir, console)
+    except ConfigError as error:  # the coordinator ended before it had logged anything
+        console.print(f"no summary: {error}", highlight=False, markup=False)
     return code
 
 

@@ -33,7 +33,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.net.client import write_address
 from laminar.net.session import Limits
-from laminar.net.transport import CONTROL_MAX_BYTES, ServerSocket
+from laminar.net.transport import CONTROL_MAX_BYTES, SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 
@@ -82,7 +82,7 @@ class Coordinator:
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
         self._own: list[Event] = []
-        self._wake: asyncio.Event = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._ended: asyncio.Event = asyncio.Event()
         self._error: BaseException | None = None
         self._observer = on_event
@@ -127,7 +127,6 @@ class Coordinator:
                 settings=settings_of(self.config),
                 clock_ns=time.time_ns(),
                 config=text,
-                pid=os.getpid(),
             )
         )
 
@@ -137,7 +136,7 @@ class Coordinator:
         """Serve until the run has ended; returns its exit code."""
         self.socket = ServerSocket(self.config.coordinator.host, self._port())
         try:
-            write_address(self.run_dir / COORDINATOR_FILE, self.socket.address)
+            write_address(self.run_dir / COORDINATOR_FILE, self.socket.address, pid=os.getpid())
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
@@ -192,6 +191,19 @@ class Coordinator:
         self.tick.local.clear()
         if self.tick.machine.started and self.tick.machine.state.phase == ENDED:
             self._ended.set()
+        self._wake_for_timer()
+
+    def _wake_for_timer(self) -> None:
+        """Timers that are due before the socket's slow tick get a turn of their own."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_ns = self.tick.next_timer_ns() if self.tick.machine.started else None
+        if due_ns is not None and not self._ended.is_set():
+            delay_s = (due_ns - time.monotonic_ns()) / 1e9
+            if delay_s < SAFETY_TICK_S:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(max(delay_s, 0.0), self._turn)
 
     async def _farewell(self) -> None:
         """Let the last commands and acknowledgements leave, then close the log with a hash."""

@@ -18,7 +18,7 @@ import msgspec
 
 from laminar.coordinator.detector import FailureDetector
 from laminar.core.machine import Machine
-from laminar.core.state import digest
+from laminar.core.state import ENDED, STOPPING, digest
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord
 from laminar.eventlog.replay import HASH_EVERY, Observer
 from laminar.eventlog.writer import LogWriter
@@ -184,9 +184,9 @@ class Tick:
             self._to_acknowledge[link.boot_id] = peer_seq
         try:
             event = decode_event(body)
-        except WireError:
+        except WireError as error:
             self.bad_frames += 1
-            return
+            return link.refuse(f"it speaks another language: {error}")
         self._apply(link.name, link.incarnation, peer_seq, event, time_ns)
 
     # --- deciding -----------------------------------------------------------------------------
@@ -251,11 +251,22 @@ class Tick:
         self._outgoing.clear()
         out, self._frames_out = self._frames_out, []
         for boot_id, link in list(self._links.items()):
+            fenced = self._fenced(link)
+            if fenced:
+                link.refuse("it was declared lost; start it again")
             for frame in link.poll(now_ns):
                 out.append((self._route_of[boot_id], frame))
-            if link.state is LinkState.CLOSED:
+            if fenced or link.state is LinkState.CLOSED:
                 self._forget(boot_id)
         return out
+
+    def _fenced(self, link: ServerLink) -> bool:
+        """Its process was given up, or replaced, while the run goes on."""
+        state = self.machine.state
+        actor = state.actors.get(link.name)
+        if actor is not None and actor.boot_id == link.boot_id:
+            return not actor.alive and state.phase not in (STOPPING, ENDED)
+        return True
 
     def _address(self, command_id: int, command: Command, now_ns: int) -> None:
         if isinstance(command, cmd.AcceptActor):

@@ -21,6 +21,8 @@ from laminar.ids import GroupId
 
 PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
+TRAIN_TIMEOUT_MS = 7_200_000
+"""Two hours for one batch: above what a large model takes, below a night of silence."""
 PUBLISH_TIMEOUT_MS = 300_000
 """A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
 
@@ -170,6 +172,7 @@ def _train(turn: Turn, groups: list[Group]) -> None:
             trajectories=tuple(m for g in shuffled for m in scored_members(state, g)),
         ),
         key="train",
+        timeout_ms=TRAIN_TIMEOUT_MS,
     )
     turn.touch_all()
 

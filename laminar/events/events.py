@@ -8,6 +8,8 @@ An event never carries payloads (tokens, weights): it names what is already dura
 
 from __future__ import annotations
 
+import msgspec
+
 from laminar.events.base import Event, Settings
 from laminar.ids import GroupId, TrajectoryId
 
@@ -22,7 +24,6 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True):
     settings: Settings
     clock_ns: int  #: this machine's time of day; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
-    pid: int = 0
 
 
 class TimerFired(Event, frozen=True, kw_only=True):
@@ -101,7 +102,7 @@ class DataLoaded(Event, frozen=True, kw_only=True):
     digest: str
 
 
-class EndedTrajectory(Event, frozen=True, kw_only=True):
+class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of `trajectories-ended`."""
 
     trajectory: TrajectoryId

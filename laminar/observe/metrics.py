@@ -10,6 +10,7 @@ writes each figure once.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class MetricsWriter:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115
         self._board_dir = run_dir / TENSORBOARD_DIR if tensorboard else None
         self._board: Any = None
+        #: importing and writing TensorBoard must not keep the coordinator from its socket
+        self._board_thread = ThreadPoolExecutor(1, "tensorboard")
         self._pulls: list[float] = []
         self._evaluations = 0
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
@@ -83,18 +86,17 @@ class MetricsWriter:
         line = {"step": step, "event": stamped.seq, "time_ns": stamped.time_ns, **figures}
         self._file.write(json.dumps(line) + "\n")
         if self._board_dir is not None:
-            board = self._open_board()
-            for name, value in figures.items():
-                board.add_scalar(name, value, step)
-            board.flush()
+            self._board_thread.submit(self._write_board, step, figures)
 
-    def _open_board(self) -> Any:
-        """Opened with the first figure: importing the writer costs the start half a second."""
+    def _write_board(self, step: int, figures: dict[str, float]) -> None:
+        """In the board's own thread, one call at a time."""
         if self._board is None:
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(self._board_dir))
-        return self._board
+        for name, value in figures.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
 
 
 def _last_event(path: Path) -> int:

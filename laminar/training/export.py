@@ -15,16 +15,26 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from laminar.config import ConfigError
 from laminar.training.model import named_weights
+
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
 
 
 def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) -> None:
     """Write `model` to `directory`, float32; ConfigError when the directory exists.
 
-    `tokenizer_source` is the directory or hub name that the run's tokenizer came from.
+    `tokenizer_source` is the model directory that the run's tokenizer came from.
     """
     if directory.exists():
         raise ConfigError(f"export directory {directory} exists; remove it or give another path")
@@ -32,12 +42,20 @@ def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) ->
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():  # an export that died half-way
         shutil.rmtree(partial)
-    AutoTokenizer.from_pretrained(tokenizer_source).save_pretrained(partial)
+    partial.mkdir()
+    _copy_tokenizer(Path(tokenizer_source), partial)
     _save_model(model, partial)
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     partial.rename(directory)
     _sync(directory.parent)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    """The files as they are: saving a loaded tokenizer may rewrite its rules."""
+    for pattern in TOKENIZER_FILES:
+        for path in sorted(source.glob(pattern)):
+            shutil.copyfile(path, directory / path.name)
 
 
 def _save_model(model: PreTrainedModel, directory: Path) -> None:

@@ -194,16 +194,15 @@ def test_hostile_frames_are_counted_and_change_nothing() -> None:
     assert desk.tick.machine.state.actors["trainer-0"].ready
 
 
-def test_body_that_is_no_event_is_acknowledged_and_counted() -> None:
-    """A newer program's event: resending it for ever would not make it known."""
+def test_peer_that_speaks_another_language_is_refused() -> None:
+    """A newer program's event: acknowledging it would lose it, resending it would not help."""
     desk = Desk()
     link = desk.client("trainer-0")
     desk.talk()
     link.send(b"\x81\xa4type\xa3odd")
-    link.send(encode(READY))
     desk.talk()
-    assert desk.tick.bad_frames == 1 and not link.outbox
-    assert desk.tick.machine.state.actors["trainer-0"].ready
+    assert desk.tick.bad_frames == 1
+    assert link.state is LinkState.REFUSED and "language" in link.reason
 
 
 def test_actor_cannot_report_what_is_the_coordinators_to_know() -> None:
@@ -273,9 +272,8 @@ def test_second_process_of_a_name_replaces_the_first() -> None:
     second = desk.client("rollout-0", "two")
     desk.talk()
     assert (first.incarnation, second.incarnation) == (1, 2)
-    first.send(encode(ev.ActorLeft()))
-    desk.talk()
-    assert desk.tick.machine.state.ignored == {"ActorLeft: fenced": 1}
+    assert first.state is LinkState.REFUSED and "lost" in first.reason
+    assert second.state is LinkState.UP
     assert desk.tick.machine.state.actors["rollout-0"].alive
 
 

@@ -26,7 +26,7 @@ PICTURE = {
 }
 
 
-@pytest.mark.parametrize(("status", "trigger"), itertools.product(STATUSES, TRIGGERS))
+@pytest.mark.parametrize(("status", "trigger"), list(itertools.product(STATUSES, TRIGGERS)))
 def test_every_pair(status: str, trigger: str) -> None:
     trajectory = Trajectory(id=TrajectoryId("0.0.0"), group=GroupId("0.0"), sibling=0)
     trajectory.status = status

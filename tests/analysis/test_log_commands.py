@@ -1,0 +1,344 @@
+"""laminar log: replay, dump, tail, stats, story; and what each says of things that are no run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar.analysis.story import Subject
+from laminar.config import ConfigError
+from laminar.coordinator.system import RealDisk
+from laminar.core.state import ENDED
+from laminar.eventlog.reader import scan
+from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
+from laminar.events import commands as cmd
+from tests.analysis.conftest import Cli
+from tests.analysis.made_run import event_record, world_log, write_log
+
+
+def log_file(run_dir: Path) -> Path:
+    return run_dir / "events" / "events-00000001.log"
+
+
+# --- replay -------------------------------------------------------------------------------------
+
+
+def test_replay_counts_and_says_identical(made: Path, cli: Cli) -> None:
+    log = world_log()
+    decisions = sum(len(commands) for _, commands in log)
+    code, out = cli("log", "replay", made)
+    assert code == 0
+    assert out == (
+        f"{len(log)} events, {decisions} decisions, {len(log) // 50} state hashes\nidentical\n"
+    )
+
+
+def test_replay_until_an_event_shows_the_state_there(made: Path, cli: Cli) -> None:
+    code, out = cli("log", "replay", made, "--until", 7, "--state")
+    assert code == 0
+    assert out.startswith("7 events")
+    state = json.loads(out.split("identical\n")[1])
+    assert (state["seq"], state["phase"]) == (7, "starting")
+    _, out = cli("log", "replay", made, "--state")
+    assert json.loads(out.split("identical\n")[1])["phase"] == ENDED
+
+
+def other_decision(tmp_path: Path) -> tuple[Path, int, int]:
+    """A log in which one seed was changed; the event and the true seed."""
+    log = world_log()
+    index = next(
+        i for i, (_, cs) in enumerate(log) if isinstance(cs[0:1] and cs[0], cmd.GenerateTrajectory)
+    )
+    stamped, commands = log[index]
+    seed = commands[0].seed
+    changed = msgspec.structs.replace(commands[0], seed=77)
+    log[index] = (stamped, [changed, *commands[1:]])
+    (tmp_path / "other").mkdir()
+    write_log(tmp_path / "other", log)
+    return tmp_path / "other", stamped.seq, seed
+
+
+def test_replay_names_the_first_difference_with_both_sides(tmp_path: Path, cli: Cli) -> None:
+    run_dir, seq, seed = other_decision(tmp_path)
+    code, out = cli("log", "replay", run_dir)
+    assert code == 1
+    assert f"event {seq}:" in out
+    assert "logged:   GenerateTrajectory(" in out
+    assert "seed=77" in out
+    assert f"seed={seed}" in out
+
+
+def test_diff_shows_only_what_differs(tmp_path: Path, cli: Cli) -> None:
+    run_dir, _, seed = other_decision(tmp_path)
+    code, out = cli("log", "replay", run_dir, "--diff")
+    assert code == 1
+    parts = [line.strip() for line in out.splitlines()[2:]]
+    assert sorted(parts) == sorted(["- seed=77)", f"+ seed={seed})"])
+
+
+def append(run_dir: Path, record: EventRecord | DecisionRecord | StateHashRecord) -> None:
+    """Write one more record behind the end of the history."""
+    tail = scan(RealDisk(run_dir / "events"))
+    assert tail.end is not None
+    with log_file(run_dir).open("ab") as file:
+        file.write(encode_frame(record, tail.end.crc)[0])
+
+
+def test_another_state_hash_is_a_difference(copy: Path, cli: Cli) -> None:
+    last = world_log()[-1][0].seq
+    append(copy, StateHashRecord(seq=last, digest="0" * 32))
+    code, out = cli("log", "replay", copy)
+    assert code == 1
+    assert f"state {'0' * 32} after event {last}" in out
+
+
+# --- dump, tail, stats --------------------------------------------------------------------------
+
+
+def test_dump_has_one_line_per_record(made: Path, cli: Cli) -> None:
+    log = world_log()
+    records = 1 + len(log) + sum(len(commands) for _, commands in log) + len(log) // 50
+    code, out = cli("log", "dump", made)
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) == records
+    assert "header" in lines[0]
+    assert "coordinator-started incarnation=1" in lines[1]
+    assert max(map(len, lines)) < 1200
+    _, raw = cli("log", "dump", made, "--raw")
+    bodies = [json.loads(line) for line in raw.splitlines()]
+    assert len(bodies) == records
+    assert Counter(body["kind"] for body in bodies)["event"] == len(log)
+    assert bodies[1]["event"]["settings"]["group_size"] == 4
+
+
+def test_raw_dump_reads_another_schema(made: Path, copy: Path, cli: Cli) -> None:
+    """A log of a later release: its header has a new key, its event a type unknown here."""
+    shutil.rmtree(copy / "events")
+    (copy / "events").mkdir()
+    header = msgspec.defstruct(
+        "Header",
+        [("schema", int), ("segment", int), ("takes_over", type(None)), ("colour", str)],
+        tag_field="kind",
+        tag="header",
+    )
+    later = msgspec.structs.replace(
+        event_record(world_log()[0][0]), event=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
+    )
+    data, crc = encode_frame(header(99, 1, None, "red"), 0)
+    log_file(copy).write_bytes(data + encode_frame(later, crc)[0])
+    code, out = cli("log", "dump", copy, "--raw")
+    assert code == 0
+    assert [json.loads(line).get("colour") for line in out.splitlines()] == ["red", None]
+    code, message = cli("log", "dump", copy)
+    assert code == 2
+    assert "schema 99" in message
+
+
+def test_tail_shows_the_last_records(made: Path, cli: Cli) -> None:
+    _, whole = cli("log", "dump", made)
+    code, out = cli("log", "tail", made, "-n", 3)
+    assert code == 0
+    assert out.splitlines() == whole.splitlines()[-3:]
+
+
+def test_stats_count_by_type(copy: Path, cli: Cli) -> None:
+    log = world_log()
+    with log_file(copy).open("ab") as file:
+        file.write(b"torn")
+    code, out = cli("log", "stats", copy)
+    assert code == 0
+    size = log_file(copy).stat().st_size
+    assert f"{size} bytes in 1 segments, torn tail 4 bytes" in out
+    assert f"{(log[-1][0].time_ns - log[0][0].time_ns) / 1e9:.3f} s" in out
+    counts = {words[1]: int(words[0]) for words in map(str.split, out.splitlines()[1:])}
+    assert counts["events"] == len(log)
+    assert counts["step-completed"] == 3
+    started = [c for _, cs in log for c in cs if isinstance(c, cmd.GenerateTrajectory)]
+    assert counts["generate-trajectory"] == len(started)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(made: Path) -> None:
+    """`laminar log dump RUN | head -n 1`: the dump is larger than a pipe holds."""
+    program = (
+        "import argparse, sys; from laminar.cli import log; parser = argparse.ArgumentParser(); "
+        "log.add_parser(parser.add_subparsers()); arguments = parser.parse_args(sys.argv[1:]); "
+        "sys.exit(arguments.function(arguments))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "log", "dump", str(made), "--raw"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert b"header" in process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+# --- story --------------------------------------------------------------------------------------
+
+
+def test_the_story_of_a_trajectory_from_prompt_to_end(made: Path, cli: Cli) -> None:
+    code, out = cli("log", "story", "0.1.2", made)
+    assert code == 0
+    order = [
+        "generate-trajectory",
+        "trajectory-started",
+        "trajectory-finished",
+        "score-trajectories",
+        "trajectory-rewarded",
+        "train-step",
+        "end-trajectories",
+        "trajectories-ended",
+    ]
+    places = [out.index(f" {tag} ") for tag in order]
+    assert places == sorted(places)
+    assert all("0.1.2" in line for line in out.splitlines())
+    times = [float(line.split()[1]) for line in out.splitlines()]
+    assert times == sorted(times)
+
+
+def test_every_mention_is_in_the_story(made: Path, cli: Cli) -> None:
+    """Against a plain search through the raw text of every message."""
+    messages = [(s.seq, s.event) for s, _ in world_log()]
+    messages += [(s.seq, c) for s, cs in world_log() for c in cs]
+    for name in ("0.1.2", "e1.3.0"):
+        naming = [seq for seq, message in messages if f'"{name}"' in json_of(message)]
+        _, out = cli("log", "story", name, made)
+        assert Counter(int(line.split()[0]) for line in out.splitlines()) == Counter(naming)
+
+
+def json_of(message: msgspec.Struct) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def test_stories_of_a_group_an_actor_and_a_version(made: Path, cli: Cli) -> None:
+    _, group = cli("log", "story", "0.1", made)
+    for sibling in range(4):
+        assert f"trajectory=0.1.{sibling} " in group
+    assert "0.10." not in group
+    _, actor = cli("log", "story", "trainer-0", made)
+    assert actor.count("-> trainer-0") == actor.count("train-step") + 2 + 1 + 1
+    assert "trainer-ready" in actor
+    _, version = cli("log", "story", "v2", made)
+    assert version == cli("log", "story", "2", made)[1]
+    assert "weights-published version=2" in version
+    assert "version=1 " not in version
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("0.17.3", "trajectory"),
+        ("e2.5-2.0", "trajectory"),
+        ("0.17", "group"),
+        ("e2.5", "group"),
+        ("v12", "version"),
+        ("12", "version"),
+        ("rollout-0", "actor"),
+        ("coordinator", "actor"),
+    ],
+)
+def test_names(text: str, kind: str) -> None:
+    assert Subject.parse(text).kind == kind
+
+
+def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
+    with pytest.raises(ConfigError, match="names nothing"):
+        Subject.parse("0.17.3.4")
+    for name in ("9.9.9", "rollout-7", "v99", "?"):
+        code, message = cli("log", "story", name, made)
+        assert code == 2
+        assert name in message
+
+
+# --- what is no run, or no log ------------------------------------------------------------------
+
+COMMANDS = [("replay",), ("dump",), ("dump", "--raw"), ("tail",), ("stats",)]
+
+
+def refusals(cli: Cli, path: Path) -> list[str]:
+    """What every reading command says; all must refuse in one sentence that names the place."""
+    said = [cli("log", command, path, *options) for command, *options in COMMANDS]
+    said += [cli("log", "story", "0.1", path), cli("audit", path), cli("report", path)]
+    for code, message in said:
+        assert code == 2, message
+        assert str(path) in message
+        assert "\n" not in message
+    return [message for _, message in said]
+
+
+def test_paths_that_are_no_run_directory(made: Path, tmp_path: Path, cli: Cli) -> None:
+    assert "does not exist" in refusals(cli, tmp_path / "nowhere")[0]
+    assert "is not a directory" in refusals(cli, made / "store.sqlite")[0]
+    assert "no run directory" in refusals(cli, tmp_path)[0]
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    assert "no event log" in refusals(cli, tmp_path / "run")[0]
+    log_file(tmp_path / "run").mkdir()
+    assert "cannot be read" in refusals(cli, tmp_path / "run")[0]
+
+
+def test_a_flipped_bit_is_named_with_its_place(copy: Path, cli: Cli) -> None:
+    data = bytearray(log_file(copy).read_bytes())
+    data[len(data) // 2] ^= 4
+    log_file(copy).write_bytes(data)
+    for message in refusals(cli, copy):
+        assert "events-00000001.log is corrupt at offset" in message
+
+
+def test_a_log_without_events_is_refused_by_what_needs_a_state(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "run").mkdir()
+    write_log(tmp_path / "run", [])
+    for arguments in (("log", "replay"), ("audit",), ("report",)):
+        code, message = cli(*arguments, tmp_path / "run")
+        assert code == 2
+        assert "no event yet" in message
+    assert cli("log", "stats", tmp_path / "run")[0] == 0
+
+
+def test_a_torn_tail_is_no_damage(copy: Path, cli: Cli) -> None:
+    """A crash in the middle of a write: the last record is not part of the history."""
+    data = log_file(copy).read_bytes()
+    log_file(copy).write_bytes(data[:-3])
+    assert scan(RealDisk(copy / "events")).torn_bytes > 0
+    code, out = cli("log", "replay", copy)
+    assert code == 0
+    assert "identical" in out
+
+
+def test_an_event_of_another_release_is_refused_by_name(copy: Path, cli: Cli) -> None:
+    shutil.rmtree(copy / "events")
+    log = world_log()[:3]
+    write_log(copy, log)
+    unknown = msgspec.structs.replace(
+        event_record(log[-1][0]), seq=4, event=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
+    )
+    append(copy, unknown)
+    for command in ("dump", "stats", "tail"):
+        code, message = cli("log", command, copy)
+        assert code == 2
+        assert "event 4" in message
+        assert "--raw" in message
+    assert cli("log", "replay", copy)[0] == 1
+    assert cli("log", "dump", copy, "--raw")[0] == 0
+
+
+def test_a_decision_of_another_release_is_refused_by_name(copy: Path, cli: Cli) -> None:
+    shutil.rmtree(copy / "events")
+    write_log(copy, world_log()[:3])
+    raw = msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
+    append(copy, DecisionRecord(cause=3, index=0, command=raw))
+    for command in ("dump", "stats"):
+        code, message = cli("log", command, copy)
+        assert code == 2
+        assert "decision of event 3" in message

@@ -1,0 +1,182 @@
+"""The summary of a made run, and of one that was killed."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar.analysis.history import replay_log
+from laminar.analysis.report import Milestones, publish_windows, summarize, tokens_per_s
+from laminar.analysis.timeline import Span, read_spans, read_steps
+from laminar.config import ConfigError
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Stamped
+from tests.analysis.conftest import Cli
+from tests.analysis.made_run import (
+    CLOCK_NS,
+    make_run,
+    world_log,
+    write_spans,
+    write_steps,
+)
+
+SECOND = 10**9
+
+
+def rows(run_dir: Path, sql: str) -> list[tuple]:
+    with sqlite3.connect(run_dir / "store.sqlite") as db:
+        return db.execute(sql).fetchall()
+
+
+def test_outcome_and_lengths_agree_with_the_store(copy: Path) -> None:
+    summary = summarize(copy)
+    assert json.loads((copy / "summary.json").read_text()) == summary
+    assert (summary["exit_code"], summary["failure"], summary["steps"]) == (0, "", 3)
+    assert summary["interrupted"] is False
+    assert [e["step"] for e in summary["evaluations"]] == [0, 2, 3]
+    assert [e["final"] for e in summary["evaluations"]] == [False, False, True]
+    assert summary["eval_first"] == summary["eval_last"] == 1.0  # the world scores all correct
+    assert summary["weight_versions"] == 1 + 3 + 1
+    ((trained,),) = rows(copy, "SELECT COUNT(*) FROM trajectories WHERE \"end\" = 'trained'")
+    assert summary["trajectories_trained"] == trained
+    stale = "SELECT AVG(end_step - version_step), MAX(end_step - version_step) FROM trajectories"
+    ((mean, highest),) = rows(copy, stale + " WHERE \"end\" = 'trained'")
+    assert summary["staleness_mean"] == pytest.approx(mean)
+    assert summary["staleness_max"] == highest
+    assert summary["response_length_p50"] == summary["generated_response_length_p99"] == 10
+    assert summary["truncated_share"] == 0
+    assert summary["coordinator_incarnations"] == 1
+    assert summary["processes"]["rollout-1"] == 1000
+    # Weighted by the tokens of the steps: (0 * 10 + 0.1 * 20 + 0.2 * 30) / 60.
+    assert summary["mismatch_kl_mean"] == pytest.approx(8 / 60)
+
+
+def test_the_coordinators_pid_is_in_its_address_file(copy: Path) -> None:
+    (copy / "coordinator.json").write_text('{"address": "tcp://127.0.0.1:1", "pid": 4711}')
+    assert summarize(copy)["processes"]["coordinator"] == 4711
+
+
+def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) -> None:
+    """One trained response has 500 tokens and is cut there; those of evaluations have 900."""
+    log = world_log()
+    first = next(c for _, commands in log for c in commands if isinstance(c, cmd.TrainStep))
+    make_run(tmp_path / "run", [(_longer(s, first.trajectories[0]), c) for s, c in log])
+    summary = summarize(tmp_path / "run")
+    trained = summary["trajectories_trained"]
+    assert summary["truncated_share"] == pytest.approx(1 / trained)
+    expected = np.percentile([10] * (trained - 1) + [500], 99)
+    assert summary["response_length_p99"] == pytest.approx(expected)
+    unscored = len([1 for s, _ in log if isinstance(s.event, ev.TrajectoryFailed)])
+    assert unscored > 0
+    assert 10 < summary["generated_response_length_p99"] < expected
+
+
+def _longer(stamped: Stamped, cut_one: str) -> Stamped:
+    """The same with other lengths, wherever an event tells them."""
+    event = stamped.event
+    if isinstance(event, ev.TrajectoryFinished | ev.TrajectoryRewarded):
+        event = msgspec.structs.replace(event, num_tokens=_length(event.trajectory, cut_one))
+    if isinstance(event, ev.TrajectoryFinished) and event.trajectory == cut_one:
+        event = msgspec.structs.replace(event, finish_reason="length")
+    elif isinstance(event, ev.TrajectoriesEnded):
+        ended = tuple(
+            msgspec.structs.replace(row, num_tokens=_length(row.trajectory, cut_one))
+            for row in event.ended
+        )
+        event = msgspec.structs.replace(event, ended=ended)
+    return msgspec.structs.replace(stamped, event=event)
+
+
+def _length(trajectory: str, cut_one: str) -> int:
+    if trajectory.startswith("e"):
+        return 900
+    return 500 if trajectory == cut_one else 10
+
+
+def test_publishing_is_measured_from_payload_to_published_weights(copy: Path) -> None:
+    """Step 0: 1 s of way, 0.1 s of it blocked. Publishing the base model is no part of it."""
+    milestones = Milestones()
+    replay_log(copy, milestones)
+    done = milestones.published_ns[1]
+    write_spans(
+        copy,
+        "trainer-0",
+        [
+            {"state": "publishing", "start_ns": 5, "end_ns": SECOND, "step": 0, "version": 0},
+            {"state": "busy", "start_ns": done - SECOND, "end_ns": done - 400, "step": 0},
+            {
+                "state": "publishing",
+                "start_ns": done - SECOND // 10 - 300,
+                "end_ns": done - 300,
+                "step": 1,
+                "version": 1,
+            },
+        ],
+    )
+    assert summarize(copy)["publish_stall_share"] == pytest.approx(0.1)
+
+
+def test_a_publish_lasts_until_the_relay_has_the_version() -> None:
+    spans = [Span("publishing", 10, 20, 1, 1), Span("publishing", 30, 40, 2, -1)]
+    spans.append(Span("busy", 0, 100, 1, -1))
+    assert publish_windows(spans, {1: 25}).tolist() == [[10, 25], [30, 40]]
+
+
+def test_time_shares_add_up_and_tokens_are_counted(copy: Path) -> None:
+    start = CLOCK_NS
+    span = {"start_ns": start + SECOND, "end_ns": start + 2 * SECOND, "step": 0}
+    write_spans(copy, "trainer-0", [{"state": "busy", **span}])
+    write_spans(copy, "rollout-0", [{"state": "pulling", "version": 1, **span}])
+    steps = [
+        (start + SECOND, start + 2 * SECOND, 1, 30),
+        (start + 3 * SECOND, start + 5 * SECOND, 1, 10),
+    ]
+    write_steps(copy, "rollout-0", steps)
+    summary = summarize(copy)
+    assert summary["tokens_per_s"] == pytest.approx(40 / 4)
+    assert summary["overlap"] == pytest.approx(1.0)
+    assert set(summary["time_shares"]) == {"trainer-0", "rollout-0", "rollout-1"}
+    for shares in summary["time_shares"].values():
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-6)
+        assert min(shares.values()) >= 0
+
+
+def test_a_run_that_ended_before_anything_happened(tmp_path: Path, cli: Cli) -> None:
+    make_run(tmp_path / "run", world_log()[:20])
+    code, out = cli("report", tmp_path / "run")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["exit_code"] is None
+    for key in ("eval_first", "overlap", "decode_gap_ratio", "tokens_per_s", "truncated_share"):
+        assert summary[key] is None, key
+
+
+def test_damaged_timelines_are_named(copy: Path) -> None:
+    write_spans(copy, "trainer-0", [{"state": "busy"}])
+    with pytest.raises(ConfigError, match=r"trainer-0\.jsonl, line 1 is damaged"):
+        summarize(copy)
+    write_spans(copy, "trainer-0", [])
+    write_steps(copy, "rollout-0", [(5, 4, 1, 1)])
+    with pytest.raises(ConfigError, match=r"rollout-0\.steps is damaged"):
+        summarize(copy)
+
+
+def test_what_a_crash_cut_short_is_left_out(copy: Path) -> None:
+    write_spans(copy, "trainer-0", [{"state": "busy", "start_ns": 1, "end_ns": 2}])
+    write_steps(copy, "rollout-0", [(1, 2, 3, 4), (5, 6, 7, 8)])
+    for name in ("trainer-0.jsonl", "rollout-0.steps"):
+        path = copy / "timeline" / name
+        with path.open("ab") as file:
+            file.write(path.read_bytes()[:20])
+    assert [s.state for s in read_spans(copy, "trainer-0")] == ["busy"]
+    assert read_steps(copy, "rollout-0").tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_no_steps_give_no_speed() -> None:
+    assert tokens_per_s([]) is None
