@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 STOP = "stop"  #: finish reason: the last token is one of the request's stop ids
 LENGTH = "length"  #: finish reason: max_new_tokens were generated
