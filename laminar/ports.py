@@ -1,4 +1,4 @@
-"""What pure code may ask of the world: a clock, a disk, and addressed frames.
+"""What pure code may ask of the world: the files of one directory. Time and frames are handed in.
 
 The coordinator's tick, the event log and the session layer see only these protocols.
 `coordinator/system.py` holds the real ones; a simulator holds others. A Disk is one directory of
@@ -12,12 +12,6 @@ from typing import Protocol
 
 class DiskError(OSError):
     """A write or sync failed. The process must end: a retried sync may lie about lost pages."""
-
-
-class Clock(Protocol):
-    def now_ns(self) -> int:
-        """Nanoseconds, never decreasing within one process."""
-        ...
 
 
 class AppendFile(Protocol):

@@ -49,6 +49,8 @@ class Scorer:
 
     async def close(self) -> None:
         await self.pool.close()
+        lost, killed = self.pool.workers_lost, self.pool.workers_killed
+        self.host.log.info("reward-pool-closed", workers_lost=lost, workers_killed=killed)
 
     async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool."""

@@ -19,8 +19,16 @@ from laminar.analysis.ledger_book import Account
 from laminar.ids import TrajectoryId
 from laminar.rundir import STORE_FILE
 from laminar.storage import books
-from laminar.storage.books import Expected
 from laminar.storage.rules import Row
+
+
+class End(NamedTuple):
+    """How a trajectory ended, by one account."""
+
+    end: str | None
+    reason: str | None
+    step: int | None
+    num_tokens: int
 
 
 class StoreBook(NamedTuple):
@@ -81,8 +89,8 @@ def _data_problems(store: StoreBook, account: Account) -> list[str]:
 def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str]:
     """Everything that the log says of a trajectory that has ended."""
     ending, num_tokens, tokens_lost = account.closed[name]
-    end = Expected(ending.end, ending.reason, max(ending.step, 0), num_tokens)
-    stored_end = Expected(row.end, row.end_reason, row.end_step, row.num_tokens)
+    end = End(ending.end, ending.reason, max(ending.step, 0), num_tokens)
+    stored_end = End(row.end, row.end_reason, row.end_step, row.num_tokens)
     pairs: list[tuple[str, object, object]] = [
         ("end", stored_end, end),
         ("tokens lost to restarts", row.tokens_lost, tokens_lost),

@@ -150,7 +150,11 @@ class Coordinator:
             await self._strategy.close()
         state = self.tick.machine.state
         self.log.info(
-            "ended", failure=state.failure, exit_code=state.exit_code, event_seq=state.seq
+            "ended",
+            failure=state.failure,
+            exit_code=state.exit_code,
+            event_seq=state.seq,
+            bad_frames=self.tick.bad_frames,
         )
         return state.exit_code
 

@@ -1,4 +1,4 @@
-"""The real clock, and the real disk: one directory of append-only files.
+"""The real disk: one directory of append-only files.
 
 Reads / writes   files of the directory, by name
 Raises           DiskError for every failed create, write and sync
@@ -10,18 +10,10 @@ short write is continued; on a full disk the continuation is what fails. Nothing
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from laminar.config import ConfigError
 from laminar.ports import AppendFile, DiskError
-
-
-class RealClock:
-    """Monotonic time of this machine; its zero means nothing."""
-
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
 
 
 class RealAppendFile:

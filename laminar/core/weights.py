@@ -10,7 +10,7 @@ A number is allocated with the step that makes the weights and never used again.
 
 from __future__ import annotations
 
-from laminar.core import buffering, evaluation
+from laminar.core import buffering, evaluation, lifecycle
 from laminar.core.admission import admits
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
@@ -30,6 +30,10 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     if event.version <= state.newest:
         return turn.ignore("repeat")
     previous_step = state.newest_step
+    if event.version == state.exported and event.digest != state.newest_digest:
+        trained = state.newest_digest
+        reason = f"the export read back has digest {event.digest}, but {trained} was trained"
+        return lifecycle.fail(turn, reason, 1)
     state.newest, state.newest_step = event.version, event.step
     state.newest_digest = event.digest
     if state.owed >= 0 and event.step >= state.owed_step:

@@ -69,6 +69,7 @@ class StatusWriter:
             "replicas": {name: _replica(state, r) for name, r in state.replicas.items()},
             "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
             "evaluating": state.evaluation is not None,
+            "export": state.export_path,
             "failure": state.failure,
             "processes": {a.name: a.pid for a in state.actors.values()},
         }

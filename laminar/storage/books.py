@@ -5,31 +5,21 @@ Gives   the rows, and lists of problems, each one sentence; an empty list is a c
 Raises  ConfigError when the file is not there or is no store database
 
 `check_integrity` needs only the file: every count and digest in it must agree with what it counts.
-What it cannot know is which trajectories there should be, so `compare` holds the rows against the
-account of somebody else, the coordinator's ledger. Together they notice the loss of any one row.
+What it cannot know is which trajectories there should be: the audit holds the rows against the
+account of somebody else, the event log. Together they notice the loss of any one row.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from laminar.config import ConfigError
 from laminar.storage import payload_files, rules, schema
 from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.storage.tables import StoredChunk, Tables
-
-
-class Expected(NamedTuple):
-    """How a trajectory must have ended by somebody else's account; None: not ended."""
-
-    end: str | None
-    reason: str | None
-    step: int | None
-    num_tokens: int
 
 
 @contextmanager
@@ -45,20 +35,6 @@ def trajectory_rows(path: Path) -> Iterator[Row]:
     """Every trajectory, by id."""
     with open_tables(path) as tables:
         yield from tables.rows()
-
-
-def compare(expected: Mapping[str, Expected], path: Path) -> list[str]:
-    """How the rows differ from the whole account `expected` of all trajectories ever issued."""
-    problems: list[str] = []
-    missing = set(expected)
-    for row in trajectory_rows(path):
-        missing.discard(row.id)
-        stored = Expected(row.end, row.end_reason, row.end_step, row.num_tokens)
-        if row.id not in expected:
-            problems.append(f"trajectory {row.id} is stored but not expected")
-        elif stored != expected[row.id]:
-            problems.append(f"trajectory {row.id}: {stored} is stored, {expected[row.id]} expected")
-    return problems + [f"trajectory {name} is expected but not stored" for name in sorted(missing)]
 
 
 def check_integrity(path: Path) -> list[str]:

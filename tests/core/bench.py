@@ -148,7 +148,7 @@ class Bench:
         self.step_of[version] = step
         held = held or tuple(v for v in (version - 1, version) if v >= 0)
         published = ev.WeightsPublished(
-            version=version, step=step, digest=f"d{version}", num_bytes=4, held=held
+            version=version, step=step, digest=f"d{step}", num_bytes=4, held=held
         )
         return self.say("relay-0", published)
 

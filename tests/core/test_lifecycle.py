@@ -319,6 +319,18 @@ def test_export_that_hangs_ends_the_run() -> None:
     assert bench.state.failure == "trainer-0 did not finish ExportModel in time"
 
 
+def test_export_with_other_weights_ends_the_run() -> None:
+    """The file system gave back other bytes than were written: nobody may take that model."""
+    bench = small()
+    to_the_export(bench)
+    published = ev.WeightsPublished(
+        version=bench.state.exported, step=bench.state.completed, digest="x", num_bytes=4, held=()
+    )
+    bench.say("relay-0", published)
+    assert "digest x" in bench.state.failure
+    assert bench.state.exit_code == 1
+
+
 def test_first_reason_of_a_failure_is_kept() -> None:
     """What follows from a failure is not its reason."""
     bench = small()

@@ -211,7 +211,7 @@ class World:
     def _publish(self, version: int, step: int) -> None:
         self.step_of[version] = step
         event = ev.WeightsPublished(
-            version=version, step=step, digest=f"d{version}", num_bytes=4, held=()
+            version=version, step=step, digest=f"d{step}", num_bytes=4, held=()
         )
         self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laminar.config import ConfigError
-from laminar.coordinator.system import RealClock, RealDisk
+from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import StateHashRecord
 from laminar.eventlog.writer import LogTaken, LogWriter
@@ -169,9 +169,3 @@ def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is no directory"):
         RealDisk(tmp_path / "nowhere")
-
-
-def test_the_clock_never_decreases() -> None:
-    clock = RealClock()
-    times = [clock.now_ns() for _ in range(1000)]
-    assert times == sorted(times)
