@@ -295,7 +295,7 @@ def _by_origin(result: StepResult) -> dict[str, float]:
     """Mismatch and reward by who generated with what, as flat metric names."""
     figures: dict[str, float] = {}
     for (replica, version), mismatch in result.mismatch.items():
-        figures[f"mismatch_kl/{replica}/{version}"] = mismatch.mean_k3
+        figures[f"by_origin/mismatch_kl/{replica}/{version}"] = mismatch.mean_k3
     for version, (mean, _) in result.reward_by_version.items():
-        figures[f"reward/by_version/{version}"] = mean
+        figures[f"by_origin/reward/{version}"] = mean
     return figures

@@ -77,16 +77,25 @@ class StrategyWorker:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
+        """The next question starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
     async def _ask(self, command: cmd.ProposeBatch) -> None:
         detail, groups = "", ()
         try:
             groups = await self._exchange(command)
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        except ValueError as error:  # the function's own, or an answer that is none
             detail = f"{type(error).__name__}: {error}"
+        except (OSError, asyncio.IncompleteReadError) as error:
+            detail = f"the strategy's process ended: {error}"
+            await self._end_process()
         self._report(ev.BatchProposed(step=command.step, groups=groups, detail=detail))
 
     async def _exchange(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:

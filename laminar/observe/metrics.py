@@ -95,7 +95,8 @@ class MetricsWriter:
 
             self._board = SummaryWriter(str(self._board_dir))
         for name, value in figures.items():
-            self._board.add_scalar(name, value, step)
+            if not name.startswith("by_origin/"):  # a name per version would be a tag per step
+                self._board.add_scalar(name, value, step)
         self._board.flush()
 
 
