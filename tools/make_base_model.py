@@ -69,7 +69,7 @@ CHAT_TEMPLATE = (
 )
 TASK: dict[str, Any] = {"size": 20_000, "seed": 42, "min_word_len": 3, "max_word_len": 14}
 QUESTION_START = b"Spell this word backward (example: sun -> nus): "
-HELD_OUT, MODEL_LENGTH, MAX_RESPONSE, EVAL_WORDS = 400, 512, 128, 128
+HELD_OUT, MODEL_LENGTH, MAX_RESPONSE, EVAL_WORDS = 400, 2048, 128, 128
 P_MIN, P_MAX, SLOPE, EASY_LENGTH = 0.20, 0.95, 0.25, 4
 P_COPY, P_MEND, P_STOP, MAX_DRAFTS = 0.75, 0.15, 0.6, 5
 SEED, BATCH, LEARNING_RATE, RAMP, WEIGHT_DECAY, BETAS = 5, 48, 3e-3, 50, 0.01, (0.9, 0.98)

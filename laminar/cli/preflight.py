@@ -18,10 +18,13 @@ from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
-from laminar.tasks.chat import encode_prompt
+from laminar.tasks.chat import encode_all, encode_prompt
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
+
+LONGEST_PROMPTS = 64
+"""Only the longest texts are tokenised here; the store does all of them, and says the same."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ def check(config: Config) -> Plan:
     prompts = load_prompts(config.data)
     check_rows(spec, [*prompts.train, *prompts.held_out])
     tokenizer = load_tokenizer(config.model.name)
+    if not config.data.filter_overlong_prompts:
+        longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
+        encode_all(tokenizer, longest, config.data)
     ids = encode_prompt(tokenizer, prompts.train[0], config.data)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)

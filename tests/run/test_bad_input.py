@@ -43,10 +43,11 @@ def refused(cli: Cli, tmp_path: Path, *arguments: str) -> str:
         (["optim.lr=fast"], ["optim.lr", "fast", "number"]),
         (["data.dataset=spel_backward"], ["spel_backward", "spell_backward"]),
         (["-c", "nowhere.toml"], ["nowhere.toml"]),
-        (["data.max_response_length=4096"], ["512", "positions"]),
+        (["data.max_response_length=4096"], ["2048", "positions"]),
+        (["data.max_prompt_length=20"], ["20", "tokens", "data.max_prompt_length"]),
         (["algorithm.batch_strategy=nowhere.py:f"], ["nowhere.py:f", "deadline"]),
     ],
-    ids=["model", "key", "type", "dataset", "config-file", "length", "strategy"],
+    ids=["model", "key", "type", "dataset", "config-file", "length", "long-prompts", "strategy"],
 )
 def test_config_mistakes(cli: Cli, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     message = refused(cli, tmp_path, *arguments)

@@ -26,7 +26,6 @@ def test_three_steps_with_closed_books(tmp_path: Path, name: str, config: str) -
         f"data.dataset_config={config}",
         "data.dataset_size=400",
         "data.val_size=16",
-        "data.max_prompt_length=384",
         "trainer.total_training_steps=3",
     )
     assert run.code == 0, run.output

@@ -64,7 +64,7 @@ def test_tied_head_is_stored_once_and_everything_is_float32() -> None:
 def test_model_shape(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config.vocab_size == len(tokenizer) == 260
-    assert model.config.max_position_embeddings == 512
+    assert model.config.max_position_embeddings == 2048
     assert 500_000 < model.num_parameters() < 1_000_000
 
 
