@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from laminar.actors.host import EXIT_USER_ERROR, Host
 from laminar.events import commands as cmd
@@ -43,6 +44,23 @@ class Child:
     restarts: int = 0
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that we may use, by the names that CUDA takes."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(devices, key=int)
+
+
+def gpu_of(role: str, name: str, gpus: list[str]) -> str | None:
+    """The trainer has the first GPU, replicas take turns on the others (or share the only one)."""
+    if not gpus or role not in ("trainer", "rollout"):
+        return None
+    others = gpus[1:] or gpus
+    return gpus[0] if role == "trainer" else others[int(name.rpartition("-")[2]) % len(others)]
+
+
 class Node:
     """The processes of one machine."""
 
@@ -53,6 +71,7 @@ class Node:
             for role, count in roles
             for index in range(count)
         }
+        self._gpus = visible_gpus()
         self._stopping = False
 
     async def start(self) -> None:
@@ -82,6 +101,9 @@ class Node:
     async def _launch(self, child: Child) -> None:
         child.boot = secrets.token_hex(8)
         environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **os.environ, "LAMINAR_BOOT": child.boot}
+        gpu = gpu_of(child.role, child.name, self._gpus)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

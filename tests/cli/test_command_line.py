@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.actors.node import gpu_of
 from laminar.cli.node import parse_roles
 from laminar.cli.preflight import planned_steps
 from laminar.cli.train import move_aside
@@ -39,3 +40,11 @@ def test_roles_of_a_node() -> None:
 )
 def test_planned_steps(overrides: list[str], steps: int) -> None:
     assert planned_steps(load([], [*GOOD, *overrides]), num_train=10) == steps
+
+
+def test_the_trainer_has_the_first_gpu_and_replicas_take_turns_on_the_others() -> None:
+    names = [("trainer", "trainer-0"), *(("rollout", f"rollout-{i}") for i in range(3))]
+    assert [gpu_of(role, name, ["4", "5", "6"]) for role, name in names] == ["4", "5", "6", "5"]
+    assert [gpu_of(role, name, ["0"]) for role, name in names] == ["0"] * 4
+    assert gpu_of("store", "store-0", ["0"]) is None
+    assert gpu_of("trainer", "trainer-0", []) is None
