@@ -6,7 +6,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart   set up, then train the small model and show that it learned (about 8 minutes)"
+	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make test         set up, then run the tests"
 	@echo "make lint         ruff, mypy --strict on the pure packages, import contracts"
 

@@ -72,7 +72,7 @@ class Progress:
             step, correct, total = status["evaluations"][-1]
             self.note(f"held-out after step {step}: {correct}/{total} = {correct / total:.3f}")
         self._shown, self._shown_at = key, now
-        self.note(self._summary(status))
+        self.note(f"{self._summary(status)}  {_replicas(status)}")
 
     def _summary(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]
@@ -86,7 +86,6 @@ class Progress:
                 f"{status['tokens_per_s']:.0f} tok/s",
                 f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
                 f"version {status['newest_version']}",
-                _replicas(status),
             ]
         )
 

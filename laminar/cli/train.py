@@ -200,11 +200,16 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     """The last lines: what happened, and where to look next."""
     status = json.loads((run_dir / STATUS_FILE).read_text())
     lines = [""]
-    if summary.get("failure"):
-        lines.append(f"the run FAILED: {summary['failure']}")
-    first, last = summary.get("eval_first"), summary.get("eval_last")
-    if first is not None and last is not None:
-        lines.append(f"held-out score   {first:.3f} -> {last:.3f} (the exported model)")
+    if summary["failure"]:
+        lines += [
+            f"the run FAILED   {summary['failure']}",
+            f"what led to it   {run_dir}/logs/latest/*.jsonl; laminar log tail {run_dir}",
+        ]
+    evaluations = summary["evaluations"]
+    if len(evaluations) > 1:
+        of_what = " (the exported model)" if evaluations[-1]["final"] else ""
+        first, last = summary["eval_first"], summary["eval_last"]
+        lines.append(f"held-out score   {first:.3f} -> {last:.3f}{of_what}")
     lines += [
         f"steps            {status['step']} in {summary['seconds']:.0f} s, "
         f"{summary['trajectories_trained']} trajectories trained, "
@@ -212,8 +217,9 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
         f"look at          {run_dir / SUMMARY_FILE}, {run_dir}/metrics.jsonl, "
         f"tensorboard --logdir {run_dir}/tensorboard",
-        f"model            {run_dir / EXPORT_DIR}",
         f"and try          laminar log replay {run_dir}; laminar audit {run_dir}",
     ]
+    if (run_dir / EXPORT_DIR).is_dir():
+        lines.append(f"model            {run_dir / EXPORT_DIR}")
     for line in lines:
         console.print(line, highlight=False, markup=False)
