@@ -104,6 +104,7 @@ def _work_went_on(run: Path, gaps: list[tuple[int, int]]) -> None:
     assert any(a < end_ns < b for end_ns in trained for a, b in gaps)
 
 
+@pytest.mark.long
 def test_a_replica_is_killed(tmp_path: Path) -> None:
     """Its node starts it again, its trajectories are finished elsewhere, the books agree."""
     process = start(tmp_path, "trainer.total_training_steps=8", "recovery.resume_wait_ms=1000")
