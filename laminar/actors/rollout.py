@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from laminar import ids
+from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
 from laminar.actors.scoring import Scorer
 from laminar.actors.weight_loader import WeightLoader
@@ -29,8 +30,6 @@ from laminar.rundir import TIMELINE_DIR
 from laminar.storage import messages as m
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
-RPC_TIMEOUT_S = 120.0
-"""A store that says nothing for two minutes hangs."""
 FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
 
@@ -52,8 +51,8 @@ class Rollout:
 
     def __init__(self, host: Host) -> None:
         self.host, self.config = host, host.config
-        self.store = host.client("store-0")
-        self.relay = host.client("relay-0")
+        self.store = StoreClient(host.client("store-0"))
+        self.relay = RelayClient(host.client("relay-0"))
         self.running: dict[str, Running] = {}
         self.tokens_total = 0
         self._flush_lock = asyncio.Lock()
@@ -111,9 +110,7 @@ class Rollout:
         wanted = {command.trajectory: (order, command) for order, command in opening}
         while wanted:
             items = tuple(self._open_item(command) for _, command in wanted.values())
-            reply = await self._ask(m.Open(items=items[: m.MAX_ITEMS]))
-            if not isinstance(reply, m.OpenReply):
-                raise RuntimeError(f"the store answered Open with {reply!r:.200}")
+            reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
             for result in reply.results:
                 order, command = wanted.pop(ids.TrajectoryId(result.trajectory_id))
                 self._opened(order, command, result)
@@ -234,9 +231,7 @@ class Rollout:
     async def _append(self, chunks: list[m.AppendItem]) -> None:
         if not chunks:
             return
-        reply = await self._ask(m.Append(items=tuple(chunks)))
-        if not isinstance(reply, m.AppendReply):
-            raise RuntimeError(f"the store answered Append with {reply!r:.200}")
+        reply = await self.store.ask(m.Append(items=tuple(chunks)), m.AppendReply)
         for result in reply.results:
             if result.answer != "ok":
                 self._not_taken(result)
@@ -253,9 +248,7 @@ class Rollout:
             )
             for r in ended
         )
-        reply = await self._ask(m.Finish(items=items))
-        if not isinstance(reply, m.FinishReply):
-            raise RuntimeError(f"the store answered Finish with {reply!r:.200}")
+        reply = await self.store.ask(m.Finish(items=items), m.FinishReply)
         for running, result in zip(ended, reply.results, strict=True):
             if self.running.get(running.command.trajectory) is not running:
                 continue  # refused with its last tokens, or aborted meanwhile
@@ -328,12 +321,6 @@ class Rollout:
 
     async def _engine_ends(self) -> None:
         await asyncio.shield(self.engine.failed)
-
-    async def _ask(self, request: m.Request) -> m.Reply:
-        reply = m.decode_reply(await self.store.call(m.encode(request), RPC_TIMEOUT_S))
-        if isinstance(reply, m.ErrorReply):
-            raise RuntimeError(f"the store refused {type(request).__name__}: {reply.reason}")
-        return reply
 
 
 def _request_id(command: cmd.GenerateTrajectory) -> str:

@@ -13,18 +13,17 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
 from laminar.core.siblings import bits_of
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.rpc import RpcClient
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_functions import RewardCall, RewardResult, reward_spec
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 
-RPC_TIMEOUT_S = 120.0
 CORRECT = 1.0
 """Several datasets give partial credit to wrong answers: correct means the full score."""
 
@@ -32,7 +31,7 @@ CORRECT = 1.0
 class Scorer:
     """The reward pool of one replica, fed from the store."""
 
-    def __init__(self, host: Host, store: RpcClient, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, host: Host, store: StoreClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self.host, self.store, self.tokenizer = host, store, tokenizer
         reward = host.config.reward
         self.spec = reward_spec(host.config)
@@ -54,7 +53,7 @@ class Scorer:
 
     async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool."""
-        rows = await self._fetch([item.trajectory for item in command.items])
+        rows = await self.store.fetch([i.trajectory for i in command.items], with_prompt=True)
         texts = [self._text(row) for row in rows]
         call = RewardCall(
             row=_prompt_row(rows[0]),
@@ -75,15 +74,6 @@ class Scorer:
             return
         await self._put(order, command, rows, texts, results)
 
-    async def _fetch(self, wanted: list[str]) -> list[m.Trajectory]:
-        found: dict[str, m.Trajectory] = {}
-        while missing := [w for w in wanted if w not in found]:
-            reply = await self._ask(m.Fetch(ids=tuple(missing), with_prompt=True))
-            if not isinstance(reply, m.FetchReply) or reply.unknown:
-                raise RuntimeError(f"the store has no response to score: {missing}")
-            found.update((row.trajectory_id, row) for row in reply.trajectories)
-        return [found[w] for w in wanted]
-
     async def _put(
         self,
         order: cmd.Order,
@@ -103,9 +93,7 @@ class Scorer:
             )
             for item, text, result in zip(command.items, texts, results, strict=True)
         )
-        reply = await self._ask(m.PutRewards(items=items))
-        if not isinstance(reply, m.PutRewardsReply):
-            raise RuntimeError(f"the store answered PutRewards with {reply!r:.200}")
+        reply = await self.store.ask(m.PutRewards(items=items), m.PutRewardsReply)
         for item, row, stored in zip(command.items, rows, reply.results, strict=True):
             if stored.answer in ("ok", "already"):
                 self._rewarded(order, item, row, stored)
@@ -139,9 +127,6 @@ class Scorer:
 
     def _text(self, row: m.Trajectory) -> str:
         return str(self.tokenizer.decode(_ids(row), skip_special_tokens=True))
-
-    async def _ask(self, request: m.Request) -> m.Reply:
-        return m.decode_reply(await self.store.call(m.encode(request), RPC_TIMEOUT_S))
 
 
 def _ids(row: m.Trajectory) -> list[int]:

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from laminar import ids
+from laminar.actors.clients import RPC_TIMEOUT_S, RelayClient, StoreClient
 from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -38,8 +39,6 @@ from laminar.weights import messages as relay
 from laminar.weights.arena import Arena
 from laminar.weights.transfer import write_tensors
 
-RPC_TIMEOUT_S = 120.0
-"""A store or relay of this machine that says nothing for two minutes hangs."""
 SLOT_POLL_S = 0.02
 SLOT_WAIT_S = 240.0
 """For an owed publish; shorter than the coordinator's deadline for the same command."""
@@ -56,8 +55,8 @@ class Trainer:
         self.host = host
         self.config = host.config
         self.device = torch.device(_device(self.config.trainer.device))
-        self.store = host.client("store-0")
-        self.relay = host.client("relay-0")
+        self.store = StoreClient(host.client("store-0"))
+        self.relay = RelayClient(host.client("relay-0"))
         self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
         self.book = open(host.run_dir / TRAINER_BOOK_FILE, "a")  # noqa: SIM115
         self.slot = -1  # granted ahead
@@ -79,9 +78,9 @@ class Trainer:
         self._lay_out(policy)
         await self.store.start()
         await self.relay.start()
-        opened = await self._ask_relay(relay.OpenArena(version_bytes=self.version_bytes))
-        if not isinstance(opened, relay.ArenaOpened):
-            raise RuntimeError(f"the relay answered OpenArena with {opened!r:.200}")
+        opened = await self.relay.ask(
+            relay.OpenArena(version_bytes=self.version_bytes), relay.ArenaOpened
+        )
         self.arena = Arena.attach(Path(opened.path))
         await self._request_slot()
         self.host.spawn(self._work())
@@ -116,7 +115,7 @@ class Trainer:
 
     async def _train(self, order: cmd.Order, command: cmd.TrainStep) -> None:
         started = time.monotonic_ns()
-        rows = await self._fetch(command.trajectories)
+        rows = await self.store.fetch(command.trajectories, with_prompt=False)
         samples = [_sample(row) for row in rows]
         received = time.monotonic_ns()
         self.host.span("fetching", started, received, step=command.step)
@@ -141,19 +140,6 @@ class Trainer:
             metrics=metrics,
         )
         self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
-
-    async def _fetch(self, wanted: tuple[ids.TrajectoryId, ...]) -> list[store.Trajectory]:
-        """Payloads in the order asked for; several replies when they are large."""
-        found: dict[str, store.Trajectory] = {}
-        missing = list(wanted)
-        while missing:
-            body = store.encode(store.Fetch(ids=tuple(missing[: store.MAX_ITEMS])))
-            reply = store.decode_reply(await self.store.call(body, RPC_TIMEOUT_S))
-            if not isinstance(reply, store.FetchReply) or reply.unknown:
-                raise RuntimeError(f"the store lacks a trajectory of the batch: {reply!r:.500}")
-            found.update((row.trajectory_id, row) for row in reply.trajectories)
-            missing = [wanted_id for wanted_id in missing if wanted_id not in found]
-        return [found[wanted_id] for wanted_id in wanted]
 
     def _enter_in_book(self, command: cmd.TrainStep, result: StepResult) -> None:
         """What was trained, on disk before anyone hears of it."""
@@ -204,7 +190,7 @@ class Trainer:
             probe=probe,
         )
         self.slot = -1
-        await self._ask_relay(request)
+        await self.relay.ask(request, relay.Committed)
         self.host.spawn(self._request_slot(SLOT_WAIT_S))
         return True
 
@@ -221,17 +207,12 @@ class Trainer:
         """Ask for the next slot; it is granted as soon as no reader needs the oldest version."""
         deadline = time.monotonic() + wait_s
         while self.slot < 0:
-            granted = await self._ask_relay(relay.GrantSlot())
-            if not isinstance(granted, relay.SlotGranted):
-                raise RuntimeError(f"the relay answered GrantSlot with {granted!r:.200}")
+            granted = await self.relay.ask(relay.GrantSlot(), relay.SlotGranted)
             self.slot = granted.slot
             if time.monotonic() >= deadline:
                 return
             if self.slot < 0:
                 await asyncio.sleep(SLOT_POLL_S)
-
-    async def _ask_relay(self, request: relay.Request) -> relay.Reply:
-        return relay.decode_reply(await self.relay.call(relay.encode(request), RPC_TIMEOUT_S))
 
     # --- exporting ----------------------------------------------------------------------------
 

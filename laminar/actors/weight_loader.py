@@ -13,18 +13,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
 from laminar.engines.protocol import Engine, EngineError
 from laminar.engines.runner import EngineRunner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.rpc import RpcClient
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena
 from laminar.weights.transfer import WeightsCorrupt, read_tensors, verify
 
-RPC_TIMEOUT_S = 120.0
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported."""
 
@@ -32,7 +31,7 @@ LOADS_MAX = 2
 class WeightLoader:
     """What this replica has loaded, and how it loads more."""
 
-    def __init__(self, host: Host, relay: RpcClient, engine: EngineRunner) -> None:
+    def __init__(self, host: Host, relay: RelayClient, engine: EngineRunner) -> None:
         self.host, self.relay, self.engine = host, relay, engine
         self.digest = ""
         self.probe_diff = 0.0
@@ -43,14 +42,15 @@ class WeightLoader:
         started = time.monotonic_ns()
         failure = ""
         for _ in range(LOADS_MAX):
-            lease = await self._lease(command)
+            request = m.LeaseVersion(version=command.version, exact=command.exact)
+            lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
             if isinstance(lease, m.Gone):
                 return self.host.emit(ev.VersionGone(version=command.version, held=lease.held))
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest) if reloaded else ""
-            valid = await self._release(lease)
-            if valid and not failure:
+            released = await self.relay.ask(m.ReleaseLease(lease_id=lease.lease_id), m.Released)
+            if released.valid and not failure:
                 return self._loaded(order, manifest, started, reloaded)
             self.digest = ""
             failure = failure or "the lease was revoked while the slot was read"
@@ -97,19 +97,6 @@ class WeightLoader:
         self.host.emit(
             loaded, event_seq=order.cause, version=manifest.version, digest=manifest.digest
         )
-
-    async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
-        reply = await self._ask(m.LeaseVersion(version=command.version, exact=command.exact))
-        if not isinstance(reply, m.Leased | m.Gone):
-            raise RuntimeError(f"the relay answered a lease with {reply!r:.200}")
-        return reply
-
-    async def _release(self, lease: m.Leased) -> bool:
-        reply = await self._ask(m.ReleaseLease(lease_id=lease.lease_id))
-        return isinstance(reply, m.Released) and reply.valid
-
-    async def _ask(self, request: m.Request) -> m.Reply:
-        return m.decode_reply(await self.relay.call(m.encode(request), RPC_TIMEOUT_S))
 
 
 def probe_difference(engine: Engine, probe: mf.Probe | None) -> float:

@@ -1,0 +1,73 @@
+"""What actors ask of the store and of the relay on their machine.
+
+Reads   replies of the two servers
+Emits   typed requests
+
+One place for the deadline, the codec and the check that the answer is the one that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from laminar.net.client import FLUSH_S
+from laminar.net.rpc import RpcClient
+from laminar.storage import messages as store
+from laminar.weights import messages as relay
+
+RPC_TIMEOUT_S = 120.0
+"""A server of this machine that says nothing for two minutes hangs."""
+
+StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
+RelayAnswer = TypeVar("RelayAnswer", bound=relay.Message)
+
+
+class StoreClient:
+    """Typed requests to the store; an answer of another kind is an error of the program."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+
+    async def start(self) -> None:
+        await self._rpc.start()
+
+    async def close(self, flush_s: float = FLUSH_S) -> None:
+        await self._rpc.close(flush_s)
+
+    async def ask(self, request: store.Request, answer: type[StoreAnswer]) -> StoreAnswer:
+        reply = store.decode_reply(await self._rpc.call(store.encode(request), RPC_TIMEOUT_S))
+        if not isinstance(reply, answer):
+            raise RuntimeError(f"the store answered {type(request).__name__} with {reply!r:.200}")
+        return reply
+
+    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
+        """Trajectories in the order asked for; several replies when they are large."""
+        found: dict[str, store.Trajectory] = {}
+        while missing := [wanted for wanted in ids if wanted not in found]:
+            part = tuple(missing[: store.MAX_ITEMS])
+            reply = await self.ask(store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply)
+            if reply.unknown:
+                raise RuntimeError(f"the store does not have {', '.join(reply.unknown[:5])}")
+            found.update((row.trajectory_id, row) for row in reply.trajectories)
+        return [found[wanted] for wanted in ids]
+
+
+class RelayClient:
+    """Typed requests to the relay of this machine."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+
+    async def start(self) -> None:
+        await self._rpc.start()
+
+    async def close(self, flush_s: float = FLUSH_S) -> None:
+        await self._rpc.close(flush_s)
+
+    async def ask(self, request: relay.Request, *answers: type[RelayAnswer]) -> RelayAnswer:
+        reply = relay.decode_reply(await self._rpc.call(relay.encode(request), RPC_TIMEOUT_S))
+        for answer in answers:
+            if isinstance(reply, answer):
+                return reply
+        raise RuntimeError(f"the relay answered {type(request).__name__} with {reply!r:.200}")
