@@ -48,3 +48,13 @@ class Disk(Protocol):
     def sync(self, name: str) -> None:
         """Make the present content of a file durable, whoever wrote it; raises DiskError."""
         ...
+
+    def replace(self, old: str, new: str) -> None:
+        """Give the file `old` the name `new`, replacing what had it, durable on return; DiskError.
+
+        A crash leaves the one or the other under `new`, never a mixture."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a file, durable on return; raises DiskError."""
+        ...

@@ -73,6 +73,12 @@ class ReadOnlyDisk:
     def sync(self, name: str) -> None:
         raise DiskError(f"{self._directory / name} was to be synced by a reader")
 
+    def replace(self, old: str, new: str) -> None:
+        raise DiskError(f"{self._directory / old} was to be renamed by a reader")
+
+    def remove(self, name: str) -> None:
+        raise DiskError(f"{self._directory / name} was to be removed by a reader")
+
 
 def records(run_dir: Path) -> Iterator[Record]:
     """Every record of the log, in order."""

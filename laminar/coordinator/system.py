@@ -93,6 +93,20 @@ class RealDisk:
             raise _failed("directory sync", name, error) from error
         return RealAppendFile(fd, name)
 
+    def replace(self, old: str, new: str) -> None:
+        try:
+            os.replace(self._directory / old, self._directory / new)
+            _sync_directory(self._directory)
+        except OSError as error:
+            raise _failed("renaming", f"{old} to {new}", error) from error
+
+    def remove(self, name: str) -> None:
+        try:
+            os.unlink(self._directory / name)
+            _sync_directory(self._directory)
+        except OSError as error:
+            raise _failed("removal", name, error) from error
+
 
 def _sync_data(fd: int, name: str) -> None:
     try:

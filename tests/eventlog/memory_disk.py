@@ -61,6 +61,16 @@ class MemoryDisk:
         self.durable[name] = 0
         return MemoryFile(self, name)
 
+    def replace(self, old: str, new: str) -> None:
+        if self.fails():
+            raise DiskError("replace")
+        self.files[new], self.durable[new] = self.files.pop(old), self.durable.pop(old)
+
+    def remove(self, name: str) -> None:
+        if self.fails():
+            raise DiskError("remove")
+        del self.files[name], self.durable[name]
+
     def crash(self, keep_unsynced: bool) -> MemoryDisk:
         """The disk after a crash that kept all, or nothing, of what was not synced."""
         return MemoryDisk(
