@@ -30,6 +30,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class RunConfig(Section, frozen=True, kw_only=True):
     name: str = "run"  #: directory below output_dir
     output_dir: str = "runs"  #: run directories are made here
+    nodes: int = 1  #: machines that `laminar train` plays on this one, 127.0.0.1, 127.0.0.2, ...
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     engine: str = "torch"  #: the embedded engine: Qwen2, Qwen3 and Llama checkpoints
-    replicas: int = 2  #: engines; each is a process
+    replicas: int = 2  #: engines of each machine; each is a process
     group_size: int = 8  #: responses to one prompt
     max_num_seqs: int = 64  #: trajectories that one replica runs at a time
     max_model_len: int = 0  #: 0: max_prompt_length + max_response_length
@@ -254,6 +255,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 #: Smallest legal value of the numbers that have one.
 MINIMA: dict[str, float] = {
     "seed": 0,
+    "run.nodes": 1,
     "data.dataset_size": 1,
     "data.val_size": 0,
     "data.max_prompt_length": 1,

@@ -9,6 +9,7 @@ evaluation with index 2 "e2.5".
 
 from __future__ import annotations
 
+import re
 from typing import NewType
 
 import msgspec
@@ -18,6 +19,8 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ActorName = NewType("ActorName", str)  #: "rollout-0", "relay-0", "trainer-0", "store-0", "node-0"
 BootId = NewType("BootId", str)  #: random name of one process start, before it has an incarnation
+
+_NODE_NAME = re.compile(r"node-(0|[1-9][0-9]{0,5})")
 
 TRAIN = "train"
 EVAL = "eval"
@@ -43,6 +46,26 @@ def group_of(trajectory_id: TrajectoryId) -> GroupId:
 
 def sibling_of(trajectory_id: TrajectoryId) -> int:
     return int(trajectory_id.rpartition(".")[2])
+
+
+def node_index(node: str) -> int:
+    """The number of a machine, "node-3" -> 3; ValueError for any other name."""
+    match = _NODE_NAME.fullmatch(node)
+    if match is None:
+        raise ValueError(f"{node!r} is no name of a machine: they are node-0, node-1, ...")
+    return int(match[1])
+
+
+def actor_name(role: str, node: str, index: int) -> ActorName:
+    """Name of a process of a machine; unique in the run without asking anyone.
+
+    There is one relay to a machine, and it has the machine's number. Replicas of the first machine
+    are "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ...
+    """
+    machine = node_index(node)
+    if role == "relay":
+        return ActorName(f"relay-{machine}")
+    return ActorName(f"{role}-{machine}.{index}" if machine else f"{role}-{index}")
 
 
 def hash64(*parts: int | str) -> int:

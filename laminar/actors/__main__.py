@@ -1,4 +1,7 @@
-"""Entry of an actor process: python -m laminar.actors RUN_DIR NAME ROLE NODE (by its node)."""
+"""Entry of an actor process, which a node starts.
+
+python -m laminar.actors RUN_DIR NAME ROLE NODE ADDRESS
+"""
 
 from __future__ import annotations
 
@@ -28,5 +31,5 @@ def make(host: Host) -> Actor:
 
 
 if __name__ == "__main__":
-    run_dir, name, role, node = sys.argv[1:]
-    sys.exit(run_actor(Path(run_dir), name, role, node, make))
+    run_dir, name, role, node, address = sys.argv[1:]
+    sys.exit(run_actor(Path(run_dir), name, role, node, address, make))

@@ -57,8 +57,10 @@ class Actor(Protocol):
 class Host:
     """What an actor may use: config, events out, other servers, background tasks, a timeline."""
 
-    def __init__(self, run_dir: Path, name: str, role: str, node: str) -> None:
+    def __init__(self, run_dir: Path, name: str, role: str, node: str, address: str) -> None:
+        """`address`: the IP of this machine, which its servers listen on."""
         self.run_dir, self.name, self.role, self.node = run_dir, name, role, node
+        self.address = address
         self.config: Config = load([run_dir / CONFIG_FILE])
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         configure(run_dir, self.config.run.name, name)
@@ -231,7 +233,9 @@ class Host:
             self.fail(f"{type(error).__name__}: {error}", code)
 
 
-def run_actor(run_dir: Path, name: str, role: str, node: str, make: Callable[[Host], Actor]) -> int:
+def run_actor(
+    run_dir: Path, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
+) -> int:
     """Body of an actor process; returns its exit code."""
     import uvloop
 
@@ -241,7 +245,7 @@ def run_actor(run_dir: Path, name: str, role: str, node: str, make: Callable[[Ho
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
     async def main() -> int:
-        host = Host(run_dir, name, role, node)
+        host = Host(run_dir, name, role, node, address)
         return await host.run(make(host))
 
     return uvloop.run(main())

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar import ids
 from laminar.actors.host import EXIT_USER_ERROR, Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -58,7 +59,8 @@ def gpu_of(role: str, name: str, gpus: list[str]) -> str | None:
     if not gpus or role not in ("trainer", "rollout"):
         return None
     others = gpus[1:] or gpus
-    return gpus[0] if role == "trainer" else others[int(name.rpartition("-")[2]) % len(others)]
+    index = int(name.rpartition("-")[2].rpartition(".")[2])
+    return gpus[0] if role == "trainer" else others[index % len(others)]
 
 
 class Node:
@@ -67,7 +69,7 @@ class Node:
     def __init__(self, host: Host, roles: list[tuple[str, int]]) -> None:
         self.host = host
         self.children = {
-            f"{role}-{index}": Child(f"{role}-{index}", role)
+            (name := ids.actor_name(role, host.node, index)): Child(name, role)
             for role, count in roles
             for index in range(count)
         }
@@ -112,6 +114,7 @@ class Node:
             child.name,
             child.role,
             self.host.node,
+            self.host.address,
             env=environment,
         )
         self.host.log.info("launched", actor=child.name, pid=child.process.pid)

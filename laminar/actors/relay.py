@@ -45,7 +45,7 @@ class Relay:
         self._granted: dict[str, int] = {}  #: by writer, until committed
         self._path = arena_path(host.run_dir, host.node)
         self.server = RpcServer(
-            "127.0.0.1",
+            host.address,
             0,
             self._handle_batch,
             boot_id=host.boot_id,

@@ -52,7 +52,7 @@ class Rollout:
     def __init__(self, host: Host) -> None:
         self.host, self.config = host, host.config
         self.store = StoreClient(host.client("store-0"))
-        self.relay = RelayClient(host.client("relay-0"))
+        self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
         self.running: dict[str, Running] = {}
         self.tokens_total = 0
         self._flush_lock = asyncio.Lock()

@@ -35,7 +35,7 @@ class Store:
         self.host = host
         self.database = Database(host.run_dir / STORE_FILE)
         self.server = RpcServer(
-            "127.0.0.1",
+            host.address,
             0,
             self._handle_batch,
             boot_id=host.boot_id,

@@ -56,7 +56,7 @@ class Trainer:
         self.config = host.config
         self.device = torch.device(_device(self.config.trainer.device))
         self.store = StoreClient(host.client("store-0"))
-        self.relay = RelayClient(host.client("relay-0"))
+        self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
         self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
         self.book = open(host.run_dir / TRAINER_BOOK_FILE, "a")  # noqa: SIM115
         self.slot = -1  # granted ahead

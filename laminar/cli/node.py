@@ -1,16 +1,20 @@
 """laminar-node: the daemon of one machine; it runs this machine's actors.
 
-    laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2]
+    laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
-Without --roles it runs everything, with as many replicas as rollout.replicas says.
+Without --roles it runs everything, with as many replicas as rollout.replicas says. One machine of
+a run, node-0, has the store and the trainer; every machine has a relay. --host is the address of
+this machine that the others reach it by.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
+from laminar import ids
 from laminar.actors.host import run_actor
 from laminar.actors.node import Node
 from laminar.config import ConfigError, load
@@ -24,16 +28,32 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
+    parser.add_argument("--host", default="127.0.0.1")
     arguments = parser.parse_args()
     try:
         config = load([arguments.run_dir / CONFIG_FILE])
         default = f"store,relay,trainer,rollout:{config.rollout.replicas}"
         roles = parse_roles(arguments.roles or default)
+        check_roles(arguments.name, roles)
     except ConfigError as error:
         print(f"laminar-node: {error}", file=sys.stderr)
         sys.exit(2)
-    name = arguments.name
-    sys.exit(run_actor(arguments.run_dir, name, "node", name, lambda host: Node(host, roles)))
+    name, address = arguments.name, arguments.host
+    make = functools.partial(Node, roles=roles)
+    sys.exit(run_actor(arguments.run_dir, name, "node", name, address, make))
+
+
+def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
+    """Raises ConfigError for a name or a role that this machine cannot have."""
+    try:
+        first = ids.node_index(name) == 0
+    except ValueError as error:
+        raise ConfigError(f"--name: {error}") from None
+    for role, count in roles:
+        if role != "rollout" and count > 1:
+            raise ConfigError(f"--roles: a machine has one {role}, not {count}")
+        if role in ("store", "trainer") and not first:
+            raise ConfigError(f"--roles: the {role} of a run is on node-0, not on {name}")
 
 
 def parse_roles(text: str) -> list[tuple[str, int]]:

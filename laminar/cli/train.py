@@ -2,7 +2,8 @@
 
 Reads   the config files and overrides of the command line
 Writes  the run directory
-Starts  laminar-coord and laminar-node; shows progress; starts a coordinator that died again
+Starts  laminar-coord, and a laminar-node for each machine played; shows progress; starts a
+        coordinator that died again
 
 Ctrl-C once ends the run in good order (the step in training is completed, the model exported);
 twice ends it at once.
@@ -34,7 +35,9 @@ FINAL_CODES = (0, 1, 2, 130)
 """Exit codes of a coordinator that has ended its run; any other is a death."""
 COORDINATOR_RESTARTS_MAX = 20
 NODE_EXIT_S = 30.0
-"""How long the node may take to leave once the coordinator has ended."""
+"""How long the nodes may take to leave once the coordinator has ended."""
+
+Process = subprocess.Popen[bytes]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -104,7 +107,7 @@ def _prepare(config: Config, run_dir: Path) -> None:
 
 
 class Supervisor:
-    """The two daemons of a run on one machine."""
+    """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
     def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
         self.config, self.run_dir = config, run_dir
@@ -115,7 +118,7 @@ class Supervisor:
     def run(self) -> int:
         """Until the coordinator has ended; returns its exit code."""
         coordinator = self._start("laminar.cli.coord")
-        node = self._start("laminar.cli.node")
+        nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         signal.signal(signal.SIGINT, self._interrupted)
         signal.signal(signal.SIGTERM, self._interrupted)
         forwarded = 0
@@ -125,23 +128,32 @@ class Supervisor:
                 self.progress.update()
                 if self._interrupts > forwarded:
                     forwarded = self._interrupts
-                    self._forward(coordinator, node)
+                    self._forward(coordinator, nodes)
                 code = coordinator.poll()
                 if code is None:
                     continue
                 if code in FINAL_CODES or self._restarts >= COORDINATOR_RESTARTS_MAX:
                     break
                 coordinator = self._restart(code)
-        _wait(node)
+        _wait(nodes)
         return code if code in FINAL_CODES else 1
 
-    def _start(self, module: str) -> subprocess.Popen[bytes]:
-        """In a session of its own: Ctrl-C is ours to hand on."""
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(self.run_dir)], start_new_session=True
+    def _start_node(self, index: int) -> Process:
+        """The first machine has the store and the trainer, all have a relay and replicas."""
+        first = "store,trainer," if index == 0 else ""
+        roles = f"{first}relay,rollout:{self.config.rollout.replicas}"
+        address = f"127.0.0.{index + 1}"
+        return self._start(
+            "laminar.cli.node", "--name", f"node-{index}", "--roles", roles, "--host", address
         )
 
-    def _restart(self, code: int) -> subprocess.Popen[bytes]:
+    def _start(self, module: str, *options: str) -> Process:
+        """In a session of its own: Ctrl-C is ours to hand on."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(self.run_dir), *options], start_new_session=True
+        )
+
+    def _restart(self, code: int) -> Process:
         self._restarts += 1
         pause_s = self.config.recovery.coordinator_restart_ms / 1000
         self.progress.note(
@@ -154,7 +166,7 @@ class Supervisor:
     def _interrupted(self, number: int, frame: object) -> None:
         self._interrupts += 1
 
-    def _forward(self, coordinator: subprocess.Popen[bytes], node: subprocess.Popen[bytes]) -> None:
+    def _forward(self, coordinator: Process, nodes: list[Process]) -> None:
         if self._interrupts == 1:
             self.progress.note(
                 "stopping: the step in training is completed and the model exported; "
@@ -162,18 +174,20 @@ class Supervisor:
             )
             coordinator.send_signal(signal.SIGINT)
             return
-        for process in (coordinator, node):
+        for process in (coordinator, *nodes):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         raise SystemExit(130)
 
 
-def _wait(node: subprocess.Popen[bytes]) -> None:
-    try:
-        node.wait(NODE_EXIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(node.pid, signal.SIGKILL)
-        node.wait()
+def _wait(nodes: list[Process]) -> None:
+    deadline = time.monotonic() + NODE_EXIT_S
+    for node in nodes:
+        try:
+            node.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -186,7 +200,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"({plan.overlap} further rows left out because their prompt is held out)",
         f"steps      {plan.steps} of {c.data.train_batch_size} prompts x "
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
-        f"replicas   {c.rollout.replicas} ({c.rollout.engine} engine, "
+        f"replicas   {c.rollout.replicas * c.run.nodes} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
         f"prompt 0   {plan.first_prompt!r}",
         f"as ids     {plan.first_prompt_ids}",

@@ -1,0 +1,20 @@
+"""All rows of the scorecard, in the order of their numbers."""
+
+from __future__ import annotations
+
+from tools.rows import coverage, golden, log_damage, simulation, untested, wire
+from tools.rows.base import Row
+
+ROWS: tuple[Row, ...] = tuple(
+    sorted(
+        (
+            *coverage.ROWS,
+            *golden.ROWS,
+            *log_damage.ROWS,
+            *simulation.ROWS,
+            *untested.ROWS,
+            *wire.ROWS,
+        ),
+        key=lambda row: row.number,
+    )
+)
