@@ -157,6 +157,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     lease_ms: int = 5_000  #: silence after which a process counts as lost
     coordinator_absent_ms: int = 600_000  #: a process without a coordinator ends after this
     start_timeout_s: float = 300.0  #: until every actor has joined
+    log_keep_mb: int = 0  #: of the event log; 0: all, as report and audit need it
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
@@ -289,6 +290,7 @@ MINIMA: dict[str, float] = {
     "coordinator.port": 0,
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,
+    "coordinator.log_keep_mb": 0,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
     "recovery.coordinator_restart_ms": 0,

@@ -79,6 +79,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "algorithm.min_scored=9"], ["algorithm.min_scored", "9"]),
         ([*GOOD, "rollout.max_model_len=10"], ["rollout.max_model_len"]),
         ([*GOOD, "coordinator.lease_ms=1000"], ["coordinator.lease_ms", "three times"]),
+        ([*GOOD, "coordinator.log_keep_mb=-1"], ["coordinator.log_keep_mb", "at least 0"]),
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
         (["model.name=m"], ["data.dataset", "data.train_files"]),
         ([*GOOD, "data.train_files=x.jsonl"], ["exactly one"]),

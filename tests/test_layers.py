@@ -25,7 +25,7 @@ OURS = {
     ),
     "actors/protocol.py": (),
 }  # fmt: skip
-THEIRS = {"msgspec", "msgpack", "xxhash"}
+THEIRS = {"msgspec", "msgpack", "xxhash", "zstandard"}
 STANDARD = {
     "__future__", "collections", "contextlib", "dataclasses", "enum", "functools", "operator", "re",
     "struct", "typing", "zlib",

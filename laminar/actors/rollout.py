@@ -99,7 +99,7 @@ class Rollout:
                 self._abort_all()
                 self.host.spawn(self.loader.pull(order, command))
             elif isinstance(command, cmd.AbortTrajectories):
-                self._abort(command)
+                self._abort(order, command)
         if opening:
             self.host.spawn(self._open(opening))
 
@@ -140,9 +140,10 @@ class Rollout:
         if result.answer == "open":
             self._generate(order, command, result)
         elif result.answer in ("generated", "rewarded"):  # only the report was lost
-            self._report_finished(command, result.num_tokens, result.finish_reason or STOP)
+            reason = result.finish_reason or STOP
+            self._report_finished(command, order.cause, result.num_tokens, reason)
         elif result.answer == "refused":
-            self._report_failed(command, "store-refused", result.reason)
+            self._report_failed(command, order.cause, "store-refused", result.reason)
         else:
             self.host.log.info("not-opened", answer=result.answer, **facts)
 
@@ -180,8 +181,9 @@ class Rollout:
     async def _add(self, request: GenerateRequest) -> None:
         await self.engine.add(request)
 
-    def _abort(self, command: cmd.AbortTrajectories) -> None:
+    def _abort(self, order: cmd.Order, command: cmd.AbortTrajectories) -> None:
         for item in command.items:
+            self.host.log.info("abort", event_seq=order.cause, trajectory=item.trajectory)
             running = self.running.get(item.trajectory)
             if running is not None and running.command.placement <= item.placement:
                 del self.running[item.trajectory]
@@ -256,13 +258,15 @@ class Rollout:
                 self._not_taken(result)
                 continue
             del self.running[running.command.trajectory]
-            self._report_finished(running.command, running.stored, running.finish_reason or STOP)
+            reason = running.finish_reason or STOP
+            self._report_finished(running.command, running.event_seq, running.stored, reason)
 
     def _not_taken(self, result: m.Result) -> None:
         """Fenced: somebody else has it now. Refused: these tokens can never be trained."""
         running = self.running.pop(result.trajectory_id, None)
         self.host.log.warning(
             "not-stored",
+            event_seq=running.event_seq if running else 0,
             trajectory=result.trajectory_id,
             answer=result.answer,
             reason=result.reason,
@@ -270,12 +274,14 @@ class Rollout:
         if running is not None:
             self.engine.abort(_request_id(running.command))
             if result.answer == "refused":
-                self._report_failed(running.command, "store-refused", result.reason)
+                self._report_failed(
+                    running.command, running.event_seq, "store-refused", result.reason
+                )
 
     # --- reports --------------------------------------------------------------------------------
 
     def _report_finished(
-        self, command: cmd.GenerateTrajectory, num_tokens: int, reason: str
+        self, command: cmd.GenerateTrajectory, event_seq: int, num_tokens: int, reason: str
     ) -> None:
         finished = ev.TrajectoryFinished(
             trajectory=command.trajectory,
@@ -283,16 +289,22 @@ class Rollout:
             num_tokens=num_tokens,
             finish_reason=reason,
         )
-        self.host.emit(finished, trajectory=command.trajectory, num_tokens=num_tokens)
+        self.host.emit(
+            finished, event_seq=event_seq, trajectory=command.trajectory, num_tokens=num_tokens
+        )
 
-    def _report_failed(self, command: cmd.GenerateTrajectory, reason: str, detail: str) -> None:
+    def _report_failed(
+        self, command: cmd.GenerateTrajectory, event_seq: int, reason: str, detail: str
+    ) -> None:
         failed = ev.TrajectoryFailed(
             trajectory=command.trajectory,
             placement=command.placement,
             reason=reason,
             detail=detail[:500],
         )
-        self.host.emit(failed, trajectory=command.trajectory, reason=reason)
+        self.host.emit(
+            failed, event_seq=event_seq, trajectory=command.trajectory, reason=reason, detail=detail
+        )
 
     async def _report_progress(self) -> None:
         """One gauge per interval, and the tokens so far into the store in the same rhythm."""

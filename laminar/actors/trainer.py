@@ -124,10 +124,10 @@ class Trainer:
         self.host.span("busy", received, done, step=command.step)
         published = await self._publish(command.version, command.step + 1, wait=False)
         if not published:
-            reason = "no slot was free"
-            self.host.emit(
-                ev.PublishSkipped(version=command.version, step=command.step + 1, reason=reason)
+            skipped = ev.PublishSkipped(
+                version=command.version, step=command.step + 1, reason="no slot was free"
             )
+            self.host.emit(skipped, event_seq=order.cause, version=command.version)
         self._enter_in_book(command, result)
         metrics = result.metrics | _by_origin(result) | {"timing_s/step": (done - started) / 1e9}
         completed = ev.StepCompleted(

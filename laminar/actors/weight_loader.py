@@ -45,7 +45,8 @@ class WeightLoader:
             request = m.LeaseVersion(version=command.version, exact=command.exact)
             lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
             if isinstance(lease, m.Gone):
-                return self.host.emit(ev.VersionGone(version=command.version, held=lease.held))
+                gone = ev.VersionGone(version=command.version, held=lease.held)
+                return self.host.emit(gone, event_seq=order.cause, version=command.version)
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest) if reloaded else ""

@@ -5,7 +5,8 @@ Raises  ConfigError, one sentence, for a path that is no run directory and for a
         read or trusted
 
 Every command that takes a run apart begins here, so the same mistake gets the same sentence
-everywhere. A running run can be read as well: the log then simply ends earlier.
+everywhere. A running run can be read as well: the log then simply ends earlier. Where old segments
+were removed, records begin with the oldest one left; what needs the whole history is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.core.state import State
-from laminar.eventlog.reader import read_log, read_raw, scan
+from laminar.eventlog.compaction import stored_bytes
+from laminar.eventlog.reader import NotInHistory, beginning, read_log, read_raw, scan
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
@@ -28,6 +30,7 @@ from laminar.eventlog.record import (
     segment_numbers,
 )
 from laminar.eventlog.replay import Observer, Replay, replay, stamped
+from laminar.eventlog.snapshot import Snapshot, snapshots
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command
@@ -36,15 +39,21 @@ from laminar.rundir import EVENTS_DIR
 
 
 class WallClock:
-    """Time of day of events: the log's own times are relative to its coordinator's start."""
+    """Time of day of events: the log's own times are relative to its coordinator's start.
+
+    Where the beginning of the log is gone, all times stay relative to that unknown moment.
+    """
 
     def __init__(self) -> None:
         self._offset_ns = 0
         self._latest_ns = 0
+        self._known: bool | None = None  #: whether the first event was the first of the run
 
     def unix_ns(self, event: Stamped) -> int:
         """Unix time in ns, never decreasing; call it for every event, in the order of the log."""
-        if isinstance(event.event, ev.CoordinatorStarted):
+        if self._known is None:
+            self._known = event.seq == 1
+        if self._known and isinstance(event.event, ev.CoordinatorStarted):
             self._offset_ns = event.event.clock_ns - event.time_ns
         self._latest_ns = max(self._latest_ns, event.time_ns + self._offset_ns)
         return self._latest_ns
@@ -83,14 +92,21 @@ class ReadOnlyDisk:
 def records(run_dir: Path) -> Iterator[Record]:
     """Every record of the log, in order."""
     with _readable(run_dir) as disk:
-        for _, record in read_log(disk):
+        for _, record in read_log(disk, start=beginning(disk)):
             yield record
 
 
 def raw_records(run_dir: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(segment, offset, plain map) of every record, also of a later schema than ours."""
     with _readable(run_dir) as disk:
-        yield from read_raw(disk)
+        yield from read_raw(disk, beginning(disk))
+
+
+def segments_gone(run_dir: Path) -> int:
+    """How many segments are missing at the beginning of the log."""
+    with _readable(run_dir) as disk:
+        start = beginning(disk)
+        return start.segment - 1 if start else 0
 
 
 def typed_event(record: EventRecord) -> Stamped:
@@ -119,14 +135,14 @@ def _of_another_release(what: str, error: WireError) -> ConfigError:
 def log_size(run_dir: Path) -> tuple[int, LogTail]:
     """Bytes of all segment files, and where the history ends."""
     with _readable(run_dir) as disk:
-        names = [name for name in disk.names() if segment_numbers([name])]
-        return sum(disk.size(name) for name in names), scan(disk)
+        return sum(stored_bytes(disk).values()), scan(disk, beginning(disk))
 
 
 def replay_log(
     run_dir: Path, *observers: Observer, until: int | None = None, must_be_identical: bool = True
 ) -> Replay:
-    """Replay the log, every observer seeing every event; ConfigError for a log without events.
+    """Replay the whole log, every observer seeing every event; ConfigError for a log without
+    events, or without its beginning.
 
     With `must_be_identical` a difference is an error, too: a state that the run never had would
     make every figure drawn from it wrong.
@@ -137,6 +153,12 @@ def replay_log(
             observer(event, commands, state)
 
     with _readable(run_dir) as disk:
+        if beginning(disk):
+            raise ConfigError(
+                f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
+                "segments), and this needs all of it: put the segments back from a copy, or see "
+                f"what is left with `laminar log replay {run_dir}` and `laminar log dump {run_dir}`"
+            )
         found = replay(disk, until=until, observer=observe)
     if must_be_identical and found.difference is not None:
         raise ConfigError(
@@ -146,6 +168,27 @@ def replay_log(
     if found.difference is None and not found.machine.started:
         raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")
     return found
+
+
+def replay_part(
+    run_dir: Path, *, until: int | None = None, newest: bool
+) -> tuple[Replay, Snapshot]:
+    """Replay from the newest, or else the oldest, snapshot that belongs to the history; ConfigError
+    when there is none (of event `until` or before)."""
+    with _readable(run_dir) as disk:
+        usable, why_not = snapshots(disk)
+        for snapshot in usable if newest else reversed(usable):
+            try:
+                if until is None or snapshot.seq <= until:
+                    return replay(disk, until=until, snapshot=snapshot), snapshot
+            except NotInHistory as error:
+                why_not[snapshot.name] = str(error)
+        faults = [f"{name}: {fault}" for name, fault in why_not.items()]
+        which = "" if until is None else f" of event {until} or before"
+        raise ConfigError(
+            f"{run_dir / EVENTS_DIR} holds no usable snapshot{which}"
+            f"{''.join(f' ({fault})' for fault in faults)}: without one, a replay needs all segments"
+        )
 
 
 @contextmanager

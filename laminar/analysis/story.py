@@ -1,10 +1,12 @@
 """The log as lines for people: every record, or the story of one trajectory, group, actor, version.
 
-Reads   the event log of a run directory
+Reads   the event log of a run directory; for a story with logs, the log lines of its processes
 Gives   lines of text, in the order of the log, with the seconds since the run's first event
 
 An event line begins with its number, a decision line with the number of the event that caused it
-and an arrow to its receiver. Long lists and texts are shortened; the raw dump has everything.
+and an arrow to its receiver, a line of a process's own log with the number of the event that it
+belongs to (if it has one) and a `|`. Long lists and texts are shortened; the raw dump has
+everything.
 """
 
 from __future__ import annotations
@@ -12,24 +14,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import merge
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from laminar.analysis.history import WallClock, records, typed_command, typed_event
+from laminar.analysis.history import records, typed_command, typed_event
+from laminar.analysis.lives import Moments
+from laminar.analysis.process_logs import LogLine, log_lines
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
 from laminar.events.base import Command, Event, Stamped
 
 LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
+WARNINGS = ("warning", "error", "critical")
 
 #: kind of subject -> the form of its name
 FORMS = {
     "version": r"v?(\d+)",
     "trajectory": r"(e?\d+\.\d+(?:-\d+)?\.\d+)",
     "group": r"(e?\d+\.\d+(?:-\d+)?)",
-    "actor": r"([a-z]+(?:-\d+)?)",
+    "actor": r"([a-z]+(?:-\d+(?:\.\d+)?)?)",
 }
 #: kind of subject -> fields of events and commands that can name it
 FIELDS = {
@@ -66,41 +73,54 @@ class Subject:
             return any(self.named_by(item, field) for item in value)
         if field not in FIELDS[self.kind]:
             return False
-        return str(value) == self.name or str(value).startswith(f"{self.name}.")
+        inside = self.kind == "group" and str(value).startswith(f"{self.name}.")
+        return str(value) == self.name or inside
 
 
-def story(run_dir: Path, name: str) -> Iterator[str]:
-    """Every event and decision that names the subject; ConfigError when there is none."""
-    subject = Subject.parse(name)
-    found = False
-    for line in _lines(run_dir, subject):
-        found = True
-        yield line
-    if not found:
+class _Line(NamedTuple):
+    """One line of a story, and where it belongs."""
+
+    unix_ns: int
+    seq: int
+    process: str  #: sender or receiver
+    text: str
+
+
+def story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
+    """Every event and decision that names the subject; ConfigError when there is none.
+
+    With `logs` also what the processes logged about it, and what they warned of meanwhile.
+    """
+    subject, moments = Subject.parse(name), Moments()
+    told = _lines(run_dir, subject, moments)
+    first = next(told, None)
+    if first is None:
         raise ConfigError(f"no event and no decision in the log of {run_dir} names {name!r}")
+    lines: Iterator[_Line] = chain([first], told)
+    if logs:
+        lines = _with_logs(run_dir, subject, moments, list(lines))
+    return (line.text for line in lines)
 
 
 def dump(run_dir: Path) -> Iterator[str]:
     """One line per record."""
-    return _lines(run_dir, None)
+    return (line.text for line in _lines(run_dir, None, Moments()))
 
 
-def _lines(run_dir: Path, subject: Subject | None) -> Iterator[str]:
-    clock, start = WallClock(), None
-    seconds = 0.0
+def _lines(run_dir: Path, subject: Subject | None, moments: Moments) -> Iterator[_Line]:
     for record in records(run_dir):
         if isinstance(record, EventRecord):
             event = typed_event(record)
-            now = clock.unix_ns(event)
-            start = now if start is None else start
-            seconds = (now - start) / 1e9
-            line = _event_line(event, seconds, subject)
+            process, seconds = event.peer, moments.seconds(moments.at(event))
+            text = _event_line(event, seconds, subject)
         elif isinstance(record, DecisionRecord):
-            line = _decision_line(record, seconds, subject)
+            command = typed_command(record)
+            process, seconds = command.to, moments.seconds(moments.now)
+            text = _decision_line(record.cause, command, seconds, subject)
         else:
-            line = "" if subject else _other_line(record)
-        if line:
-            yield line
+            process, text = "", "" if subject else _other_line(record)
+        if text:
+            yield _Line(moments.now.unix_ns, moments.now.seq, process, text)
 
 
 def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:
@@ -110,16 +130,56 @@ def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> st
     return f"{stamped.seq:>8} {seconds:>10.3f}  {stamped.peer:<11} {text}" if text else ""
 
 
-def _decision_line(record: DecisionRecord, seconds: float, subject: Subject | None) -> str:
-    command = typed_command(record)
+def _decision_line(cause: int, command: Command, seconds: float, subject: Subject | None) -> str:
     receiver = subject is not None and subject.kind == "actor" and subject.name == command.to
     text = describe(command, None if receiver else subject)
-    return f"{record.cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""
+    return f"{cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""
 
 
 def _other_line(record: Record) -> str:
     tag = "header" if isinstance(record, Header) else "state-hash"
     return f"{'':>8} {'':>10}  {tag:<11} {_fields(msgspec.structs.asdict(record), None)}"
+
+
+# --- lines of the processes' own logs -----------------------------------------------------------
+
+
+def _with_logs(
+    run_dir: Path, subject: Subject, moments: Moments, told: list[_Line]
+) -> Iterator[_Line]:
+    """A line that belongs to an event comes after it, whatever the clock of its machine says."""
+    times = {line.seq: line.unix_ns for line in told}
+    orders = {(line.seq, line.process) for line in told}
+    processes = {line.process for line in told}
+    logged = []
+    for line in log_lines(run_dir):
+        meanwhile = told[0].unix_ns <= line.unix_ns <= told[-1].unix_ns
+        warned = line.level in WARNINGS and meanwhile and line.process in processes
+        if warned or _is_about(line, subject, orders):
+            when = max(line.unix_ns, times.get(line.event_seq, 0))
+            text = _log_line(line, (line.unix_ns - moments.first_ns) / 1e9, subject)
+            logged.append(_Line(when, line.event_seq, line.process, text))
+    logged.sort(key=lambda line: line.unix_ns)
+    return merge(told, logged, key=lambda line: line.unix_ns)
+
+
+def _is_about(line: LogLine, subject: Subject, orders: set[tuple[int, str]]) -> bool:
+    """It names the subject, or comes of what the story ordered of its process."""
+    if subject.kind == "actor" and line.process == subject.name:
+        return True
+    if any(field in line.fields for field in FIELDS[subject.kind]):
+        return subject.named_by(line.fields)
+    return (line.event_seq, line.process) in orders
+
+
+def _log_line(line: LogLine, seconds: float, subject: Subject) -> str:
+    seq = line.event_seq or ""
+    level = "" if line.level == "info" else f"{line.level}: "
+    text = f"{level}{line.name} {_fields(line.fields, subject)}".rstrip()
+    return f"{seq:>8} {seconds:>10.3f}  | {line.process:<11} {text}"
+
+
+# --- messages on one line -----------------------------------------------------------------------
 
 
 def describe(message: Event | Command, subject: Subject | None = None) -> str:

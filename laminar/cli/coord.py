@@ -54,7 +54,9 @@ async def _run(run_dir: Path) -> int:
         metrics(stamped, commands, state)
         status(stamped, commands, state)
 
-    return await Coordinator(config, run_dir, on_replayed=metrics, on_event=observe).run()
+    return await Coordinator(
+        config, run_dir, on_replayed=metrics, on_event=observe, replay_from=metrics.replay_from
+    ).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""laminar log: replay, dump, tail, stats and story of a run's event log.
+"""laminar log: replay, dump, tail, stats, story, why, trace and export of a run's event log.
 
 Exit codes: 0 done, 1 a replay differs from the log, 2 what was named cannot be read.
 """
@@ -23,12 +23,18 @@ from laminar.analysis.history import (
     raw_records,
     records,
     replay_log,
+    replay_part,
+    segments_gone,
     typed_command,
     typed_event,
 )
 from laminar.analysis.story import dump, story
+from laminar.analysis.trace import write_trace
+from laminar.analysis.why import why
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
-from laminar.eventlog.replay import Difference
+from laminar.eventlog.replay import Difference, Replay
+
+TRACE_FILE = "trace.json"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
     replay = _command(commands, "replay", "decide everything again and compare", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
     replay.add_argument("--until", type=_positive, metavar="SEQ", help="stop after this event")
     replay.add_argument("--state", action="store_true", help="print the state at the end as JSON")
     replay.add_argument("--diff", action="store_true", help="show only what differs")
@@ -55,6 +62,24 @@ def add_parser(subparsers: Any) -> None:
     told = _command(commands, "story", "everything about one thing, in order", run_story)
     told.add_argument("id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor")
     told.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    told.add_argument("--logs", action="store_true", help="with what the processes logged of it")
+
+    asked = _command(commands, "why", "why it moved, was idle, or waited", run_why)
+    asked.add_argument("id", metavar="ID", help="trajectory 0.17.3, replica rollout-0, step-57")
+    asked.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    when = "of a replica: seconds since the run's first event, or an event as '#1234'"
+    asked.add_argument("--at", default="", metavar="T", help=when)
+
+    traced = _command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
+    traced.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    where = "trace file (RUN/trace.json)"
+    traced.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
+
+    exported = _command(commands, "export", "tables of events, decisions, lives", run_export)
+    exported.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    where = "write three Parquet files into this directory"
+    exported.add_argument("--parquet", type=Path, metavar="DIR", required=True, help=where)
+    exported.add_argument("--force", action="store_true", help="replace tables that are there")
 
 
 def _command(commands: Any, name: str, text: str, function: Any) -> argparse.ArgumentParser:
@@ -72,8 +97,8 @@ def _positive(text: str) -> int:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Prints what was compared; 1 at the first difference, with both sides."""
-    found = replay_log(arguments.run, until=arguments.until, must_be_identical=False)
-    lines = [f"{found.events} events, {found.decisions} decisions, {found.hashes} state hashes"]
+    found, lines = _replayed(arguments)
+    lines += [f"{found.events} events, {found.decisions} decisions, {found.hashes} state hashes"]
     if found.difference is None:
         lines.append("identical")
     else:
@@ -86,6 +111,23 @@ def run_replay(arguments: argparse.Namespace) -> int:
     return 1 if found.difference is not None else 0
 
 
+def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
+    """The replay, and a line about where it began, unless that is where the run did."""
+    run, until, newest = arguments.run, arguments.until, arguments.from_snapshot
+    gone = segments_gone(run)
+    if not (gone or newest):
+        return replay_log(run, until=until, must_be_identical=False), []
+    found, snapshot = replay_part(run, until=until, newest=newest)
+    why = f" (the first {gone} segments are gone)" if gone else ""
+    return found, [f"begun at {snapshot.name}, after event {snapshot.seq}{why}"]
+
+
+def _note_beginning(run: Path) -> None:
+    """To stderr, so that what reads the output is not disturbed."""
+    if gone := segments_gone(run):
+        print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
+
+
 def _field_diff(difference: Difference) -> str:
     """The parts of both sides that are not the same: `-` logged, `+` replayed."""
     position = difference.position
@@ -96,6 +138,7 @@ def _field_diff(difference: Difference) -> str:
 
 
 def run_dump(arguments: argparse.Namespace) -> int:
+    _note_beginning(arguments.run)
     _print(_raw_lines(arguments.run) if arguments.raw else dump(arguments.run))
     return 0
 
@@ -107,16 +150,41 @@ def _raw_lines(run: Path) -> Iterator[str]:
 
 
 def run_tail(arguments: argparse.Namespace) -> int:
+    _note_beginning(arguments.run)
     _print(deque(dump(arguments.run), maxlen=arguments.n))
     return 0
 
 
 def run_story(arguments: argparse.Namespace) -> int:
-    _print(story(arguments.run, arguments.id))
+    _note_beginning(arguments.run)
+    _print(story(arguments.run, arguments.id, logs=arguments.logs))
+    return 0
+
+
+def run_why(arguments: argparse.Namespace) -> int:
+    _print(why(arguments.run, arguments.id, arguments.at))
+    return 0
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Says where the trace is and how to look at it."""
+    path = arguments.output or arguments.run / TRACE_FILE
+    count = write_trace(arguments.run, path)
+    _print([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
+    return 0
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Says what was written; the columns are explained in docs/debugging.md."""
+    from laminar.analysis.export import export  # pyarrow takes longer to load than most logs
+
+    rows = export(arguments.run, arguments.parquet, force=arguments.force)
+    _print(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
     return 0
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
+    _note_beginning(arguments.run)
     events, decisions = Counter[str](), Counter[str]()
     clock, times = WallClock(), []
     segments = set[int]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from laminar.cli import audit, log, report, train
+from laminar.cli import audit, log, report, sim, train
 from laminar.config import ConfigError
 
 
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="laminar", description="Asynchronous RL post-training of language models."
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, log, audit, report):
+    for module in (train, log, audit, report, sim):
         module.add_parser(subparsers)
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):

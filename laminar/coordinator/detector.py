@@ -27,6 +27,7 @@ class FailureDetector:
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
         self._turns_not_empty = 0
+        self._nobody_until_ns = now_ns  #: no lease of those known so far ends before
 
     def turn(self, now_ns: int, socket_empty: bool) -> bool:
         """Begin a turn; True when silence may be judged in it."""
@@ -39,12 +40,22 @@ class FailureDetector:
     def lost(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
     ) -> list[HeartbeatLost]:
-        """Live actors whose lease ran out; `heard_ns` by boot id, absent: not heard yet."""
-        events = []
+        """Live actors whose lease ran out; `heard_ns` by boot id, absent: not heard yet.
+
+        Words and a grace only move the end of a lease away, and who joins has a whole one before
+        it: so nobody is looked at before the first of the present leases can have ended.
+        """
+        events: list[HeartbeatLost] = []
+        if now_ns <= self._nobody_until_ns:
+            return events
+        self._nobody_until_ns = now_ns + self.lease_ns
         for actor in actors.values():
+            if not actor.alive:
+                continue
             heard = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
             silent_ns = now_ns - heard
-            if actor.alive and silent_ns > self.lease_ns:
+            self._nobody_until_ns = min(self._nobody_until_ns, heard + self.lease_ns)
+            if silent_ns > self.lease_ns:
                 events.append(
                     HeartbeatLost(
                         actor=actor.name,

@@ -4,8 +4,8 @@ Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
 Ends    with the run's exit code; 75 when the log cannot be written: a supervisor restarts it
 
-Start-up is recovery: scan the log, replay it, take it over in a new segment, listen on the same
-port as before. An empty directory is the case of an empty log.
+Start-up is recovery: replay the log from its last snapshot, take it over in a new segment, listen
+on the same port as before. An empty directory is the case of an empty log.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED
-from laminar.eventlog.reader import scan
-from laminar.eventlog.replay import Observer, Replay, replay
-from laminar.eventlog.writer import LogWriter
+from laminar.eventlog.replay import Observer
+from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
@@ -76,9 +75,16 @@ class Coordinator:
     """One incarnation of the coordinator of a run."""
 
     def __init__(
-        self, config: Config, run_dir: Path, *, on_replayed: Observer, on_event: Observer
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        on_replayed: Observer,
+        on_event: Observer,
+        replay_from: int | None = None,
     ) -> None:
-        """Recover from the log, if there is one; `on_replayed` sees its events again."""
+        """Recover from the log, if there is one. `on_replayed` sees its events again: those after
+        a snapshot, but if the log has it, event `replay_from` and all after it."""
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
         self._own: list[Event] = []
@@ -89,29 +95,29 @@ class Coordinator:
         self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report)
         events = run_dir / EVENTS_DIR
         disk = RealDisk(events) if events.is_dir() else RealDisk.make(events)
-        tail = scan(disk)
-        if tail.torn_bytes:
-            self.log.warning("torn-tail", bytes=tail.torn_bytes, after_event=tail.last_seq)
-        found = replay(disk, tail, observer=on_replayed)
-        if found.difference is not None:
-            raise ReplayDiffers(str(found.difference))
-        self._open(disk, found)
+        restored = restore(disk, on_replayed, observe_from=replay_from)
+        for name, fault in restored.unusable.items():
+            self.log.warning("snapshot-passed-over", file=name, reason=fault)
+        if restored.tail.torn_bytes:
+            self.log.warning("torn-tail", bytes=restored.tail.torn_bytes)
+        if restored.replay.difference is not None:
+            raise ReplayDiffers(str(restored.replay.difference))
+        self._open(disk, restored)
 
-    def _open(self, disk: RealDisk, found: Replay) -> None:
-        tail = scan(disk)
-        incarnation = tail.newest + 1
+    def _open(self, disk: RealDisk, restored: Restored) -> None:
+        incarnation = restored.incarnation
         text = dumps(self.config)
-        writer = LogWriter.begin(
+        writer = take_over(
             disk,
-            tail,
+            restored,
             logic=LOGIC_VERSION,
-            incarnation=incarnation,
             run=self.config.run.name,
             seed=self.config.seed,
             config_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+            keep_bytes=self.config.coordinator.log_keep_mb << 20,
         )
         self.tick = Tick(
-            found.machine,
+            restored.replay.machine,
             writer,
             boot=f"coordinator-{incarnation}-{secrets.token_hex(4)}",
             lease_ms=self.config.coordinator.lease_ms,
@@ -119,7 +125,13 @@ class Coordinator:
             observer=self._observer,
             limits=Limits(max_frame=CONTROL_MAX_BYTES),
         )
-        self.log.info("started", incarnation=incarnation, replayed_events=found.events)
+        self.log.info(
+            "started",
+            incarnation=incarnation,
+            snapshot=restored.snapshot.name if restored.snapshot else None,
+            replayed_events=restored.replay.events,
+            decisions_logged_late=len(restored.replay.unlogged),
+        )
         self._own.append(
             ev.CoordinatorStarted(
                 incarnation=incarnation,

@@ -1,7 +1,7 @@
 """The real disk: one directory of append-only files.
 
 Reads / writes   files of the directory, by name
-Raises           DiskError for every failed create, write and sync
+Raises           DiskError for every failed read, create, write, sync, renaming and removal
 
 A name is durable only once its directory is synced, so a new file is not handed out before. A
 short write is continued; on a full disk the continuation is what fails. Nothing is retried.
@@ -63,9 +63,12 @@ class RealDisk:
         return sorted(os.listdir(self._directory))
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
-        with open(self._directory / name, "rb") as file:
-            file.seek(offset)
-            return file.read(size)
+        try:
+            with open(self._directory / name, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError as error:
+            raise _failed("read", name, error) from error
 
     def size(self, name: str) -> int:
         return os.stat(self._directory / name).st_size

@@ -13,10 +13,12 @@ its log does not know. Pure: the same code runs behind a ZeroMQ socket and in vi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import msgspec
 
 from laminar.coordinator.detector import FailureDetector
+from laminar.core.lookup import due_timers, next_timer_ns
 from laminar.core.machine import Machine
 from laminar.core.state import ENDED, STOPPING, digest
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord
@@ -28,10 +30,12 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.net.frames import Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import Limits, LinkState, OutboxFull, ServerLink
+from laminar.net.session import NEVER_NS, Limits, LinkState, OutboxFull, ServerLink
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
+HASHED_OFTEN_MAX = 4_096
+"""Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
 UNKNOWN_PEERS_MAX = 4096
 """Processes that said hello and are not admitted yet; more at once is an attack or a bug."""
 
@@ -67,7 +71,11 @@ class Tick:
         self._asking: dict[str, tuple[Hello, bytes]] = {}  #: boot id -> not admitted yet
         self._heard_ns: dict[str, int] = {}
         self._to_acknowledge: dict[str, int] = {}  #: boot id -> last number applied
-        self._outgoing: list[tuple[int, Command]] = []
+        self._outgoing: list[tuple[int, Command, bytes]] = []  #: with its encoding
+        self._awake: dict[str, None] = {}  #: boot ids of links that may have something to send
+        self._sleeping: list[tuple[int, str]] = []  #: heap of (when to wake, boot id)
+        self._wake_ns: dict[str, int] = {}  #: by boot id: its earliest time in the heap
+        self._members: tuple[int, int, bool] | None = None  #: of the run when last looked at
         self._frames_out: list[Frame] = []
 
     # --- one turn -----------------------------------------------------------------------------
@@ -92,17 +100,15 @@ class Tick:
     def _fire_timers(self, time_ns: int) -> None:
         if not self.machine.started:
             return
-        timers = self.machine.state.timers
-        due = sorted((when, name) for name, when in timers.items() if when <= time_ns)
-        for _, name in due:
+        for name in due_timers(self.machine.state, time_ns):
             self._apply(COORDINATOR, 0, 0, ev.TimerFired(timer=name), time_ns)
 
     def next_timer_ns(self) -> int | None:
         """When the earliest timer is due, in the loop's clock."""
-        timers = self.machine.state.timers
-        if not timers:
+        due_ns = next_timer_ns(self.machine.state)
+        if due_ns is None:
             return None
-        return min(timers.values()) - self._time_start_ns + self._clock_start_ns
+        return due_ns - self._time_start_ns + self._clock_start_ns
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -123,6 +129,7 @@ class Tick:
             self.bad_frames += 1  # a peer that is unknown here will say hello when nobody answers
             return
         self._heard_ns[boot_id] = now_ns
+        self._awake[boot_id] = None
 
     def _hello_of(self, routing_id: bytes, frame: bytes) -> Hello | None:
         """A known route needs no second decoding, unless its peer introduces itself again."""
@@ -171,13 +178,12 @@ class Tick:
             limits=self._limits,
         )
         self._links[hello.boot_id] = link
-        outstanding = [
-            o
-            for o in self.machine.state.commands.values()
-            if o.command.to == hello.name and o.incarnation == incarnation
-        ]
+        self._awake[hello.boot_id] = None
+        state = self.machine.state
+        addressed = [state.commands[key] for key in state.lookup.commands.get(hello.name, ())]
+        outstanding = [o for o in addressed if o.incarnation == incarnation]
         for item in sorted(outstanding, key=lambda o: o.command_id):
-            self._outgoing.append((item.command_id, item.command))
+            self._outgoing.append((item.command_id, item.command, encode(item.command)))
 
     def _deliver(self, link: ServerLink, peer_seq: int, body: bytes, time_ns: int) -> None:
         if peer_seq:
@@ -206,8 +212,6 @@ class Tick:
         )
         commands = self.machine.handle(stamped)
         self._log(stamped, commands)
-        for index, command in enumerate(commands):
-            self._outgoing.append(((stamped.seq << 20) + index, command))
         self._observer(stamped, commands, self.machine.state)
 
     def _log(self, stamped: Stamped, commands: list[Command]) -> None:
@@ -222,11 +226,18 @@ class Tick:
             )
         )
         for index, command in enumerate(commands):
+            data = encode(command)
             self.log.append(
-                DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(encode(command)))
+                DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(data))
             )
-        if stamped.seq % HASH_EVERY == 0:
+            self._outgoing.append(((stamped.seq << 20) + index, command, data))
+        if stamped.seq % HASH_EVERY == 0 and stamped.seq % self._hash_every() == 0:
             self.log_state_hash()
+
+    def _hash_every(self) -> int:
+        """HASH_EVERY, doubled with a state so large that its encoding would slow every event."""
+        doublings = (len(self.machine.state.trajectories) // HASHED_OFTEN_MAX).bit_length()
+        return HASH_EVERY << doublings
 
     def log_state_hash(self) -> None:
         """Log what a replay has to reach at this point."""
@@ -237,6 +248,7 @@ class Tick:
         """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
         if self._outgoing or self._to_acknowledge:
             self.log.commit()
+            self.log.snapshot(self.machine.state)
         else:
             self.log.flush()
 
@@ -246,19 +258,49 @@ class Tick:
         for boot_id, peer_seq in self._to_acknowledge.items():
             self._links[boot_id].processed(peer_seq)
         self._to_acknowledge.clear()
-        for command_id, command in self._outgoing:
-            self._address(command_id, command, now_ns)
+        for command_id, command, data in self._outgoing:
+            self._address(command_id, command, data, now_ns)
         self._outgoing.clear()
+        fenced = self._fence()
         out, self._frames_out = self._frames_out, []
-        for boot_id, link in list(self._links.items()):
-            fenced = self._fenced(link)
-            if fenced:
-                link.refuse("it was declared lost; start it again")
-            for frame in link.poll(now_ns):
-                out.append((self._route_of[boot_id], frame))
-            if fenced or link.state is LinkState.CLOSED:
+        for boot_id in self._due(now_ns):
+            link, route = self._links[boot_id], self._route_of[boot_id]
+            out += [(route, frame) for frame in link.poll(now_ns)]
+            if boot_id in fenced or link.state is LinkState.CLOSED:
                 self._forget(boot_id)
+            else:
+                self._sleep(boot_id, link.next_due_ns())
         return out
+
+    def _due(self, now_ns: int) -> list[str]:
+        """Boot ids of the links to be polled: something came or goes, or a resend is due."""
+        while self._sleeping and self._sleeping[0][0] <= now_ns:
+            _, boot_id = heappop(self._sleeping)
+            self._wake_ns.pop(boot_id, None)
+            self._awake[boot_id] = None
+        due, self._awake = self._awake, {}
+        return [boot_id for boot_id in due if boot_id in self._links]
+
+    def _sleep(self, boot_id: str, until_ns: int) -> None:
+        if until_ns < self._wake_ns.get(boot_id, NEVER_NS):
+            self._wake_ns[boot_id] = until_ns
+            heappush(self._sleeping, (until_ns, boot_id))
+
+    def _fence(self) -> set[str]:
+        """Refuse the links of processes that are no longer members; their boot ids."""
+        if not self._links:
+            return set()
+        state = self.machine.state
+        ending = state.phase in (STOPPING, ENDED)
+        members = (state.next_incarnation, state.lookup.num_alive, ending)
+        if members == self._members:
+            return set()
+        self._members = members
+        fenced = {boot_id for boot_id, link in self._links.items() if self._fenced(link)}
+        for boot_id in fenced:
+            self._links[boot_id].refuse("it was declared lost; start it again")
+        self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
+        return fenced
 
     def _fenced(self, link: ServerLink) -> bool:
         """Its process was given up, or replaced, while the run goes on."""
@@ -268,7 +310,7 @@ class Tick:
             return not actor.alive and state.phase not in (STOPPING, ENDED)
         return True
 
-    def _address(self, command_id: int, command: Command, now_ns: int) -> None:
+    def _address(self, command_id: int, command: Command, data: bytes, now_ns: int) -> None:
         if isinstance(command, cmd.AcceptActor):
             hello, _ = self._asking.pop(command.boot_id, (None, b""))
             if hello is not None:
@@ -279,16 +321,15 @@ class Tick:
         elif isinstance(command, cmd.ProposeBatch):
             self.local.append((command_id, command))
         else:
-            self._queue(command_id, command)
+            self._queue(command_id, command, data)
 
-    def _queue(self, command_id: int, command: Command) -> None:
+    def _queue(self, command_id: int, command: Command, data: bytes) -> None:
         actor = self.machine.state.actors.get(command.to)
         link = self._links.get(actor.boot_id) if actor is not None else None
         if link is None or link.state is not LinkState.UP:
             return  # outstanding: it goes out when the actor comes back
-        order = cmd.Order(
-            command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(encode(command))
-        )
+        order = cmd.Order(command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data))
+        self._awake[link.boot_id] = None
         try:
             link.send(encode(order))
         except OutboxFull as error:

@@ -43,7 +43,7 @@ def groups_wanted(state: State) -> int:
 
 def serving(state: State, replica: Replica) -> bool:
     """Alive, with weights, not loading others."""
-    return state.actor_alive(replica.name) and replica.version >= 0 and not replica.loading
+    return replica.version >= 0 and not replica.loading and state.actor_alive(replica.name)
 
 
 def room(replica: Replica) -> int:

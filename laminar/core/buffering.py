@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from laminar import ids
 from laminar.core.admission import bound_holds, groups_wanted
+from laminar.core.lookup import remove_ready
 from laminar.core.siblings import end_group, float_of, scored_members, unchosen_less
 from laminar.core.state import RUNNING, Batch, Group, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
+from laminar.events.base import STRATEGY
 from laminar.ids import GroupId
 
 PROPOSAL_TIMEOUT_MS = 5_000
@@ -31,9 +33,10 @@ PUBLISH_TIMEOUT_MS = 300_000
 
 def trainer_idle(state: State) -> bool:
     """Nothing that the trainer was told to do is outstanding."""
+    if state.batch is not None or "publish" in state.commands or "export" in state.commands:
+        return False
     trainer = state.the("trainer")
-    busy = state.batch is not None or "publish" in state.commands or "export" in state.commands
-    return trainer is not None and trainer.ready and not busy and state.newest >= 0
+    return trainer is not None and trainer.ready and state.newest >= 0
 
 
 def choose_batch(turn: Turn) -> bool:
@@ -69,7 +72,7 @@ def batch_size(state: State) -> int:
 
 def by_deadline(state: State) -> list[Group]:
     """Finished groups in the order in which they must be trained."""
-    return sorted((state.groups[g] for g in state.ready), key=lambda g: (g.deadline, g.order))
+    return [state.groups[GroupId(group_id)] for _, _, group_id in state.lookup.ready]
 
 
 def by_priority(state: State) -> list[Group]:
@@ -89,19 +92,18 @@ def _select(turn: Turn, count: int) -> list[Group] | None:
     """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
     state = turn.state
     name = state.settings.batch_strategy
-    if name in STRATEGIES:
-        batch = STRATEGIES[name](state)[:count]
-    elif state.proposal_failed:
-        batch = by_deadline(state)[:count]
-    elif state.proposal is None:
+    if name not in STRATEGIES and state.proposal is None and not state.proposal_failed:
         _ask_strategy(turn, count)
         return None
+    if not _earliest_preserve_bound(state, count):
+        return None
+    if name in STRATEGIES:
+        batch = STRATEGIES[name](state)[:count]
     else:
-        batch = [state.groups[g] for g in state.proposal]
+        batch = [state.groups[g] for g in state.proposal or ()]
     if len(batch) == count and preserves_bound(state, batch):
         return batch
-    batch = by_deadline(state)[:count]
-    return batch if preserves_bound(state, batch) else None
+    return by_deadline(state)[:count]
 
 
 def preserves_bound(state: State, batch: list[Group]) -> bool:
@@ -112,12 +114,25 @@ def preserves_bound(state: State, batch: list[Group]) -> bool:
     return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
 
 
+def _earliest_preserve_bound(state: State, count: int) -> bool:
+    """Whether any batch of this size preserves the bound: if one does, the earliest does.
+
+    Asked after every event while the trainer waits, so it counts and does not list.
+    """
+    rest = dict(state.deadlines)
+    for deadline in sorted(rest):
+        taken = min(count, state.lookup.num_ready(deadline))
+        rest[deadline] -= taken
+        count -= taken
+    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+
+
 def _ask_strategy(turn: Turn, count: int) -> None:
     if "propose" in turn.state.commands:
         return
     candidates = tuple(_candidate(turn.state, group) for group in by_deadline(turn.state))
     turn.command(
-        cmd.ProposeBatch(to="strategy", step=turn.state.chosen, count=count, candidates=candidates),
+        cmd.ProposeBatch(to=STRATEGY, step=turn.state.chosen, count=count, candidates=candidates),
         key="propose",
         timeout_ms=PROPOSAL_TIMEOUT_MS,
     )
@@ -139,7 +154,7 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
 def proposal_answered(turn: Turn, step: int, groups: tuple[GroupId, ...]) -> None:
     """Keep a usable answer; anything else falls back to the default and is counted."""
     state = turn.state
-    if turn.done("propose") is None or step != state.chosen:
+    if step != state.chosen or turn.done("propose") is None:
         return turn.ignore("late")
     distinct = list(dict.fromkeys(groups))
     if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
@@ -155,7 +170,7 @@ def _train(turn: Turn, groups: list[Group]) -> None:
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
     for group in shuffled:
         group.status = "chosen"
-        del state.ready[group.id]
+        remove_ready(state, group)
         unchosen_less(state, group)
     state.batch = Batch(step=step, version=version, groups=[g.id for g in shuffled])
     state.chosen += 1
@@ -205,10 +220,15 @@ def awaited(state: State) -> Group | None:
 def _wait_for_batch(turn: Turn) -> None:
     """The trainer is idle: pay an owed publish, and start the clock on the group it waits for."""
     state = turn.state
-    if state.owed >= 0:
+    if debt_due(state):
         return publish_owed(turn)
     if "batch-wait" not in state.timers:
         turn.set_timer("batch-wait", state.settings.batch_wait_ms)
+
+
+def debt_due(state: State) -> bool:
+    """A publish was skipped, and no later one that would make up for it is on its way."""
+    return state.owed >= 0 and "weights" not in state.timers
 
 
 def publish_owed(turn: Turn) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from laminar import ids
 from laminar.core.admission import room
+from laminar.core.lookup import add_lost, remove_lost
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
@@ -115,7 +116,7 @@ def place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
 def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
     """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
     state = turn.state
-    state.lost.pop(trajectory.id, None)
+    remove_lost(state, trajectory)
     turn.clear_timer(f"resume:{trajectory.id}")
     moved = move(trajectory, "dispatch")
     assert moved, trajectory
@@ -147,12 +148,12 @@ def lose(turn: Turn, trajectory_id: TrajectoryId) -> None:
     state = turn.state
     trajectory = state.trajectories[trajectory_id]
     leave_engine(turn, trajectory)
-    if not move(trajectory, "lose"):
-        return
+    moved = move(trajectory, "lose")
+    assert moved, trajectory
     if state.actor_alive(trajectory.replica):
         placed = cmd.Placed(trajectory=trajectory_id, placement=trajectory.placement)
         turn.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
-    state.lost[trajectory_id] = None
+    add_lost(state, trajectory)
     turn.set_timer(f"resume:{trajectory_id}", state.settings.resume_wait_ms)
     turn.touch_all()
 

@@ -16,11 +16,15 @@ from laminar.core import siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import open_group
 from laminar.core.state import (
+    ENDED,
+    ENDING,
     FINAL_EVALUATION,
+    STOPPING,
     Evaluation,
     EvaluationResult,
     Group,
     Replica,
+    State,
 )
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -62,6 +66,11 @@ def _begin_if_due(turn: Turn, replica: Replica) -> None:
     _pin(turn, replica.version)
 
 
+def _may_evaluate(state: State) -> bool:
+    """A run that ends begins nothing: its books are being closed."""
+    return not state.draining and state.phase not in (ENDING, STOPPING, ENDED)
+
+
 def version_wanted(turn: Turn) -> int:
     """The version that an empty replica should load for an evaluation; -1: none.
 
@@ -69,11 +78,12 @@ def version_wanted(turn: Turn) -> int:
     """
     state = turn.state
     evaluation = state.evaluation
-    if state.draining:
+    if not _may_evaluate(state):
         return -1
     if evaluation is None:
-        somebody_pulls = any(r.loading for r in state.live_replicas())
-        return -1 if somebody_pulls else state.evaluation_due
+        due = state.evaluation_due
+        somebody_pulls = due >= 0 and any(r.loading for r in state.live_replicas())
+        return -1 if somebody_pulls else due
     if not evaluation.queue:
         return -1
     helpers = [r for r in state.live_replicas() if r.version == evaluation.version]
@@ -99,7 +109,9 @@ def _move_on(turn: Turn) -> None:
 def plan_evaluation(turn: Turn, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
     state = turn.state
-    if not serving(state, replica) or state.draining:
+    if state.evaluation is None and state.evaluation_due < 0:
+        return  # asked of every replica after every change: mostly there is none
+    if not serving(state, replica) or not _may_evaluate(state):
         return
     _begin_if_due(turn, replica)
     evaluation = state.evaluation
@@ -118,8 +130,7 @@ def plan_evaluation(turn: Turn, replica: Replica) -> None:
 def group_evaluated(turn: Turn, group: Group, correct: bool) -> None:
     """One held-out answer is scored."""
     evaluation = turn.state.evaluation
-    if evaluation is None:
-        return
+    assert evaluation is not None, group
     evaluation.done += 1
     evaluation.correct += correct
     if evaluation.done == evaluation.total:
@@ -129,9 +140,9 @@ def group_evaluated(turn: Turn, group: Group, correct: bool) -> None:
 def group_lost(turn: Turn, group: Group) -> None:
     """A lost evaluation answer runs again, whole, on the same version."""
     evaluation = turn.state.evaluation
-    if evaluation is not None:
-        evaluation.queue.append(group.row_index)
-        turn.touch_all()
+    assert evaluation is not None, group
+    evaluation.queue.append(group.row_index)
+    turn.touch_all()
 
 
 def _finish(turn: Turn, evaluation: Evaluation) -> None:
@@ -153,5 +164,5 @@ def _finish(turn: Turn, evaluation: Evaluation) -> None:
 
 def _pin(turn: Turn, version: int) -> None:
     relay = turn.state.the("relay")
-    if relay is not None:
-        turn.command(cmd.PinVersion(to=relay.name, version=version))
+    assert relay is not None, "a run without its relay is ending, and evaluates nothing"
+    turn.command(cmd.PinVersion(to=relay.name, version=version))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from laminar import ids
 from laminar.core.admission import admits, bound_holds, groups_wanted, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
+from laminar.core.lookup import Lookup
 from laminar.core.state import RUNNING, State
 from laminar.core.transitions import IN_ENGINE
 
@@ -126,6 +127,19 @@ def versions_monotonic(state: State) -> None:
     _require(state.chosen - state.completed == in_training or given_up, state.chosen)
 
 
+def lookup_is_true(state: State) -> None:
+    """What is kept at hand is what the state implies."""
+    kept, made = state.lookup, Lookup(state)
+    _require(kept.roles == made.roles, "roles", kept.roles)
+    _require(kept.num_alive == made.num_alive, "alive", kept.num_alive)
+    addressed = {to: keys for to, keys in kept.commands.items() if keys}
+    _require(addressed == made.commands, "commands", addressed)
+    _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
+    _require(kept.ready == made.ready, "ready", kept.ready)
+    lost = [entry[3] for entry in kept.lost]
+    _require(lost == [entry[3] for entry in made.lost], "lost", lost)
+
+
 def _require(condition: bool, *details: object) -> None:
     if not condition:
         raise AssertionError(*details)
@@ -139,4 +153,5 @@ ALL: tuple[Callable[[State], None], ...] = (
     every_wait_has_an_owner,
     no_standstill,
     versions_monotonic,
+    lookup_is_true,
 )

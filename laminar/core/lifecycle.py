@@ -11,7 +11,6 @@ with a reason and a non-zero exit code, and the ledger still closes: leftovers a
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core import buffering, siblings, weights
 from laminar.core.admission import groups_wanted
 from laminar.core.state import (
@@ -39,13 +38,14 @@ def plan(turn: Turn) -> bool:
     return _PLANS[turn.state.phase](turn)
 
 
-def fail(turn: Turn, reason: str, exit_code: int) -> None:
-    """End the run with a reason; the first reason is kept."""
+def fail(turn: Turn, reason: str, exit_code: int) -> bool:
+    """End the run with a reason; False when it has one already, or stops: the first is kept."""
     state = turn.state
     if state.failure or state.phase in (STOPPING, ENDED):
-        return
+        return False
     state.failure, state.exit_code = reason, exit_code
     _begin_ending(turn)
+    return True
 
 
 def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
@@ -59,7 +59,7 @@ def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
 
 
 def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
-    if turn.done("export") is None:
+    if event.version != turn.state.exported or turn.done("export") is None:
         return turn.ignore("not-exporting")
     turn.state.export_path = event.path
     weights.expect_version(turn, event.version)
@@ -68,8 +68,6 @@ def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
 def on_start_timeout(turn: Turn) -> None:
     """Name what the start is waiting for."""
     state = turn.state
-    if state.phase != STARTING:
-        return
     missing = [role for role in ("store", "relay", "trainer") if not _ready(state, role)]
     if not state.replicas:
         missing.append("rollout")
@@ -117,8 +115,8 @@ def _data_ended(turn: Turn) -> bool:
     state = turn.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
         return False
-    if any(g.purpose == ids.TRAIN and g.status == "open" for g in state.groups.values()):
-        return False
+    if sum(state.deadlines.values()) > len(state.ready):
+        return False  # some are unfinished
     if state.ready and buffering.batch_size(state):
         return False
     for group_id in list(state.ready):
@@ -133,7 +131,7 @@ def _exporting(turn: Turn) -> bool:
         return False
     last_version = state.next_version - 1
     if state.exported < 0:
-        if state.owed >= 0:
+        if buffering.debt_due(state):
             buffering.publish_owed(turn)
         if state.newest < last_version:
             return False  # the last step's weights are on their way
@@ -207,8 +205,10 @@ def _stopping(turn: Turn) -> bool:
     if any(key.startswith("stop:") for key in turn.state.commands):
         return False
     turn.state.phase = ENDED
-    turn.state.timers.clear()
-    turn.state.commands.clear()
+    for key in list(turn.state.commands):
+        turn.done(key)
+    for name in list(turn.state.timers):
+        turn.clear_timer(name)
     return True
 
 

@@ -4,7 +4,8 @@ Reads   Stamped events, in the order of the log
 Writes  State (nothing else changes it)
 Emits   commands, each with its cause
 
-    handle(event) = refuse it if its sender is fenced, or is not the one to report it
+    handle(event) = refuse it if its sender is fenced, or is not the one to report it,
+                    or if it cannot be true
                   -> its handler records the fact          (one function per event, HANDLERS)
                   -> the planner acts on the new situation (until nothing is left to decide)
 
@@ -16,6 +17,7 @@ file. Choice is a hash of (seed, what it is about); sets are never walked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from laminar.core import (
@@ -24,11 +26,14 @@ from laminar.core import (
     dispatch,
     evaluation,
     lifecycle,
+    lookup,
     membership,
     recovery,
     siblings,
     weights,
 )
+from laminar.core.dispatch import has_room_for_group
+from laminar.core.plausible import plausible
 from laminar.core.state import Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
@@ -52,8 +57,9 @@ class LogicError(RuntimeError):
 class Machine:
     """State and the only way to change it."""
 
-    def __init__(self) -> None:
-        self._state: State | None = None
+    def __init__(self, state: State | None = None) -> None:
+        """At the beginning of a run, or with the state that a snapshot has kept."""
+        self._state = state
 
     @property
     def started(self) -> bool:
@@ -74,7 +80,7 @@ class Machine:
         state.seq = stamped.seq
         state.time_ns = max(state.time_ns, stamped.time_ns)
         turn = Turn(state, stamped)
-        if _from_known_sender(turn) and _from_right_sender(turn):
+        if _from_known_sender(turn) and _from_right_sender(turn) and _plausible(turn):
             HANDLERS[type(stamped.event)](turn, stamped.event)
             plan(turn)
             siblings.send_endings(turn)
@@ -113,6 +119,14 @@ def _from_right_sender(turn: Turn) -> bool:
     return False
 
 
+def _plausible(turn: Turn) -> bool:
+    """What cannot be true is not believed, though its sender is alive and the right one."""
+    if plausible(turn.state, turn.stamped.event):
+        return True
+    turn.ignore("impossible")
+    return False
+
+
 # --- the planner ------------------------------------------------------------------------------
 
 
@@ -144,15 +158,15 @@ def _plan_replicas(turn: Turn) -> None:
 def _share_out_groups(turn: Turn, replicas: list[Replica]) -> None:
     """New groups one at a time to the emptiest replica that admits and has room."""
     state = turn.state
-    while True:
-        able = [
-            r
-            for r in replicas
-            if dispatch.has_room_for_group(state, r) and admission.admits(state, r)
-        ]
-        if not able:
-            return
-        dispatch.new_group(turn, dispatch.least_loaded(able))
+    queue = [(len(r.running), i) for i, r in enumerate(replicas) if has_room_for_group(state, r)]
+    heapify(queue)
+    while queue:
+        replica = replicas[queue[0][1]]
+        if has_room_for_group(state, replica) and admission.admits(state, replica):
+            dispatch.new_group(turn, replica)
+            heapreplace(queue, (len(replica.running), queue[0][1]))
+        else:
+            heappop(queue)  # a new group never makes another one admissible
 
 
 # --- handlers ---------------------------------------------------------------------------------
@@ -176,7 +190,7 @@ def on_coordinator_started(turn: Turn, event: ev.CoordinatorStarted) -> None:
 def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
     """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
     state = turn.state
-    if state.timers.pop(event.timer, None) is None:
+    if not lookup.clear_timer(state, event.timer):
         return turn.ignore("late")
     kind, _, subject = event.timer.partition(":")
     if kind == "start":
@@ -191,24 +205,21 @@ def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
         recovery.watch_progress(turn, subject)
     elif kind == "rejoin":
         membership.on_rejoin_expired(turn, subject)
-    elif kind == "command":
+    else:
         _command_expired(turn, subject)
 
 
 def _command_expired(turn: Turn, key: str) -> None:
     """What was to be done has not been done in time: the one who should have is restarted."""
     state = turn.state
-    outstanding = state.commands.get(key)
-    if outstanding is None:
-        return turn.ignore("late")
-    command = outstanding.command
+    command = state.commands[key].command
     what = type(command).__name__
     if isinstance(command, cmd.ProposeBatch):
         state.proposal_failed = True
         turn.done(key)
     elif isinstance(command, cmd.StopActor):
         turn.done(key)
-        state.actors[command.to].alive = False
+        lookup.end_actor(state, command.to)
     elif command.to in state.replicas:
         weights.restart(turn, command.to, f"{what} was not done in time")
     else:
@@ -246,7 +257,7 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
 
 
 def on_trajectory_started(turn: Turn, event: ev.TrajectoryStarted) -> None:
-    trajectory = _present(turn, event.trajectory, event.placement)
+    trajectory = _generated_by(turn, event.trajectory, event.placement)
     if trajectory is None or not move(trajectory, "started"):
         turn.ignore("old-placement")
 
@@ -264,7 +275,7 @@ def on_token_progress(turn: Turn, event: ev.TokenProgress) -> None:
 def on_trajectory_finished(turn: Turn, event: ev.TrajectoryFinished) -> None:
     """Every token is durable; the reward comes next."""
     state = turn.state
-    trajectory = _present(turn, event.trajectory, event.placement)
+    trajectory = _generated_by(turn, event.trajectory, event.placement)
     if trajectory is None or not move(trajectory, "finished"):
         return turn.ignore("old-placement")
     dispatch.leave_engine(turn, trajectory)
@@ -300,6 +311,14 @@ def _present(turn: Turn, trajectory_id: TrajectoryId, placement: int) -> Traject
     """The trajectory, if this is its present placement."""
     trajectory = turn.state.trajectories.get(trajectory_id)
     if trajectory is None or trajectory.placement != placement:
+        return None
+    return trajectory
+
+
+def _generated_by(turn: Turn, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The same, if the sender is the replica that it was placed on."""
+    trajectory = _present(turn, trajectory_id, placement)
+    if trajectory is None or trajectory.replica != turn.stamped.peer:
         return None
     return trajectory
 

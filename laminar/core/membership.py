@@ -12,11 +12,12 @@ arrives as HeartbeatLost.
 from __future__ import annotations
 
 from laminar.core import lifecycle, recovery
+from laminar.core.lookup import add_actor, end_actor
 from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR
+from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.events.index import ACTOR_ROLES
 
 SINGLE_ROLES = ("store", "trainer", "relay")
@@ -38,7 +39,7 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
         return
     incarnation = state.next_incarnation
     state.next_incarnation += 1
-    state.actors[event.name] = Actor(
+    actor = Actor(
         name=event.name,
         role=event.role,
         node=event.node,
@@ -46,6 +47,7 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
         boot_id=event.boot_id,
         incarnation=incarnation,
     )
+    add_actor(state, actor)
     turn.done(f"restart:{event.name}")
     turn.clear_timer(f"rejoin:{event.name}")
     turn.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
@@ -53,7 +55,7 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
 
 def _refusal(turn: Turn, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
-    if event.role not in ACTOR_ROLES or event.name == COORDINATOR:
+    if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     if turn.state.phase in (ENDING, STOPPING, ENDED):
         return "the run is ending"
@@ -65,7 +67,7 @@ def on_actor_left(turn: Turn, event: ev.ActorLeft) -> None:
     name = turn.stamped.peer
     turn.done(f"stop:{name}")
     if turn.state.phase in (STOPPING, ENDED):
-        turn.state.actors[name].alive = False
+        end_actor(turn.state, name)
     else:
         actor_lost(turn, name, "left the run")
 
@@ -74,7 +76,8 @@ def on_actor_failed(turn: Turn, event: ev.ActorFailed) -> None:
     """An actor says that it cannot go on."""
     name = turn.stamped.peer
     if event.user_error or turn.state.actors[name].role in SINGLE_ROLES:
-        lifecycle.fail(turn, f"{name}: {event.reason}", 2 if event.user_error else 1)
+        if not lifecycle.fail(turn, f"{name}: {event.reason}", 2 if event.user_error else 1):
+            turn.ignore("run-ending")
     else:
         actor_lost(turn, name, event.reason)
 
@@ -85,19 +88,25 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
     actor = state.actors.get(event.actor)
     if actor is not None and actor.boot_id != event.boot_id:
         return turn.ignore("old-process")
-    turn.done(f"stop:{event.actor}")
-    turn.done(f"restart:{event.actor}")
     why = f"its process ended with exit code {event.code}"
     if actor is None:
-        if not event.restarting:
-            lifecycle.fail(turn, f"{event.actor} never joined: {why}", 1)
+        never = f"{event.actor} never joined: {why}"
+        if event.restarting or not lifecycle.fail(turn, never, 1):
+            turn.ignore("never-joined")
         return
+    news = actor.alive
+    for awaited in (f"stop:{event.actor}", f"restart:{event.actor}"):
+        news = turn.done(awaited) is not None or news
     if actor.alive:
         actor_lost(turn, event.actor, why)
     if event.restarting:
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
-    elif not state.live_replicas():
-        lifecycle.fail(turn, f"no replica is left: {event.actor}: {why}", 1)
+    elif not state.live_replicas() and lifecycle.fail(
+        turn, f"no replica is left: {event.actor}: {why}", 1
+    ):
+        return
+    elif not news:
+        turn.ignore("repeat")
 
 
 def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
@@ -128,10 +137,11 @@ def actor_lost(turn: Turn, name: str, reason: str) -> None:
     """Fence an actor: its outstanding commands end, its work is recovered."""
     state = turn.state
     actor = state.actors[name]
-    actor.alive = actor.ready = False
+    end_actor(state, name)
+    actor.ready = False
     if actor.role == "rollout":
         recovery.replica_lost(turn, name)
-    for key in [k for k, o in state.commands.items() if o.command.to == name]:
+    for key in list(state.lookup.commands.get(name, ())):
         turn.done(key)
     if state.phase in (STOPPING, ENDED):
         return
@@ -153,15 +163,25 @@ def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:
 
 
 def on_relay_ready(turn: Turn, event: ev.RelayReady) -> None:
-    turn.state.actors[turn.stamped.peer].ready = True
+    _ready(turn)
 
 
 def on_trainer_ready(turn: Turn, event: ev.TrainerReady) -> None:
-    turn.state.actors[turn.stamped.peer].ready = True
+    _ready(turn)
+
+
+def _ready(turn: Turn) -> None:
+    """The sender can do its work."""
+    actor = turn.state.actors[turn.stamped.peer]
+    if actor.ready:
+        return turn.ignore("repeat")
+    actor.ready = True
 
 
 def on_data_loaded(turn: Turn, event: ev.DataLoaded) -> None:
-    """The store has the prompts; now their number is known."""
+    """The store has the prompts; now their number is known, and stays what it is."""
     state = turn.state
-    state.actors[turn.stamped.peer].ready = True
+    if state.num_train >= 0:
+        return turn.ignore("repeat")
+    _ready(turn)
     state.num_train, state.num_eval = event.num_train, event.num_eval

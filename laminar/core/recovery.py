@@ -69,20 +69,23 @@ def fail_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
 def plan_lost(turn: Turn) -> None:
     """Place lost work: same version first; after its wait, anywhere at least as new."""
     state = turn.state
-    for trajectory_id in sorted(state.lost, key=lambda t: _urgency(state, t)):
-        trajectory = state.trajectories[trajectory_id]
-        replica = _place_for(state, trajectory)
-        if replica is not None:
-            place_again(turn, trajectory, replica)
+    if not state.lost:
+        return
+    able = [r for r in state.replicas.values() if serving(state, r) and room(r) > 0]
+    for *_, trajectory_id in list(state.lookup.lost) if able else ():
+        trajectory = state.trajectories[ids.TrajectoryId(trajectory_id)]
+        replica = _place_for(state, trajectory, able)
+        if replica is None:
+            continue
+        place_again(turn, trajectory, replica)
+        if not room(replica):
+            able.remove(replica)
+        if not able:
+            return
 
 
-def _urgency(state: State, trajectory_id: ids.TrajectoryId) -> tuple[int, int]:
-    group = state.groups[state.trajectories[trajectory_id].group]
-    return group.deadline, group.order
-
-
-def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
-    able = [r for r in state.live_replicas() if serving(state, r) and room(r) > 0]
+def _place_for(state: State, trajectory: Trajectory, able: list[Replica]) -> Replica | None:
+    """Of the serving replicas with room."""
     same = [r for r in able if r.version == trajectory.version]
     if same:
         return least_loaded(same)
@@ -96,7 +99,7 @@ def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
 def plan_unscored(turn: Turn) -> None:
     """Rewards whose replica is gone are worked out on another."""
     state = turn.state
-    scorers = [r for r in state.live_replicas() if r.capacity]
+    scorers = [r for r in state.live_replicas() if r.capacity] if state.unscored else []
     while scorers and state.unscored:
         first = state.trajectories[next(iter(state.unscored))]
         together = siblings.scorable(state, first)
@@ -151,9 +154,9 @@ def _unstick(turn: Turn, group: Group, trajectory: Trajectory) -> None:
 def watch_progress(turn: Turn, name: str) -> None:
     """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
     state = turn.state
-    replica = state.replicas.get(name)
-    if replica is None or not state.actor_alive(name):
-        return
+    replica = state.replicas[name]
+    if not state.actor_alive(name):
+        return  # it said goodbye when the run stopped
     stall_ms = state.settings.stall_ms
     silent_ms = (turn.stamped.time_ns - replica.progress_ns) // 1_000_000
     if replica.running and silent_ms >= stall_ms:

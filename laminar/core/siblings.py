@@ -14,6 +14,7 @@ import struct
 
 from laminar import ids
 from laminar.core.dispatch import leave_engine
+from laminar.core.lookup import add_ready, remove_lost, remove_ready
 from laminar.core.state import Group, State, Trajectory
 from laminar.core.transitions import ENDING, GENERATED, REWARDED, UNFINISHED, move
 from laminar.core.turn import Turn
@@ -88,21 +89,19 @@ def sibling_done(turn: Turn, group: Group) -> None:
         drop_group(turn, group, "too-few-scored")
     else:
         group.status = "ready"
-        state.ready[group.id] = None
+        add_ready(state, group)
 
 
 # --- endings ----------------------------------------------------------------------------------
 
 
 def drop_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
-    """One sibling ends as dropped; its group goes on with the others."""
+    """One unfinished sibling ends as dropped; its group goes on with the others."""
     group = turn.state.groups[trajectory.group]
-    unfinished = trajectory.status in UNFINISHED
     _end(turn, group, [trajectory], "dropped", reason, -1)
-    if unfinished:
-        finish_score_command(turn, trajectory)
-        _score_the_others(turn, group)
-        sibling_done(turn, group)
+    finish_score_command(turn, trajectory)
+    _score_the_others(turn, group)
+    sibling_done(turn, group)
 
 
 def _score_the_others(turn: Turn, group: Group) -> None:
@@ -125,7 +124,7 @@ def drop_group(turn: Turn, group: Group, reason: str) -> None:
 def end_group(turn: Turn, group: Group, end: str, reason: str, step: int) -> None:
     """Decide the end of a group and of its siblings that have not ended by themselves."""
     state = turn.state
-    state.ready.pop(group.id, None)
+    remove_ready(state, group)
     group.status, group.end, group.end_reason = "ending", end, reason
     open_members = [t for t in members(state, group.id) if t.status != ENDING]
     _end(turn, group, open_members, end, reason, step)
@@ -144,7 +143,7 @@ def _end(
         leave_engine(turn, trajectory)
         if state.settings.reward_scope != "group":
             turn.done(f"score:{trajectory.id}")
-        state.lost.pop(trajectory.id, None)
+        remove_lost(state, trajectory)
         state.unscored.pop(trajectory.id, None)
         turn.clear_timer(f"resume:{trajectory.id}")
         moved = move(trajectory, "end")
@@ -170,6 +169,8 @@ def _end(
 
 def send_endings(turn: Turn) -> None:
     """What was decided in this turn goes to the store together: one commit."""
+    if not turn.endings:
+        return
     store = turn.state.the("store")
     for start in range(0, len(turn.endings), ENDINGS_PER_COMMAND):
         part = tuple(turn.endings[start : start + ENDINGS_PER_COMMAND])

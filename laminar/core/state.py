@@ -1,7 +1,7 @@
 """Everything the coordinator knows, as plain data.
 
 Reads   nothing
-Gives   State and its parts; `digest(state)` names a state by its content
+Gives   State and its parts; `digest(state)` names a state by its content; `encode`, `decode`
 
 No floats, no sets, no clocks, no objects that cannot be encoded: the whole state is one MessagePack
 value, and its hash is what a replay has to reach. Dicts are used as ordered sets (value None)
@@ -10,11 +10,15 @@ where a decision walks over them.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 import xxhash
 
 from laminar.core.ledger import Ledger
-from laminar.events.base import Command, Settings
+from laminar.core.lookup import Lookup
+from laminar.events.base import Settings
+from laminar.events.commands import AnyCommand
 from laminar.ids import GroupId, TrajectoryId
 
 # Phases of a run, in order.
@@ -134,10 +138,10 @@ class Outstanding(msgspec.Struct, kw_only=True):
     command_id: int
     cause: int
     incarnation: int  #: of the actor it was addressed to
-    command: Command
+    command: AnyCommand
 
 
-class State(msgspec.Struct, kw_only=True):
+class State(msgspec.Struct, kw_only=True, dict=True):
     """The fold of the event log."""
 
     settings: Settings
@@ -203,6 +207,11 @@ class State(msgspec.Struct, kw_only=True):
     staleness_sum: int = 0  #: over trained trajectories
     staleness_max: int = 0
 
+    @cached_property
+    def lookup(self) -> Lookup:
+        """What follows from the fields above; kept true by core/lookup.py, and not encoded."""
+        return Lookup(self)
+
     def actor_alive(self, name: str) -> bool:
         actor = self.actors.get(name)
         return actor is not None and actor.alive
@@ -212,15 +221,26 @@ class State(msgspec.Struct, kw_only=True):
 
     def the(self, role: str) -> Actor | None:
         """The live actor of a role of which there is one (store, trainer, relay)."""
-        for actor in self.actors.values():
-            if actor.role == role and actor.alive:
-                return actor
+        for name in self.lookup.roles.get(role, ()):
+            if self.actors[name].alive:
+                return self.actors[name]
         return None
 
 
 _encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)
+
+
+def encode(state: State) -> bytes:
+    """One MessagePack value; equal bytes mean equal decisions from here on."""
+    return _encoder.encode(state)
+
+
+def decode(data: bytes | msgspec.Raw) -> State:
+    """The state that `encode` was given; msgspec.MsgspecError for anything else."""
+    return _decoder.decode(data)
 
 
 def digest(state: State) -> str:
     """xxh3_128 of the encoding; the order of dicts counts, since decisions walk some of them."""
-    return xxhash.xxh3_128_hexdigest(_encoder.encode(state))
+    return xxhash.xxh3_128_hexdigest(encode(state))

@@ -9,9 +9,10 @@ Every function of the core takes a Turn, so every command knows its cause withou
 
 from __future__ import annotations
 
+from laminar.core import lookup
 from laminar.core.state import Outstanding, State
 from laminar.events.base import Command, Stamped
-from laminar.events.commands import Ending
+from laminar.events.commands import AnyCommand, Ending
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
@@ -30,19 +31,20 @@ class Turn:
     def next_command_id(self) -> int:
         return self.stamped.seq * COMMANDS_PER_EVENT_MAX + len(self.commands)
 
-    def command(self, command: Command, key: str = "", timeout_ms: int = 0) -> None:
+    def command(self, command: AnyCommand, key: str = "", timeout_ms: int = 0) -> None:
         """Decide a command; with a key it stays outstanding until `done(key)`.
 
         With a timeout, expiry arrives as `timer-fired` "command:KEY".
         """
         if key:
             actor = self.state.actors.get(command.to)
-            self.state.commands[key] = Outstanding(
+            outstanding = Outstanding(
                 command_id=self.next_command_id,
                 cause=self.stamped.seq,
                 incarnation=actor.incarnation if actor else 0,
                 command=command,
             )
+            lookup.add_command(self.state, key, outstanding)
             if timeout_ms:
                 self.set_timer(f"command:{key}", timeout_ms)
         self.commands.append(command)
@@ -50,7 +52,7 @@ class Turn:
     def done(self, key: str) -> Outstanding | None:
         """The ending event of an outstanding command has come (None: it was not outstanding)."""
         self.clear_timer(f"command:{key}")
-        return self.state.commands.pop(key, None)
+        return lookup.end_command(self.state, key)
 
     def ignore(self, reason: str) -> None:
         """An event that is ordinary or illegal here: it changes nothing and is counted."""
@@ -58,15 +60,14 @@ class Turn:
         self.state.ignored[name] = self.state.ignored.get(name, 0) + 1
 
     def set_timer(self, name: str, delay_ms: int) -> None:
-        self.state.timers[name] = self.stamped.time_ns + delay_ms * 1_000_000
+        lookup.set_timer(self.state, name, self.stamped.time_ns + delay_ms * 1_000_000)
 
     def clear_timer(self, name: str) -> None:
-        self.state.timers.pop(name, None)
+        lookup.clear_timer(self.state, name)
 
     def touch(self, replica: str) -> None:
         """This replica's situation changed: the planner looks at it before the turn ends."""
         self.state.touched[replica] = None
 
     def touch_all(self) -> None:
-        for name in self.state.replicas:
-            self.state.touched[name] = None
+        self.state.touched.update(dict.fromkeys(self.state.replicas))

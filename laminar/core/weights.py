@@ -11,7 +11,6 @@ A number is allocated with the step that makes the weights and never used again.
 from __future__ import annotations
 
 from laminar.core import buffering, evaluation, lifecycle
-from laminar.core.admission import admits
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -26,14 +25,17 @@ FAILED_LOADS_MAX = 2
 def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     """Whatever is newest is what an empty replica pulls next."""
     state = turn.state
+    evicted = state.held != list(event.held)
     state.held = list(event.held)
     if event.version <= state.newest:
-        return turn.ignore("repeat")
+        return None if evicted else turn.ignore("repeat")
     previous_step = state.newest_step
     if event.version == state.exported and event.digest != state.newest_digest:
         trained = state.newest_digest
         reason = f"the export read back has digest {event.digest}, but {trained} was trained"
-        return lifecycle.fail(turn, reason, 1)
+        if not (lifecycle.fail(turn, reason, 1) or evicted):
+            turn.ignore("run-ending")
+        return
     state.newest, state.newest_step = event.version, event.step
     state.newest_digest = event.digest
     if state.owed >= 0 and event.step >= state.owed_step:
@@ -56,7 +58,7 @@ def expect_version(turn: Turn, version: int) -> None:
 def on_publish_skipped(turn: Turn, event: ev.PublishSkipped) -> None:
     """The trainer went on; the newest skipped version is owed."""
     state = turn.state
-    if event.version <= state.newest or event.version < state.owed:
+    if event.version <= state.newest or event.version <= state.owed:
         return turn.ignore("repeat")
     state.owed, state.owed_step = event.version, event.step
     turn.clear_timer("weights")
@@ -131,38 +133,41 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
 
 
 def plan_pull(turn: Turn, replica: Replica) -> None:
-    """An empty replica that takes no more groups with what it has pulls what is newer."""
+    """An empty replica pulls what is newer: had it admitted, it would have been given a group."""
     state = turn.state
     if not _can_pull(state, replica) or state.newest <= replica.version:
         return
-    if not admits(state, replica):
-        purpose = "start" if replica.version < 0 else "newer"
-        pull(turn, replica, state.newest, exact=False, purpose=purpose)
+    purpose = "start" if replica.version < 0 else "newer"
+    pull(turn, replica, state.newest, exact=False, purpose=purpose)
 
 
 def _can_pull(state: State, replica: Replica) -> bool:
     """Alive, empty, not loading; and not one that waits to be restarted for rejecting weights."""
-    empty = not replica.running and not replica.loading and state.newest >= 0
-    return state.actor_alive(replica.name) and empty and replica.failed_loads < FAILED_LOADS_MAX
+    if replica.running or replica.loading or replica.failed_loads >= FAILED_LOADS_MAX:
+        return False
+    return state.newest >= 0 and state.actor_alive(replica.name)
 
 
 def _version_of_lost_work(state: State) -> int:
     """A held version that lost work needs and that no live replica has or loads; -1: none."""
+    served: set[int] = set()
     for trajectory_id in state.lost:
         trajectory = state.trajectories[trajectory_id]
         version = trajectory.version
-        if trajectory.restart or version not in state.held:
+        if trajectory.restart or version in served or version not in state.held:
             continue
         if not _somebody_has(state, version):
             return version
+        served.add(version)
     return -1
 
 
 def _somebody_has(state: State, version: int) -> bool:
-    if any(r.version == version and not r.loading for r in state.live_replicas()):
-        return True
-    for outstanding in state.commands.values():
-        command = outstanding.command
+    for replica in state.live_replicas():
+        if replica.version == version and not replica.loading:
+            return True
+        pulling = state.commands.get(f"pull:{replica.name}") if replica.loading else None
+        command = pulling.command if pulling is not None else None
         if isinstance(command, cmd.PullWeights) and command.version == version and command.exact:
             return True
     return False

@@ -1,7 +1,8 @@
 """Reads the log back: all of its history, nothing else, and a refusal where that is impossible.
 
-Reads   segment files through ports.Disk, one whole segment at a time
-Gives   records with their positions; LogTail, where a new writer goes on; LogCorrupt
+Reads   segments through ports.Disk, one at a time and as a whole, compressed or not
+Gives   records with their positions; LogTail, where a new writer goes on
+Raises  LogCorrupt; NotInHistory, before the first record, for a start that is not on the chain
 
 The history is a chain: the newest segment with a valid header names the segment and offset that
 it took over, that one names another, down to the first. Bytes behind a takeover were written by a
@@ -9,6 +10,9 @@ coordinator that had been replaced. At the end of the newest segment an unfinish
 after a crash, and is left as it is. Damage looks like it, except that intact frames follow: so a
 bad frame is torn only if no frame after it continues its chain. A damaged last frame cannot be
 told from a torn one here; peers that were acked beyond the end can tell.
+
+Reading may start at the place that a snapshot names. Older segments are then not looked at, and
+need not be there any more; the one with the start is, so its chain proves the place.
 """
 
 from __future__ import annotations
@@ -19,22 +23,21 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
+from laminar.eventlog.compaction import read_segment
 from laminar.eventlog.record import (
     FRAME,
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
-    DecisionRecord,
     EventRecord,
     Frames,
-    Header,
     LogTail,
     Position,
     Record,
-    StateHashRecord,
     Takeover,
     segment_name,
     segment_numbers,
 )
+from laminar.eventlog.upcast import UPCASTS, Decoders
 from laminar.ports import Disk
 
 _T = TypeVar("_T")
@@ -55,19 +58,13 @@ class _Opening(msgspec.Struct, tag_field="kind", tag="header", frozen=True):
         return self.takes_over.crc if self.takes_over else 0
 
 
-class _Codec(NamedTuple, Generic[_T]):
-    """How bodies become records."""
-
-    schema: int | None  #: the only one accepted; None accepts any
-    header: Callable[[bytes], _T]
-    record: Callable[[bytes], _T]
+class NotInHistory(Exception):
+    """Nothing is wrong with the log, but what was to be read from it does not belong to it."""
 
 
 _opening = msgspec.msgpack.Decoder(_Opening)
-_later = msgspec.msgpack.Decoder(EventRecord | DecisionRecord | StateHashRecord)
-_TYPED: _Codec[Record] = _Codec(
-    SCHEMA_VERSION, msgspec.msgpack.Decoder(Header).decode, _later.decode
-)
+#: The decoders for a schema; None for one that cannot be read.
+_Codec = Callable[[int], Decoders[_T] | None]
 
 
 def _unpack(body: bytes) -> dict[str, Any]:
@@ -75,26 +72,41 @@ def _unpack(body: bytes) -> dict[str, Any]:
     return value
 
 
-_RAW: _Codec[dict[str, Any]] = _Codec(None, _unpack, _unpack)
+def _any_schema(schema: int) -> Decoders[dict[str, Any]]:
+    return Decoders(_unpack, _unpack)
 
 
-def read_log(disk: Disk, tail: LogTail | None = None) -> Iterator[tuple[Position, Record]]:
+def read_log(
+    disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
+) -> Iterator[tuple[Position, Record]]:
     """Every record of the history in order; LogCorrupt at the first that cannot be trusted.
 
-    With a `tail` from an earlier scan it ends exactly there, whatever was written since.
+    With a `tail` from an earlier scan it ends exactly there, whatever was written since. With a
+    `start` it begins exactly there.
     """
-    return iter(_History(disk, _TYPED, tail))
+    return iter(_History(disk, UPCASTS.get, tail, start))
 
 
-def read_raw(disk: Disk) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def read_raw(
+    disk: Disk, start: Takeover | None = None
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(segment, offset, plain map) of every record, also of schemas that came after this code."""
-    for position, body in _History(disk, _RAW):
+    for position, body in _History(disk, _any_schema, start=start):
         yield position.segment, position.offset, body
 
 
-def scan(disk: Disk) -> LogTail:
-    """Check the whole log and find its end; an empty directory is an empty history."""
-    history = _History(disk, _TYPED)
+def beginning(disk: Disk) -> Takeover | None:
+    """Where the oldest segment of the history begins that is still there; None: nothing is gone."""
+    numbers = segment_numbers(disk.names())
+    if numbers[:1] in ([], [1]):
+        return None
+    chain = _History(disk, _any_schema, start=Takeover(numbers[0], 0, 0)).chain()
+    return Takeover(chain[0].segment, 0, chain[0].seed) if chain else None
+
+
+def scan(disk: Disk, start: Takeover | None = None) -> LogTail:
+    """Check the log (from `start`) and find its end; an empty directory is an empty history."""
+    history = _History(disk, UPCASTS.get, start=start)
     last_seq = None
     for _, record in history:
         if isinstance(record, EventRecord):
@@ -104,7 +116,7 @@ def scan(disk: Disk) -> LogTail:
 
 def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
     """A cursor at the start of a segment, and its opening, or None where that is not valid."""
-    data = disk.read(segment_name(number), 0, _OPENING_BYTES + 1)
+    data = read_segment(disk, number, _OPENING_BYTES + 1)
     try:
         opening = _opening.decode(_first_body(data))
     except _UNDECODABLE:
@@ -122,7 +134,7 @@ def _first_body(data: bytes) -> bytes:
 def _is_other_record(frames: Frames) -> bool:
     """True if a segment, instead of being damaged, begins with a record that is no header."""
     try:
-        _later.decode(_first_body(frames.data))
+        UPCASTS[SCHEMA_VERSION].later(_first_body(frames.data))
     except _UNDECODABLE:
         return frames.valid_at(0, frames.crc)
     return True
@@ -132,38 +144,70 @@ class _Span(NamedTuple):
     """The part of a segment that is history."""
 
     segment: int
+    schema: int
     seed: int  #: CRC that its chain starts from
     end: Takeover | None  #: None: as far as its frames are valid
+
+    def holds(self, place: Takeover) -> bool:
+        return place.segment == self.segment and (not self.end or place.offset <= self.end.offset)
 
 
 class _History(Generic[_T]):
     """One pass over the log; the attributes are final once the iteration has ended."""
 
-    def __init__(self, disk: Disk, codec: _Codec[_T], tail: LogTail | None = None) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        codec: _Codec[_T],
+        tail: LogTail | None = None,
+        start: Takeover | None = None,
+    ) -> None:
         self._disk = disk
         self._codec = codec
         self._tail = tail
+        self._start = start
+        self._oldest = start.segment if start else 1  #: number of the first segment to read
         self.end: Takeover | None = None
         self.newest = 0
         self.torn_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[Position, _T]]:
-        for span in self._spans():
+        chain = self.chain()
+        if self._start and not (chain and chain[0].holds(self._start)):
+            raise NotInHistory("the history ends before it, or passes it by")
+        for span in chain:
             size = span.end.offset if span.end else -1
-            data = self._disk.read(segment_name(span.segment), 0, size)
+            data = read_segment(self._disk, span.segment, size)
             frames = Frames(span.segment, data, span.seed)
-            yield from self._records(frames)
+            if self._start and self._start.segment == span.segment:
+                self._skip_to_start(frames, self._start)
+            yield from self._records(frames, self._decoders(span))
             self._close(frames, span.end)
 
-    def _records(self, frames: Frames) -> Iterator[tuple[Position, _T]]:
-        segment, decode = frames.segment, self._codec.header
+    def _skip_to_start(self, frames: Frames, start: Takeover) -> None:
+        frames.skip(start.offset)
+        if (frames.offset, frames.crc) != (start.offset, start.crc):
+            raise NotInHistory(f"the history is another one at {start.segment}:{start.offset}")
+
+    def _decoders(self, span: _Span) -> Decoders[_T]:
+        decoders = self._codec(span.schema)
+        if decoders is None:
+            known = " or ".join(map(str, UPCASTS))
+            raise Frames(span.segment, b"", 0).corrupt(
+                f"schema {known}", f"schema {span.schema} of another release"
+            )
+        return decoders
+
+    def _records(self, frames: Frames, decoders: Decoders[_T]) -> Iterator[tuple[Position, _T]]:
+        segment = frames.segment
+        decode = decoders.later if frames.offset else decoders.header
         for offset, body in frames:
             try:
                 record = decode(body)
             except _UNDECODABLE as error:
                 raise frames.corrupt("a readable record", str(error)) from error
             yield Position(segment, offset), record
-            decode = self._codec.record
+            decode = decoders.later
 
     def _close(self, frames: Frames, end: Takeover | None) -> None:
         """Check that the history of a segment ends where its successor says, or is merely torn."""
@@ -179,8 +223,8 @@ class _History(Generic[_T]):
             raise frames.corrupt(f"CRC {end.crc:#010x} at the takeover", f"{frames.crc:#010x}")
         self.end = Takeover(frames.segment, frames.offset, frames.crc)
 
-    def _spans(self) -> list[_Span]:
-        """The chain of takeovers, followed from the newest segment down, oldest first."""
+    def chain(self) -> list[_Span]:
+        """The takeovers, followed from the newest segment down to the start; oldest first."""
         if self._tail is None:
             self.newest, end = self._newest(), None
             number = self._newest_opened()
@@ -188,20 +232,20 @@ class _History(Generic[_T]):
             self.newest, end = self._tail.newest, self._tail.end
             number = end.segment if end else 0
         spans = []
-        while number:
+        while number >= self._oldest:
             opening = self._open(number)
-            spans.append(_Span(number, opening.seed, end))
+            spans.append(_Span(number, opening.schema, opening.seed, end))
             end = opening.takes_over
             number = end.segment if end else 0
         return spans[::-1]
 
     def _newest(self) -> int:
-        """How many segments there are; LogCorrupt when a number is missing."""
-        numbers = segment_numbers(self._disk.names())
-        for expected, number in enumerate(numbers, 1):
+        """The highest number of a segment; LogCorrupt when one from the start on is missing."""
+        numbers = [n for n in segment_numbers(self._disk.names()) if n >= self._oldest]
+        for expected, number in enumerate(numbers, self._oldest):
             if number != expected:
                 raise Frames(expected, b"", 0).corrupt("the file", f"{segment_name(number)} next")
-        return len(numbers)
+        return numbers[-1] if numbers else 0
 
     def _newest_opened(self) -> int:
         """The newest segment that is more than a torn opening; 0 for none.
@@ -210,7 +254,7 @@ class _History(Generic[_T]):
         opening, and so may the next. Since a header is durable before anything follows it, a torn
         opening holds at most one.
         """
-        for number in range(self.newest, 0, -1):
+        for number in range(self.newest, self._oldest - 1, -1):
             frames, opening = _first(self._disk, number)
             too_long = len(frames.data) > _OPENING_BYTES
             if opening or too_long or frames.continued() or _is_other_record(frames):
@@ -225,10 +269,6 @@ class _History(Generic[_T]):
             if _is_other_record(frames):
                 raise frames.corrupt("a header first", "another record")
             raise frames.fault()
-        if self._codec.schema not in (None, opening.schema):
-            raise frames.corrupt(
-                f"schema {self._codec.schema}", f"schema {opening.schema} of another release"
-            )
         if opening.segment != number:
             raise frames.corrupt(f"the header of segment {number}", f"of {opening.segment}")
         if opening.takes_over and not 0 < opening.takes_over.segment < number:

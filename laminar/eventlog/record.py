@@ -20,7 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: every decision of an event is in the log; what a coordinator did not live to write, its
+successor writes first. Earlier ones: eventlog/upcast.py."""
 
 #: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
 #: at 1 MiB; the largest record holds one of them, or the resolved configuration.
@@ -35,7 +37,7 @@ FRAME = struct.Struct("<II")  #: body length in bytes, chained CRC32
 #: Every body has fewer than 16 keys and "kind" first: one marker byte, then these.
 KIND_KEY = b"\xa4kind"
 
-_SEGMENT_NAME = re.compile(r"events-(\d{8,})\.log")
+_SEGMENT_NAME = re.compile(r"events-(\d{8,})\.log(?:\.zst)?")
 
 
 class Position(NamedTuple):
@@ -100,7 +102,8 @@ class StateHashRecord(
     digest: str
 
 
-Record: TypeAlias = Header | EventRecord | DecisionRecord | StateHashRecord
+LaterRecord: TypeAlias = EventRecord | DecisionRecord | StateHashRecord  #: after the header
+Record: TypeAlias = Header | LaterRecord
 
 
 class LogTail(msgspec.Struct, frozen=True):
@@ -108,7 +111,7 @@ class LogTail(msgspec.Struct, frozen=True):
 
     end: Takeover | None  #: None: no record yet
     newest: int  #: highest segment number in the directory, 0 for none
-    last_seq: int | None  #: of the last event; None: no event yet
+    last_seq: int | None  #: of the last event that was read; None: there was none
     torn_bytes: int  #: after `end`: an unfinished write, never part of the history
 
 
@@ -147,9 +150,13 @@ def segment_name(number: int) -> str:
     return f"events-{number:08d}.log"
 
 
+def compressed_name(number: int) -> str:
+    return f"{segment_name(number)}.zst"
+
+
 def segment_numbers(names: list[str]) -> list[int]:
-    """Numbers of the segment files among `names`, ascending; other files are none of ours."""
-    return sorted(int(match[1]) for match in map(_SEGMENT_NAME.fullmatch, names) if match)
+    """Numbers of the segments among files of these names, ascending; others are none of ours."""
+    return sorted({int(match[1]) for match in map(_SEGMENT_NAME.fullmatch, names) if match})
 
 
 class Frames:
@@ -174,6 +181,13 @@ class Frames:
                 return
             yield self.offset, body
             self.offset, self.crc = end, stored
+
+    def skip(self, until: int) -> None:
+        """Move over valid frames up to the offset `until`, or to the last one that ends before."""
+        before = Frames(self.segment, self.data[:until], self.crc)
+        for _ in before:
+            pass
+        self.offset, self.crc = before.offset, before.crc
 
     def remaining(self) -> int:
         return len(self.data) - self.offset

@@ -1,11 +1,12 @@
 """Replay: run the machine over a log and compare every decision and every state hash.
 
-Reads   a log through ports.Disk
+Reads   a log through ports.Disk, from its beginning or from a snapshot
 Gives   Replay: the machine at the end, counts, and the first difference if there is one
 
 The last event before a crash may have been written without all of its decisions (nothing was sent
-of it then), so where another coordinator took the log over, and at the end of the log, a prefix of
-the decisions is enough. Everywhere else they must be identical, byte for byte.
+of it then). The next coordinator writes the others first, so they may go on behind its header; at
+the end of the log they are what the reader of this Replay owes. In schema 1 nobody wrote them, so
+a prefix is enough at a takeover. Otherwise all must be identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
-    Header,
     LogTail,
     Position,
     StateHashRecord,
 )
+from laminar.eventlog.snapshot import Snapshot
+from laminar.eventlog.upcast import has_every_decision
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command, decode_event, encode
 from laminar.ports import Disk
@@ -56,11 +58,13 @@ class Difference:
 class Replay:
     """What a replay found."""
 
-    machine: Machine = field(default_factory=Machine)
-    events: int = 0
+    machine: Machine
+    events: int = 0  #: that were handled, of which a snapshot has none
     decisions: int = 0
     hashes: int = 0
     difference: Difference | None = None
+    #: of the last event, for the next coordinator to write
+    unlogged: list[DecisionRecord] = field(default_factory=list)
 
 
 def stamped(record: EventRecord) -> Stamped:
@@ -81,20 +85,19 @@ def replay(
     *,
     until: int | None = None,
     observer: Observer | None = None,
+    snapshot: Snapshot | None = None,
 ) -> Replay:
-    """Run the whole log (or up to event `until`); stops at the first difference."""
-    found = Replay()
-    expected: list[bytes] = []  # decisions of the last event that are not compared yet
-    index = 0
+    """Run the log (from a snapshot on, up to event `until`); stops at the first difference.
+
+    Raises NotInHistory, before the observer has seen anything, for a snapshot of another history.
+    """
+    found = Replay(Machine(snapshot.restored() if snapshot else None))
+    expected: list[bytes] = []  # decisions of the last event
+    index = 0  # of the next one to compare
     writer = 0  # incarnation of the coordinator whose records these are
-    for position, record in read_log(disk, tail):
-        if isinstance(record, Header):
-            if record.incarnation == writer and expected[index:]:  # it went on, so it was whole
-                found.difference = _missing(position, found, expected[index])
-                return found
-            expected, index, writer = [], 0, record.incarnation
-        elif isinstance(record, EventRecord):
-            if expected[index:]:
+    for position, record in read_log(disk, tail, snapshot.position if snapshot else None):
+        if isinstance(record, EventRecord):
+            if index < len(expected):
                 found.difference = _missing(position, found, expected[index])
                 return found
             if until is not None and record.seq > until:
@@ -106,9 +109,25 @@ def replay(
             found.decisions += 1
         elif isinstance(record, StateHashRecord):
             found.difference = _compare_hash(position, found, record)
+        elif record.incarnation == writer:  # it went on in another segment, so it was whole
+            if index < len(expected):
+                found.difference = _missing(position, found, expected[index])
+        else:
+            writer = record.incarnation
+            if not has_every_decision(record.schema):
+                expected, index = [], 0
         if found.difference is not None:
             return found
+    found.unlogged = _records(found.machine, expected, index)
     return found
+
+
+def _records(machine: Machine, expected: list[bytes], index: int) -> list[DecisionRecord]:
+    """The decisions from `index` on, as the tick would have logged them."""
+    return [
+        DecisionRecord(cause=machine.state.seq, index=place, command=msgspec.Raw(command))
+        for place, command in enumerate(expected[index:], index)
+    ]
 
 
 def _handle(

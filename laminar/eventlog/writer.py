@@ -1,7 +1,8 @@
 """Appends records to the log: buffered, made durable once per tick, one segment file at a time.
 
 Reads   ports.Disk, and the LogTail that a scan found
-Writes  segment files; raises DiskError (end the process), LogTaken (another coordinator writes)
+Writes  segments, snapshots of the state now and then, and tidies up behind them
+Raises  DiskError (end the process), LogTaken (another coordinator writes)
 
 A coordinator that was presumed dead may wake up beside its successor. Three orders keep two
 writers from both being believed, without locks: a writer first creates its segment (only one
@@ -21,6 +22,8 @@ from contextlib import contextmanager
 
 import msgspec
 
+from laminar.core.state import State
+from laminar.eventlog.compaction import tidy
 from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
@@ -33,6 +36,12 @@ from laminar.eventlog.record import (
     segment_name,
     segment_numbers,
 )
+from laminar.eventlog.snapshot import (
+    KEPT,
+    SNAPSHOT_EVERY,
+    snapshots,
+    write_snapshot,
+)
 from laminar.ports import AppendFile, Disk, DiskError
 
 
@@ -43,11 +52,23 @@ class LogTaken(Exception):
 class LogWriter:
     """The growing end of the log; a flush or commit that raised is the last one it tries."""
 
-    def __init__(self, disk: Disk, header: Header, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        header: Header,
+        *,
+        segment_bytes: int,
+        snapshot_every: int,
+        snapshot_seq: int,
+        keep_bytes: int,
+    ) -> None:
         """Creates the segment file; use `begin`, which also writes its header."""
         self._disk = disk
         self._header = header
         self._segment_bytes = segment_bytes
+        self._snapshot_every = snapshot_every
+        self._keep_bytes = keep_bytes
+        self._snapshot_seq = snapshot_seq  #: of the last event in the newest one
         self._file = _create(disk, header.segment)
         self._offset = 0  #: bytes handed to the file
         self._crc = header.takes_over.crc if header.takes_over else 0
@@ -67,9 +88,15 @@ class LogWriter:
         seed: int,
         config_hash: str,
         segment_bytes: int = SEGMENT_BYTES,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        snapshot_seq: int = 0,
+        keep_bytes: int = 0,
     ) -> LogWriter:
         """Take the log over at `tail`, in a new segment whose header is durable on return.
 
+        A commit that ends beyond `segment_bytes` goes on in another segment. `snapshot_seq` is the
+        last event in a snapshot that can be used, 0 for none. With `keep_bytes` the oldest segments
+        are removed until all take no more, as far as no start needs them.
         Raises LogTaken when the log grew since the scan: its writer lives, scan again or end.
         """
         if segment_bytes < MAX_HEADER_BYTES:
@@ -84,7 +111,14 @@ class LogWriter:
             segment=tail.newest + 1,
             takes_over=tail.end,
         )
-        writer = cls(disk, header, segment_bytes)
+        writer = cls(
+            disk,
+            header,
+            segment_bytes=segment_bytes,
+            snapshot_every=snapshot_every,
+            snapshot_seq=snapshot_seq,
+            keep_bytes=keep_bytes,
+        )
         _refuse_if_grown(disk, tail)
         if tail.end:
             disk.sync(segment_name(tail.end.segment))
@@ -114,6 +148,22 @@ class LogWriter:
                 raise LogTaken(_taken(self._header.segment))
             if self._offset > self._segment_bytes:
                 self._rotate()
+
+    def snapshot(self, state: State) -> None:
+        """Keep the state, which is that after the last event appended, when it is time to.
+
+        Commits first: a snapshot describes only what is durable. Raises as `commit`.
+        """
+        if state.seq - self._snapshot_seq < self._snapshot_every:
+            return
+        self.commit()
+        with self._only_try():
+            end = Takeover(self._header.segment, self._offset, self._crc)
+            write_snapshot(self._disk, state, end)
+            self._snapshot_seq = state.seq
+            kept = snapshots(self._disk).usable
+            if len(kept) == KEPT:
+                tidy(self._disk, kept[-1].position.segment, self._keep_bytes)
 
     def close(self) -> None:
         """Close the file; what was not committed may be lost."""

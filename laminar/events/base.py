@@ -73,3 +73,4 @@ class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 COORDINATOR = "coordinator"  #: the peer name of events that the coordinator itself reports
+STRATEGY = "strategy"  #: the addressee of commands for the coordinator's own worker process

@@ -10,6 +10,8 @@ courtesies: losing one delays something, it breaks nothing.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from laminar.events import events as ev
@@ -195,6 +197,24 @@ ENDED_BY: dict[type[Command], tuple[type[Event], ...]] = {
 }
 
 ALL_COMMANDS: tuple[type[Command], ...] = tuple(ENDED_BY)
+
+AnyCommand: TypeAlias = (
+    AcceptActor
+    | RefuseActor
+    | StopActor
+    | RestartActor
+    | PublishWeights
+    | TrainStep
+    | ExportModel
+    | PinVersion
+    | PullWeights
+    | GenerateTrajectory
+    | ScoreTrajectories
+    | AbortTrajectories
+    | EndTrajectories
+    | ProposeBatch
+)
+"""The same as a type: what holds a command of any kind is decoded through its tag."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,7 +4,8 @@ Reads   StepCompleted, WeightsPublished, WeightsLoaded and the state after them
 Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/
 
 Each line names the event that it came from, so a coordinator that comes back and replays its log
-writes each figure once.
+writes each figure once. A step's figures reach back to the step before, so the replay has to begin
+no later than the last step in the file (`replay_from`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.rundir import METRICS_FILE, TENSORBOARD_DIR
 
+#: A line with one of these is that of a step, or of an evaluation.
+_STEP, _EVALUATION = "training/global_step", "val/version"
+
 
 class MetricsWriter:
     """An observer of the coordinator."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
         path = run_dir / METRICS_FILE
-        self._after = _last_event(path)
+        written = _lines(path)
+        self._after = max((int(line["event"]) for line in written), default=0)
+        #: the first event that a replay must show again
+        self.replay_from = max((int(x["event"]) for x in written if _STEP in x), default=0)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115
         self._board_dir = run_dir / TENSORBOARD_DIR if tensorboard else None
         self._board: Any = None
         #: importing and writing TensorBoard must not keep the coordinator from its socket
         self._board_thread = ThreadPoolExecutor(1, "tensorboard")
         self._pulls: list[float] = []
-        self._evaluations = 0
+        self._evaluations = sum(_EVALUATION in line for line in written)
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -46,7 +53,7 @@ class MetricsWriter:
             result = state.evaluations[-1]
             share = result.correct / result.total
             kind = "export" if result.final else "policy"
-            figures = {f"val-core/{kind}/acc/mean@1": share, "val/version": result.version}
+            figures = {f"val-core/{kind}/acc/mean@1": share, _EVALUATION: result.version}
             self._write(stamped, result.step, figures)
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
@@ -58,7 +65,7 @@ class MetricsWriter:
         self._last = (stamped.time_ns, generated)
         trained = max(ledger.trajectories.trained, 1)
         figures = {
-            "training/global_step": event.step + 1,
+            _STEP: event.step + 1,
             "staleness/mean": state.staleness_sum / trained,
             "staleness/max": state.staleness_max,
             "weights/version_lag": event.version
@@ -100,14 +107,14 @@ class MetricsWriter:
         self._board.flush()
 
 
-def _last_event(path: Path) -> int:
-    """The event of the last whole line; 0 for a new file."""
-    if not path.exists():
-        return 0
-    last = 0
-    for line in path.read_text().splitlines():
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of the file; none for a new one."""
+    whole = []
+    for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            last = max(last, int(json.loads(line)["event"]))
-        except (ValueError, KeyError):
+            figures = json.loads(line)
+        except ValueError:
             continue  # the line that a crash cut short
-    return last
+        if isinstance(figures, dict) and "event" in figures:
+            whole.append(figures)
+    return whole

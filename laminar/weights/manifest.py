@@ -1,18 +1,22 @@
 """What one weight version is: its tensors, where their bytes lie, and the hashes that prove them.
 
 Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
-Gives   TensorSpec, Part, Probe, Manifest, as MessagePack; ManifestError for anything else
+Gives   TensorSpec, Part, Probe, Draft, Manifest, as MessagePack; ManifestError for anything else
 
 A manifest that exists is consistent: the checks run when it is built, and so also when it is
 decoded, and no reader has to distrust an offset. Offsets are aligned to a cache line, so that a
 tensor of any type can be viewed in place. The probe travels with the bytes because a digest proves
 the bytes and not their effect: a tied head left packed has the right digest and the wrong policy.
+
+Where trainer ranks of several machines write one version, each machine first has a share of it and
+nobody can know the digest. Until then the version is a Draft: everything but the hashes. Chunks end
+where the bytes of another rank begin, so that every chunk can be hashed by the machine that has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,6 +25,8 @@ ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every item size."""
 MANIFEST_BYTES_MAX = 64 << 20
 """A terabyte in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
+CHUNKS_MAX = 1 << 22
+"""Four terabytes in chunks of 1 MiB; a relay keeps some twenty bytes for each."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -86,22 +92,22 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ManifestError(f"the probe's tolerance {self.tolerance} is not a positive number")
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One complete version. Building or decoding an inconsistent one raises."""
+class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version without its hashes. Building or decoding an inconsistent one raises."""
 
     version: Natural
     step: Natural  #: that made these weights
-    kind: Literal["full"]
+    kind: Literal["full", "adapter"]
     dtype: str  #: of every tensor
     total_bytes: Positive
     tensors: tuple[TensorSpec, ...]  #: ascending offsets
     parts: tuple[Part, ...]  #: ascending offsets
-    chunk_bytes: Positive
-    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk; the last chunk may be short
-    digest: Digest  #: xxh3_128 of all total_bytes, padding included
+    chunk_bytes: Positive  #: of the longest chunk
     probe: Probe | None
 
     def __post_init__(self) -> None:
+        if self.kind == "adapter":
+            raise ManifestError("kind 'adapter' is reserved; this program takes full versions only")
         end = check_tensors(self.tensors)
         if end != self.total_bytes:
             raise ManifestError(f"the tensors take {end} bytes, total_bytes is {self.total_bytes}")
@@ -109,7 +115,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if other is not None:
             raise ManifestError(f"tensor {other.name!r} is {other.dtype}, not {self.dtype}")
         _check_parts(self.parts, self.tensors, end)
-        wanted = num_chunks(self.total_bytes, self.chunk_bytes)
+        count = num_chunks(self)
+        if count > CHUNKS_MAX:
+            raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
+
+
+class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One complete version. Building or decoding an inconsistent one raises."""
+
+    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
+    digest: Digest  #: xxh3_128 of all total_bytes, padding included
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = num_chunks(self)
         if len(self.chunk_checksums) != wanted:
             raise ManifestError(f"{len(self.chunk_checksums)} checksums for {wanted} chunks")
 
@@ -163,9 +182,51 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def num_chunks(total_bytes: int, chunk_bytes: int) -> int:
-    """The last one may be short."""
-    return -(-total_bytes // chunk_bytes)
+def num_chunks(draft: Draft) -> int:
+    """How many chunks `chunk_bounds` gives, worked out without making them."""
+    return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _runs(draft))
+
+
+def chunk_bounds(draft: Draft) -> list[int]:
+    """Where chunks begin, and total_bytes at the end: chunk i is bytes [bounds[i], bounds[i + 1]).
+
+    Each run of bytes of one rank is cut into chunks of chunk_bytes and a shorter last one; the
+    padding behind a part belongs to it. Every byte is in one chunk.
+    """
+    bounds: list[int] = []
+    for start, end in _runs(draft):
+        bounds.extend(range(start, end, draft.chunk_bytes))
+    return [*bounds, draft.total_bytes]
+
+
+def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
+    """Indices of the chunks that these ranks write, ascending."""
+    owners = iter(draft.parts)
+    owner = next(owners)
+    following = next(owners, None)
+    found: list[int] = []
+    for index, start in enumerate(chunk_bounds(draft)[:-1]):
+        while following is not None and following.offset <= start:
+            owner, following = following, next(owners, None)
+        if owner.rank in ranks:
+            found.append(index)
+    return found
+
+
+def same_layout(a: Draft, b: Draft) -> bool:
+    """Whether equal offsets mean the same in both; the probes of two publishers may differ."""
+    return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
+
+
+def seal(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
+    """The manifest of a draft whose bytes are now all in one place."""
+    fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}
+    return Manifest(**fields, chunk_checksums=tuple(chunk_checksums), digest=digest)
+
+
+def unseal(manifest: Manifest) -> Draft:
+    """The manifest without its hashes."""
+    return Draft(**{name: getattr(manifest, name) for name in Draft.__struct_fields__})
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -213,6 +274,16 @@ def _check_parts(parts: Sequence[Part], tensors: Sequence[TensorSpec], total_byt
             index += 1
     if index < len(tensors):
         raise ManifestError(f"no part holds all of tensor {tensors[index].name!r}")
+
+
+def _runs(draft: Draft) -> Iterator[tuple[int, int]]:
+    """[start, end) of the bytes of one rank after another, padding behind a part included."""
+    start, rank = 0, draft.parts[0].rank
+    for part in draft.parts[1:]:
+        if part.rank != rank:
+            yield start, part.offset
+            start, rank = part.offset, part.rank
+    yield start, draft.total_bytes
 
 
 def _item_bytes(name: str, dtype: str) -> int:

@@ -1,17 +1,19 @@
 """Who may touch which slot of the arena: the relay's table of writers, versions and read leases.
 
 Reads   requests of writers (grant, commit, abandon), readers (lease, release, revoke) and pins
-Gives   Grant, Lease, VersionGone; SlotError for wrong use
+Gives   Grant, Lease, VersionGone; slots_within; SlotError for wrong use
 
 Pure and owned by one process, so that there is one place where a slot changes hands. With three
 slots a publish seldom waits: one holds the latest version, one the pinned or the previous, one is
-free. The table trusts its caller in one thing: that an abandoned writer and a revoked reader are
-known to have stopped. A late request of either is refused, because a slot is named together with
-its writer and a lease id is never used twice.
+free. Who sends versions to other machines is asked before one is evicted, since it may be in the
+middle of it. The table trusts its caller in one thing: that an abandoned writer and a revoked
+reader are known to have stopped. A late request of either is refused, because a slot is named
+together with its writer and a lease id is never used twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_SLOTS = 3
@@ -66,16 +68,39 @@ class VersionGone:
     held: tuple[int, ...]  #: ascending
 
 
-class SlotTable:
-    """States of `num_slots` slots, the leases on them, and at most one pinned version."""
+def slots_within(version_bytes: int, slots: int, max_bytes: int) -> int:
+    """How many slots of `version_bytes` there is room for, at most `slots`.
 
-    def __init__(self, num_slots: int) -> None:
+    SlotError if `max_bytes` is too little for a publish beside the versions that must be kept.
+    """
+    fitting = min(slots, max_bytes // version_bytes)
+    if fitting < MIN_SLOTS:
+        raise SlotError(
+            f"{MIN_SLOTS} slots of {version_bytes} bytes are over the limit of {max_bytes} bytes; "
+            "raise weights.max_bytes"
+        )
+    return fitting
+
+
+def _always(version: int) -> bool:
+    return True
+
+
+class SlotTable:
+    """States of `num_slots` slots, the leases on them, and at most one pinned version.
+
+    `forget(version)` is asked before a version is evicted: False keeps it, True says that nobody
+    will send it from now on.
+    """
+
+    def __init__(self, num_slots: int, forget: Callable[[int], bool] = _always) -> None:
         if num_slots < MIN_SLOTS:
             raise SlotError(f"{num_slots} slots, at least {MIN_SLOTS} are needed")
         self._slots: list[Free | Writing | Held] = [Free()] * num_slots
         self._leases: dict[int, Lease] = {}
         self._next_lease = 0
         self._pinned: int | None = None
+        self._forget = forget
 
     def __repr__(self) -> str:
         leases = ", ".join(
@@ -187,12 +212,13 @@ class SlotTable:
 
     def _evict_for(self, writer: str) -> Grant | None:
         kept = {self.latest, self._pinned, *(lease.version for lease in self._leases.values())}
-        idle = [version for version in self.versions_held if version not in kept]
-        if not idle:
+        idle = (version for version in self.versions_held if version not in kept)
+        evicted = next((version for version in idle if self._forget(version)), None)
+        if evicted is None:
             return None
-        slot = self._slots.index(Held(idle[0]))
+        slot = self._slots.index(Held(evicted))
         self._slots[slot] = Writing(writer)
-        return Grant(slot=slot, evicted=idle[0])
+        return Grant(slot=slot, evicted=evicted)
 
     def _error(self, what: str) -> SlotError:
         return SlotError(f"{what}: {self!r}")

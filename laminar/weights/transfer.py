@@ -13,7 +13,8 @@ cache, which no tensor reaches on a large machine; GLIBC_TUNABLES can lower it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +23,14 @@ import xxhash
 
 from laminar.weights.manifest import (
     ITEM_BYTES,
+    Draft,
     Manifest,
     ManifestError,
     TensorSpec,
     aligned,
     check_tensors,
+    chunk_bounds,
+    chunks_of_ranks,
 )
 
 Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
@@ -77,14 +81,20 @@ def checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int
 
     Both hashes take a chunk while it is in the cache, so the memory is read once.
     """
-    _check_room(view, total_bytes)
-    whole = xxhash.xxh3_128()
-    chunks: list[int] = []
-    for start in range(0, total_bytes, chunk_bytes):
-        chunk = view.data[start : min(start + chunk_bytes, total_bytes)]
-        chunks.append(xxhash.xxh3_64_intdigest(chunk))
-        whole.update(chunk)
-    return chunks, whole.hexdigest()
+    return _hashes(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
+
+
+def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:
+    """xxh3_64 of each chunk that these ranks wrote, by the chunk's index in `draft`.
+
+    Raises ManifestError if the slot is smaller than the version.
+    """
+    _check_room(view, draft.total_bytes)
+    bounds = chunk_bounds(draft)
+    return {
+        index: xxhash.xxh3_64_intdigest(view.data[bounds[index] : bounds[index + 1]])
+        for index in chunks_of_ranks(draft, ranks)
+    }
 
 
 def verify(view: Bytes, manifest: Manifest) -> None:
@@ -92,7 +102,7 @@ def verify(view: Bytes, manifest: Manifest) -> None:
 
     Raises ManifestError if the slot is smaller than the version.
     """
-    chunks, digest = checksums(view, manifest.total_bytes, manifest.chunk_bytes)
+    chunks, digest = _hashes(view, chunk_bounds(manifest))
     for index, (wanted, found) in enumerate(zip(manifest.chunk_checksums, chunks, strict=True)):
         if wanted != found:
             raise WeightsCorrupt(
@@ -104,6 +114,18 @@ def verify(view: Bytes, manifest: Manifest) -> None:
             f"version {manifest.version}, all {len(chunks)} chunks right: "
             f"expected xxh3_128 {manifest.digest}, found {digest}"
         )
+
+
+def _hashes(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
+    """xxh3_64 of each chunk between the bounds, and xxh3_128 of all of them."""
+    _check_room(view, bounds[-1])
+    whole = xxhash.xxh3_128()
+    chunks: list[int] = []
+    for start, end in pairwise(bounds):
+        chunk = view.data[start:end]
+        chunks.append(xxhash.xxh3_64_intdigest(chunk))
+        whole.update(chunk)
+    return chunks, whole.hexdigest()
 
 
 def _write(view: Bytes, spec: TensorSpec, tensor: torch.Tensor) -> None:

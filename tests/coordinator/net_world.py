@@ -8,7 +8,9 @@ Gives   frames; checks what a coordinator may let out: nothing that its disk doe
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
@@ -17,7 +19,7 @@ from laminar.coordinator.tick import Frame, Tick
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED, State, digest
-from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import (
     FRAME,
     DecisionRecord,
@@ -25,9 +27,9 @@ from laminar.eventlog.record import (
     Header,
     Record,
     StateHashRecord,
+    segment_numbers,
 )
-from laminar.eventlog.replay import replay
-from laminar.eventlog.writer import LogWriter
+from laminar.eventlog.restore import restore, take_over
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings, Stamped
 from laminar.events.codec import decode_order, encode
@@ -42,24 +44,26 @@ LEASE_MS = 3_000
 HEARTBEAT_NS = 500 * MS
 SAFETY_NS = 250 * MS  #: a loop looks at its sockets at least so often
 LIMITS = Limits()
+is_segment = re.compile(r"events-\d+\.log").fullmatch
 decode_record = msgspec.msgpack.Decoder(
     Header | EventRecord | DecisionRecord | StateHashRecord
 ).decode
 
 
-def begin_tick(disk: MemoryDisk, now_ns: int, observer: object = None) -> tuple[Tick, State | None]:
-    """What the coordinator does at its start: scan, replay, take over. Also the replayed state."""
-    tail = scan(disk)
-    found = replay(disk, tail)
+def begin_tick(
+    disk: MemoryDisk, now_ns: int, observer: object = None, **sizes: int
+) -> tuple[Tick, State | None]:
+    """What the coordinator does at its start: restore, take over. Also the replayed state."""
+    restored = restore(disk)
+    found = restored.replay
     assert found.difference is None, str(found.difference)
-    incarnation = tail.newest + 1
-    writer = LogWriter.begin(
-        disk, tail, logic=LOGIC_VERSION, incarnation=incarnation, run="r", seed=0, config_hash=""
+    writer = take_over(
+        disk, restored, logic=LOGIC_VERSION, run="r", seed=0, config_hash="", **sizes
     )
     tick = Tick(
         found.machine,
         writer,
-        boot=f"c{incarnation}",
+        boot=f"c{restored.incarnation}",
         lease_ms=LEASE_MS,
         clock_ns=now_ns,
         observer=observer or (lambda *_: None),  # type: ignore[arg-type]
@@ -90,6 +94,7 @@ class NetWorld(World):
     """The same actors and the same machine, with everything real in between but the sockets."""
 
     ordered = False
+    sizes: ClassVar[dict[str, int]] = {}  #: of the log: segment_bytes, snapshot_every, keep_bytes
 
     def __init__(
         self,
@@ -121,13 +126,10 @@ class NetWorld(World):
         self.acted: dict[int, int] = {}  #: how often each command id was obeyed
         self.offsets: dict[str, int] = {}  #: how far each file of the log has been looked at
         self.decided: set[tuple[int, int]] = set()  #: durable: (cause, index)
-        self.cut: set[int] = (
-            set()
-        )  #: last events of killed coordinators; a replay decides them anew
         self.logged: dict[str, int] = {}  #: durable: last number by boot id
         self.kills = 0
         self.connections = 0
-        self.tick, _ = begin_tick(self.disk, 0, self._observe)
+        self.tick, _ = begin_tick(self.disk, 0, self._observe, **self.sizes)
 
     @property
     def state(self) -> State:
@@ -268,11 +270,10 @@ class NetWorld(World):
     def restart(self, *, keep_unsynced: bool) -> None:
         """A new coordinator on what the disk has kept; every connection is a new one."""
         self.disk = self.disk.crash(keep_unsynced)
-        self.tick, state = begin_tick(self.disk, self.now, self._observe)
+        self.tick, state = begin_tick(self.disk, self.now, self._observe, **self.sizes)
         if state is not None:
             assert digest(state) == self.digests[state.seq], "another state than before"
-            self.cut.add(state.seq)
-        self.own.append(self.started(scan(self.disk).newest))
+        self.own.append(self.started(segment_numbers(self.disk.names())[-1]))
         for peer in self._live():
             self._connect(peer)
 
@@ -293,8 +294,7 @@ class NetWorld(World):
             return
         self._read_disk()
         for order in orders:
-            decided = (order.cause, order.command_id & 0xFFFFF) in self.decided
-            assert decided or order.cause in self.cut, order
+            assert (order.cause, order.command_id & 0xFFFFF) in self.decided, order
         for boot_id, message in found:
             if isinstance(message, Data | Ack | Welcome):
                 ack = message.last_seq if isinstance(message, Welcome) else message.ack
@@ -302,7 +302,7 @@ class NetWorld(World):
 
     def _read_disk(self) -> None:
         """What has become durable since the last look: decisions, and each boot's last number."""
-        for name in self.disk.names():
+        for name in filter(is_segment, self.disk.names()):
             data = self.disk.read(name, 0, self.disk.durable[name])
             offset = self.offsets.get(name, 0)
             while offset + FRAME.size <= len(data):

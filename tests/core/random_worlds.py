@@ -52,9 +52,9 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     )
 
 
-def failing_world(seed: int) -> World:
+def failing_world(seed: int, kind: type[World] = World) -> World:
     """A random world in which a process that the run cannot do without dies for good."""
-    world = random_world(seed)
+    world = random_world(seed, kind)
     choose = random.Random(seed).choice
     world.faults.fatal_role = choose(["node", "store", "relay", "trainer"])
     world.faults.fatal_at_s = choose([0.2, 1.5, 6, 15])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from laminar.core import lifecycle, machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -182,3 +185,32 @@ def test_prompts_come_in_a_permutation_of_each_pass() -> None:
     assert list(rows) == [f"{p}.{i}" for p in range(2) for i in range(5)]
     first, second = list(rows.values())[:5], list(rows.values())[5:]
     assert sorted(first) == sorted(second) == list(range(5)) and first != second
+
+
+def test_answer_to_an_older_question_leaves_the_present_one_open() -> None:
+    """The strategy's worker was too slow for batch 0; what it says then is not about batch 1."""
+    bench = Bench(batch_strategy=STRATEGY, max_staleness=2, capacity=16, groups_per_version=8)
+    bench.start()
+    bench.complete(*bench.open_groups()[:2])
+    assert trained(bench.wait(5_000))
+    bench.complete(*bench.open_groups()[:2])
+    assert [c.step for c in only(cmd.ProposeBatch, bench.train())] == [1]
+    assert bench.own(ev.BatchProposed(step=0, groups=())) == []
+    assert "propose" in bench.state.commands
+    assert bench.state.ignored == {"BatchProposed: late": 1}
+
+
+def test_without_shuffle_prompts_come_in_the_order_of_the_data() -> None:
+    bench = Bench(shuffle=False, max_staleness=2)
+    commands = bench.start()
+    rows = dict.fromkeys(c.row_index for c in only(cmd.GenerateTrajectory, commands))
+    assert list(rows) == list(range(len(rows))) and len(rows) == 4
+
+
+def test_planner_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that always has something to decide must not hang the coordinator."""
+    bench = Bench()
+    monkeypatch.setattr(lifecycle, "plan", lambda turn: True)
+    monkeypatch.setattr(machine, "PLAN_ROUNDS_MAX", 10)
+    with pytest.raises(AssertionError, match="no fixpoint"):
+        bench.join("node-0")

@@ -158,3 +158,38 @@ def test_training_goes_on_during_an_evaluation() -> None:
     bench = evaluated(val_before_train=True, max_staleness=2)
     commands = bench.start()
     assert sum(c.purpose == "train" for c in only(cmd.GenerateTrajectory, commands)) == 4
+
+
+def test_open_answers_are_given_up_with_their_version() -> None:
+    """One answer is generated and waits for its reward, one is lost, and the relay had evicted the
+    version: nobody can give the second on it, so the first is dropped and both are asked anew."""
+    bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
+    bench.start()
+    bench.complete("0.0")
+    bench.train(publish=False)
+    bench.finish("e0.0.0")
+    bench.publish(1, 1, held=(1,))
+    bench.kill()
+    bench.come_back()
+    assert {(c.version, c.row_index) for c in asked(bench.load_all())} == {(1, 0), (1, 1)}
+    bench.write_ends()
+    dropped = bench.state.ledger.groups.dropped
+    assert (dropped["version-gone"], dropped["replica-lost"]) == (1, 1)
+
+
+def test_run_that_is_ending_begins_no_evaluation() -> None:
+    """The trainer fails while the weights that were to be evaluated are on their way: their load
+    must not open groups that nobody would ever close."""
+    bench = evaluated(test_freq=1, max_staleness=0)
+    bench.start()
+    bench.complete("0.0")
+    bench.train(publish=False)
+    bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
+    assert bench.state.phase == "ending"
+    bench.publish(1, 1)
+    assert bench.pull_of("rollout-0") is not None
+    assert asked(bench.load("rollout-0")) == []
+    bench.write_ends()
+    bench.stop()
+    assert bench.state.phase == "ended"
+    assert bench.state.ledger.groups.live == 0

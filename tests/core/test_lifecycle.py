@@ -363,3 +363,24 @@ def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> Non
         bench.kill(name, restarting=False)
     bench.say("node-0", ev.ActorLeft())
     assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
+
+
+def test_replica_that_never_comes_back_is_not_missed_by_the_others() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    bench.kill("rollout-0")
+    bench.wait(bench.settings.start_timeout_ms)
+    assert "rejoin:rollout-0" not in bench.state.timers
+    assert bench.state.phase == "running" and not bench.state.failure
+
+
+def test_replica_that_said_goodbye_is_watched_no_more() -> None:
+    """The others still flush when its progress is due: nobody restarts what has stopped."""
+    bench = Bench(replicas=2, stall_ms=5_000)
+    bench.start()
+    bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
+    bench.write_ends()
+    bench.say("rollout-0", ev.ActorLeft())
+    commands = bench.wait(6_000)
+    assert not only(cmd.RestartActor, commands)
+    assert "progress:rollout-0" not in bench.state.timers

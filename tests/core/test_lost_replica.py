@@ -181,3 +181,11 @@ def test_complaining_replica_is_fenced_and_its_work_moves() -> None:
     moved = bench.say("rollout-0", failed)
     assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
     assert not bench.state.failure
+
+
+def test_engine_that_stays_silent_is_restarted_once() -> None:
+    """Its node needs longer than one progress interval to kill it: it is not asked again."""
+    bench = Bench(stall_ms=1_000)
+    bench.start()
+    restarts = only(cmd.RestartActor, bench.wait(5_500))
+    assert [(c.to, c.actor) for c in restarts] == [("node-0", "rollout-0")]

@@ -22,8 +22,8 @@ EVENTS_MAX = 5_000  #: three times what the longest of these runs needs
 def lost_work_only_to_admitting_replicas(patch: pytest.MonkeyPatch) -> None:
     place_for = recovery._place_for
 
-    def planted(state: State, trajectory: Trajectory) -> Replica | None:
-        replica = place_for(state, trajectory)
+    def planted(state: State, trajectory: Trajectory, able: list[Replica]) -> Replica | None:
+        replica = place_for(state, trajectory, able)
         return replica if replica is not None and admission.admits(state, replica) else None
 
     patch.setattr(recovery, "_place_for", planted)

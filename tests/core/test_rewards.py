@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import struct
+
+import pytest
+
+from laminar.core import siblings
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.bench import Bench, bits_of, only
@@ -120,3 +125,10 @@ def test_score_is_kept_as_the_bits_of_its_float() -> None:
     bench.reward("0.0.0", 0.1)
     assert bench.trajectory("0.0.0").score_bits == bits_of(0.1)
     assert not bench.trajectory("0.0.0").correct
+
+
+@pytest.mark.parametrize("score", [0.0, -0.0, 0.1, -1e300, 5e-324])
+def test_scores_keep_every_bit(score: float) -> None:
+    bits = siblings.bits_of(score)
+    assert bits == bits_of(score)
+    assert struct.pack("<d", siblings.float_of(bits)) == struct.pack("<d", score)

@@ -162,3 +162,12 @@ def test_ordinary_pull_takes_what_is_newest_at_the_load() -> None:
     assert pull is not None and (pull.version, pull.exact) == (1, False)
     bench.load("rollout-0")
     assert bench.replica().version == 2
+
+
+def test_skip_that_is_told_twice_is_owed_once() -> None:
+    bench = Bench(max_staleness=1)
+    bench.start()
+    bench.complete(*bench.open_groups()[:2])
+    bench.skip_publish()
+    assert bench.skip_publish() == []
+    assert (bench.state.owed, bench.state.ignored) == (1, {"PublishSkipped: repeat": 1})

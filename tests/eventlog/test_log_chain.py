@@ -16,6 +16,7 @@ from laminar.eventlog.record import (
     KIND_KEY,
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
+    SCHEMA_VERSION,
     DecisionRecord,
     EventRecord,
     Header,
@@ -81,7 +82,7 @@ def test_an_empty_directory_is_an_empty_history() -> None:
 def test_begin_makes_its_header_durable() -> None:
     disk = MemoryDisk()
     begin(disk)
-    expected = Header(1, 7, 1, "demo", 2**64 - 1, "00ff", 1, None)
+    expected = Header(SCHEMA_VERSION, 7, 1, "demo", 2**64 - 1, "00ff", 1, None)
     assert history(disk.crash(keep_unsynced=False)) == [expected]
 
 
@@ -316,7 +317,7 @@ def test_raw_reading_needs_none_of_our_types() -> None:
 
 
 def newer_schema() -> MemoryDisk:
-    fields = {"kind": "header", "schema": 2, "segment": 1, "takes_over": None, "novel": [1]}
+    fields = {"kind": "header", "schema": 3, "segment": 1, "takes_over": None, "novel": [1]}
     bodies = [msgpack.packb(fields), msgpack.packb({"kind": "surprise", "n": 1})]
     data, crc = b"", 0
     for body in bodies:
@@ -326,7 +327,7 @@ def newer_schema() -> MemoryDisk:
 
 
 def test_a_newer_schema_is_refused_by_name_but_can_be_dumped() -> None:
-    with pytest.raises(LogCorrupt, match="expected schema 1, found schema 2") as caught:
+    with pytest.raises(LogCorrupt, match="expected schema 1 or 2, found schema 3") as caught:
         history(newer_schema())
     assert (caught.value.segment, caught.value.offset) == (1, 0)
     assert [row[2]["kind"] for row in read_raw(newer_schema())] == ["header", "surprise"]

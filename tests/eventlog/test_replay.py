@@ -132,6 +132,18 @@ def test_altered_decision_is_the_first_difference(records: list[Record]) -> None
     assert "segment 1, offset " in difference(found) and found.events == altered[0]
 
 
+def test_unreadable_decision_is_a_difference(records: list[Record]) -> None:
+    """A log of a newer release holds a command that this one does not know."""
+
+    def alter(record: Record) -> Record:
+        assert isinstance(record, DecisionRecord)
+        odd = msgspec.msgpack.encode({"type": "paint-moon"})
+        return msgspec.structs.replace(record, command=msgspec.Raw(odd))
+
+    found = replay(log_of(changed(records, DecisionRecord, alter)))
+    assert "unreadable command" in difference(found) and "paint-moon" in difference(found)
+
+
 def test_altered_event_leads_to_another_decision(records: list[Record]) -> None:
     """The first event with settings of another seed: trajectories get other seeds."""
 
@@ -203,10 +215,11 @@ def test_missing_trailing_decisions_at_the_end_of_the_log_are_accepted(
     records: list[Record],
 ) -> None:
     """The coordinator was killed between writing an event and all of its decisions: nothing of it
-    was sent, and its successor decides the same."""
+    was sent, and its successor decides the same. What is missing is handed out."""
     cut = end_of_a_decision(records)
     found = replay(log_of(records[:cut]))
     assert found.difference is None
+    assert found.unlogged == [records[cut]]
 
 
 def end_of_a_decision(records: list[Record]) -> int:
@@ -222,12 +235,14 @@ def without_headers(records: list[Record]) -> list[Record]:
     return [r for r in records if not isinstance(r, Header)]
 
 
-def test_missing_trailing_decisions_at_a_takeover_are_accepted(records: list[Record]) -> None:
-    """The same, and the next coordinator went on in a segment of its own."""
+def test_missing_decisions_at_a_takeover_have_to_follow_its_header(records: list[Record]) -> None:
+    """The next coordinator begins with what the last one owed; here it did, and here it did not."""
     plain = without_headers(records)
     cut = end_of_a_decision(plain)
-    found = replay(log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,)))
+    found = replay(log_of(plain, takeovers=(cut,)))
     assert found.difference is None and found.machine.state.phase == ENDED
+    found = replay(log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,)))
+    assert difference(found).count("no such decision") == 1
 
 
 def test_missing_decisions_at_a_rotation_are_not(records: list[Record]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -60,10 +59,10 @@ def test_docs_are_current() -> None:
     assert (ROOT / "docs" / "events.md").read_text() == markdown()
 
 
-def test_program_prints_the_page() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "laminar.events.index"],
-        cwd=ROOT, capture_output=True, check=True, text=True,
-    )  # fmt: skip
-    assert printed.stdout == markdown()
-    assert "### `trajectory-finished`" in printed.stdout
+def test_program_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """python -m laminar.events.index"""
+    with pytest.warns(RuntimeWarning, match="laminar.events.index"):
+        runpy.run_module("laminar.events.index", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed == markdown()
+    assert "### `trajectory-finished`" in printed

@@ -1,223 +1,45 @@
-"""A client and a server joined by a network that loses, repeats, delays and reorders frames, while
-either process may restart at any moment. Whatever happens: in order and exactly once within one
-pair of boots, acknowledged only what is processed, and nothing is lost once the faults stop."""
+"""The model of one link, tried in so many random runs; a few broken links, to see that it bites."""
 
-from collections import defaultdict
+import pytest
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from laminar.net.session import Inbox, Outbox
+from tests.net.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 
-from laminar.net.frames import Hello, decode_client
-from laminar.net.session import MS, ClientLink, Limits, LinkState, ServerLink
-
-HEARTBEAT_NS = 1_000 * MS
-HEAL_NS = 60_000 * MS  #: far above any chain of timeouts that a healthy network may need
+EXAMPLES, STEPS = 80, 50
 
 
-class LossyLink(RuleBasedStateMachine):
-    """The owner of both ends, the wire between them, and what each side can prove it saw."""
-
-    with_record = True  #: the server remembers, over its restarts, what it has processed
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0
-        self.boots = 0
-        self.wire = []  #: (to the server?, client boot, frame)
-        self.sent = defaultdict(list)  #: client boot -> bodies
-        self.record = defaultdict(list)  #: client boot -> (number, body), as processed
-        self.server_sent = defaultdict(list)  #: (client boot, server boot) -> bodies
-        self.received = defaultdict(list)  #: the same, at the client
-        self.start_server()
-        self.start_client()
-
-    def next_boot(self, kind):
-        self.boots += 1
-        return f"{kind}{self.boots}"
-
-    def start_client(self):
-        boot = self.next_boot("c")
-        self.client = ClientLink(
-            "rollout-0", "rollout", boot, heartbeat_ns=HEARTBEAT_NS, now_ns=self.now
-        )
-
-    def start_server(self):
-        self.links = {}  #: client boot -> ServerLink
-        self.waiting = []  #: (client boot, number, body) delivered and not durable yet
-
-    # What the processes do; each polls after it, as a real one does after every turn.
-
-    @rule()
-    def client_sends(self):
-        sent = self.sent[self.client.boot_id]
-        sent.append(b"up %d" % len(sent))
-        assert self.client.send(sent[-1]) == len(sent)
-        self.poll()
-
-    @precondition(lambda self: self.client.boot_id in self.links)
-    @rule()
-    def server_sends(self):
-        link = self.links[self.client.boot_id]
-        sent = self.server_sent[link.boot_id, link.server_boot]
-        sent.append(f"{link.server_boot} {len(sent)}".encode())
-        link.send(sent[-1])
-        self.poll()
-
-    @rule(count=st.integers(1, 3))
-    def server_processes(self, count):
-        for boot, seq, body in self.waiting[:count]:
-            self.record[boot].append((seq, body))
-            self.links[boot].processed(seq)
-            assert body == self.sent[boot][seq - 1]
-        del self.waiting[:count]
-        self.poll()
-
-    @rule(ms=st.sampled_from([1, 50, 200, 1_000, 3_000]))
-    def time_passes(self, ms):
-        self.now += ms * MS
-        self.poll()
-
-    def poll(self):
-        boot = self.client.boot_id
-        self.wire += [(True, boot, frame) for frame in self.client.poll(self.now)]
-        for boot, link in self.links.items():
-            self.wire += [(False, boot, frame) for frame in link.poll(self.now)]
-
-    # What goes wrong.
-
-    @precondition(lambda self: self.wire)
-    @rule(index=st.integers(0, 10_000), keep=st.booleans())
-    def deliver(self, index, keep):
-        index %= len(self.wire)
-        frame = self.wire[index] if keep else self.wire.pop(index)
-        self.arrive(*frame)
-        self.poll()
-
-    @precondition(lambda self: self.wire)
-    @rule(index=st.integers(0, 10_000))
-    def delay_one(self, index):
-        """All others arrive first."""
-        late = self.wire.pop(index % len(self.wire))
-        self.deliver_all()
-        self.wire.append(late)
-
-    @rule()
-    def deliver_all(self):
-        frames, self.wire = self.wire, []
-        for frame in frames:
-            self.arrive(*frame)
-        self.poll()
-
-    @precondition(lambda self: self.wire)
-    @rule(index=st.integers(0, 10_000))
-    def lose(self, index):
-        self.wire.pop(index % len(self.wire))
-
-    @rule()
-    def server_restarts(self):
-        self.start_server()
-
-    @rule()
-    def client_restarts(self):
-        self.start_client()
-
-    # The owners.
-
-    def arrive(self, to_server, boot, frame):
-        if to_server:
-            self.arrive_at_server(boot, frame)
-        elif boot == self.client.boot_id:
-            bodies = self.client.receive(frame, self.now)
-            self.received[boot, self.client.server_boot] += bodies
-
-    def arrive_at_server(self, boot, frame):
-        if boot not in self.links:
-            hello = decode_client(frame, Limits().max_frame)
-            if isinstance(hello, Hello):
-                self.links[boot] = self.admit(hello)
-            return
-        for seq, body in self.links[boot].receive(frame, self.now):
-            self.waiting.append((boot, seq, body))
-
-    def admit(self, hello):
-        last = len(self.record[hello.boot_id]) if self.with_record else None
-        return ServerLink(
-            hello,
-            server_boot=self.next_boot("s"),
-            incarnation=1,
-            now_ns=self.now,
-            last_seq=last,
-        )
-
-    # What must hold at every moment.
-
-    @invariant()
-    def processed_in_order_exactly_once(self):
-        for boot, record in self.record.items():
-            numbers = [seq for seq, _ in record]
-            if self.with_record:
-                assert numbers == list(range(1, len(numbers) + 1)), boot
-
-    @invariant()
-    def acknowledged_only_what_is_processed(self):
-        processed = {seq for seq, _ in self.record[self.client.boot_id]}
-        assert processed >= set(range(1, self.client.outbox.first))
-
-    @invariant()
-    def client_sees_a_prefix_of_what_each_server_sent(self):
-        for pair, bodies in self.received.items():
-            assert bodies == self.server_sent[pair][: len(bodies)], pair
-
-    @invariant()
-    def nobody_is_refused(self):
-        assert self.client.state in (LinkState.JOINING, LinkState.UP)
-
-    def teardown(self):
-        """Faults stop: everything arrives, in bounded time."""
-        end = self.now + HEAL_NS
-        while not self.settled():
-            assert self.now < end, f"not delivered: {self.client.outbox.__dict__}"
-            self.deliver_all()
-            self.server_processes(len(self.waiting))
-            self.time_passes(50)
-        boot = self.client.boot_id
-        assert {body for _, body in self.record[boot]} == set(self.sent[boot])
-        pair = boot, self.client.server_boot
-        assert self.received[pair] == self.server_sent[pair]
-
-    def settled(self):
-        link = self.links.get(self.client.boot_id)
-        if link is None or self.client.server_boot != link.server_boot:
-            return False
-        return not (self.client.outbox or link.outbox or self.waiting)
+@pytest.mark.parametrize("model", [LossyLink, LossyLinkWithoutRecord])
+def test_lossy_link(model):
+    run_model(model, EXAMPLES, STEPS, number=1)
 
 
-class LossyLinkWithoutRecord(LossyLink):
-    """The server forgets with each restart; its handlers are idempotent."""
+def delivers_duplicates(patch):
+    def planted(self, seq):
+        self.delivered = max(self.delivered, seq)
+        return True
 
-    with_record = False
-
-    @invariant()
-    def in_order_within_one_server(self):
-        for boot, link in self.links.items():
-            waiting = [seq for b, seq, _ in self.waiting if b == boot]
-            last = link.inbox.delivered
-            assert waiting == list(range(last - len(waiting) + 1, last + 1))
+    patch.setattr(Inbox, "accept", planted)
 
 
-SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+def never_resends(patch):
+    patch.setattr(Outbox, "expired", lambda self, now_ns: False)
 
 
-def test_lossy_link_to_a_server_with_a_record():
-    run_state_machine_as_test(LossyLink, settings=SETTINGS)
+def takes_more_than_it_may_keep(patch):
+    append = Outbox.append
+
+    def planted(self, body):
+        limits, self._limits = self._limits, type(self._limits)()
+        try:
+            return append(self, body)
+        finally:
+            self._limits = limits
+
+    patch.setattr(Outbox, "append", planted)
 
 
-def test_lossy_link_to_a_server_without_a_record():
-    run_state_machine_as_test(LossyLinkWithoutRecord, settings=SETTINGS)
+@pytest.mark.parametrize("plant", [delivers_duplicates, never_resends, takes_more_than_it_may_keep])
+def test_broken_link_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        run_model(LossyLink, EXAMPLES, STEPS, number=1, shrink=False)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from laminar.core.machine import Machine
+from laminar.core.state import State
+from laminar.eventlog.replay import Observer
+from laminar.events.base import Command, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from tests.core.world import World
@@ -16,7 +21,7 @@ def small_world() -> World:
     return World(settings(test_freq=2), num_eval=4, seed=3).run()
 
 
-def feed(observer: MetricsWriter | StatusWriter, world: World, until: int | None = None) -> None:
+def feed(observer: Observer, world: World, until: int | None = None) -> None:
     machine = Machine()
     for stamped, _ in world.log[:until]:
         observer(stamped, machine.handle(stamped), machine.state)
@@ -41,6 +46,36 @@ def test_a_coordinator_that_comes_back_writes_each_figure_once(tmp_path: Path) -
     whole = [line for line in (twice / "metrics.jsonl").read_text().splitlines() if "}" in line]
     events = [json.loads(line[line.rindex('{"step"') :])["event"] for line in whole]
     assert events == [line["event"] for line in lines(once)]
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_replay_that_starts_at_a_snapshot_goes_on_with_the_same_figures(
+    tmp_path: Path, later: int
+) -> None:
+    """It begins with the last step in the file; the lines are those of a writer that saw it all.
+    One event later, the next step lacks what reaches back to the step before."""
+    world = small_world()
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    for directory in (once, twice):
+        directory.mkdir()
+    feed(MetricsWriter(once, tensorboard=False), world)
+    feed(MetricsWriter(twice, tensorboard=False), world, until=len(world.log) * 2 // 3)
+    writer = MetricsWriter(twice, tensorboard=False)
+    first = writer.replay_from + later
+
+    def from_snapshot(stamped: Stamped, commands: list[Command], state: State) -> None:
+        if stamped.seq >= first:
+            writer(stamped, commands, state)
+
+    feed(from_snapshot, world)
+    assert 0 < first < len(world.log)
+    assert [line["event"] for line in lines(twice)] == [line["event"] for line in lines(once)]
+    assert (lines(twice) == lines(once)) is (later == 0)
+
+
+def test_a_file_without_a_step_needs_the_whole_replay(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": 9, "val/version": 0}\n[]\n{"step": 1}\n')
+    assert MetricsWriter(tmp_path, tensorboard=False).replay_from == 0
 
 
 def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""When each replica ran nothing, and what refused it new work meanwhile.
+
+Reads   a replay: each event, its commands, the state after it
+Gives   Idleness: per replica the times without a trajectory, in spells of one reason each
+
+The reasons are those of core.admission.refusal, asked of the replayed state, and before them what
+a replica does instead of generating: it pulls weights, has none, or is down. What a reason means
+in figures is worked out from the same state when the spell begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from laminar.analysis.lives import Moment
+from laminar.analysis.windows import STALENESS_BOUND
+from laminar.core.admission import refusal
+from laminar.core.state import Replica, State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event, Stamped
+
+DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
+NO_DATA, RUN_ENDING = "no-data", "run-ending"
+"""As admission.refusal says it."""
+
+
+class Spell(NamedTuple):
+    """Idle time with one reason; it lasts until the next spell begins."""
+
+    reason: str
+    since: Moment
+    detail: str
+    chosen: int = 0  #: batches chosen so far: with each of them the bound means something else
+
+
+@dataclass(slots=True)
+class Idle:
+    """A time in which a replica ran nothing."""
+
+    replica: str
+    begin: Moment
+    begun_by: Event
+    spells: list[Spell] = field(default_factory=list)
+    end: Moment | None = None  #: None: it lasts
+    ended_by: Stamped | None = None
+
+    def parts(self, last: Moment) -> dict[str, int]:
+        """Nanoseconds by reason; `last` is the end of the log."""
+        end = self.end or last
+        found: dict[str, int] = {}
+        following = [spell.since for spell in self.spells[1:]] + [end]
+        for spell, until in zip(self.spells, following, strict=True):
+            length_ns = until.unix_ns - spell.since.unix_ns
+            found[spell.reason] = found.get(spell.reason, 0) + length_ns
+        return found
+
+
+class Idleness:
+    """What every replica that was ever ready did not do."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Idle] = {}
+        self.known: dict[str, Moment] = {}  #: replicas, and when each was first ready
+
+    def take(self, now: Moment, stamped: Stamped, state: State) -> list[Idle]:
+        """Enter one event; returns the times that ended with it."""
+        if isinstance(stamped.event, ev.TokenProgress):
+            return []  # a gauge: it changes nothing that is asked here
+        for name in state.replicas.keys() - self.known.keys():
+            self.known[name] = now
+        ended = []
+        for name in self.known:
+            replica = state.replicas.get(name)
+            if replica is not None and replica.running:
+                if idle := self.open.pop(name, None):
+                    idle.end, idle.ended_by = now, stamped
+                    ended.append(idle)
+            else:
+                self._idle(name, replica, now, stamped, state)
+        return ended
+
+    def _idle(
+        self, name: str, replica: Replica | None, now: Moment, stamped: Stamped, state: State
+    ) -> None:
+        idle = self.open.get(name)
+        if idle is None:
+            idle = self.open[name] = Idle(name, now, stamped.event)
+        reason = idle_reason(state, replica)
+        chosen = state.chosen if reason == STALENESS_BOUND else 0
+        last = idle.spells[-1] if idle.spells else None
+        if last is None or (last.reason, last.chosen) != (reason, chosen):
+            idle.spells.append(Spell(reason, now, _detail(state, replica, reason), chosen))
+
+
+def idle_reason(state: State, replica: Replica | None) -> str:
+    """What an empty replica does, or why it gets nothing."""
+    if replica is None or not state.actor_alive(replica.name):
+        return DOWN
+    if replica.loading:
+        return PULLING
+    if replica.version < 0:
+        return NO_WEIGHTS
+    return refusal(state, replica) or FREE
+
+
+def _detail(state: State, replica: Replica | None, reason: str) -> str:
+    """The figures behind a reason, as the end of a sentence."""
+    if replica is None or reason == DOWN:
+        return "its process is gone"
+    if reason == PULLING:
+        return _pull(state, replica)
+    if reason == NO_WEIGHTS:
+        held = "the relay holds none yet" if state.newest < 0 else "it rejected what it loaded"
+        return f"it has no weights: {held}"
+    if reason == STALENESS_BOUND:
+        return _bound(state, replica.step) + _newer(state, replica)
+    if reason == NO_DATA:
+        left = sum(state.deadlines.values())
+        return f"the run needs no further group: {left} are on their way into the last batches"
+    if reason == RUN_ENDING:
+        phase = "draining on request" if state.draining else state.phase
+        return f"the run is {phase}"
+    return "nothing refuses it work"
+
+
+def _pull(state: State, replica: Replica) -> str:
+    outstanding = state.commands.get(f"pull:{replica.name}")
+    if outstanding is None or not isinstance(outstanding.command, cmd.PullWeights):
+        return "it loads weights"
+    order = outstanding.command
+    wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
+    return f"it loads {wanted} (purpose {order.purpose}), ordered by #{outstanding.cause}"
+
+
+def _bound(state: State, step: int) -> str:
+    """The staleness bound in figures, for one more group of the weights of this step."""
+    mine = step + state.settings.max_staleness
+
+    def fit(deadline: int) -> int:
+        return state.settings.groups_per_step * (deadline - state.chosen + 1)
+
+    def there(deadline: int) -> int:
+        return sum(n for due, n in state.deadlines.items() if due <= deadline)
+
+    later = [due for due in state.deadlines if due >= mine]
+    tightest = min([mine, *later], key=lambda due: (fit(due) - there(due), due))
+    return (
+        f"a new group of its step-{step} weights would be due by batch {mine}; the next batch to "
+        f"be chosen is {state.chosen}, so {max(fit(tightest), 0)} groups fit until batch "
+        f"{tightest}, and {there(tightest)} are there already"
+    )
+
+
+def _newer(state: State, replica: Replica) -> str:
+    """What it would need instead: newer weights."""
+    making = state.commands.get("train")
+    if state.newest > replica.version or making is None:
+        return ""
+    step = state.batch.step if state.batch else state.completed
+    return (
+        f"; the relay holds nothing newer than its v{replica.version}, the trainer has been "
+        f"working on step {step} since #{making.cause}"
+    )

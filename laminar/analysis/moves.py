@@ -1,0 +1,159 @@
+"""Why a trajectory moved: every placement after its first, with the events that caused it.
+
+Reads   a replay
+Gives   Moves, an observer that ends with sentences
+Raises  ConfigError for a trajectory that the log does not have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from laminar.analysis.lives import DISPATCHED, LOST, Life, Lives, Moments, Placement
+from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, times
+from laminar.config import ConfigError
+from laminar.core.state import State
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.ids import EVAL, TrajectoryId
+
+
+class _Move(NamedTuple):
+    """A placement after the first."""
+
+    lost: Stamped
+    placed: Stamped
+    before: Placement
+    after: Placement
+    reason: str
+
+
+class Moves:
+    """Every placement of one trajectory after the first."""
+
+    def __init__(self, name: TrajectoryId) -> None:
+        self.name = name
+        self._moments, self._lives = Moments(), Lives()
+        self._life: Life | None = None
+        self._first: Stamped | None = None
+        self._lost: Stamped | None = None
+        self._restart = self._waited = False  #: since it was lost
+        self._moves: list[_Move] = []
+        self._again = ""  #: the id under which an evaluation ran it again
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._moments.at(stamped)
+        for what, life in self._lives.take(now, stamped.event, commands, state):
+            if life.trajectory == self.name:
+                self._life = life
+                self._change(what, life, stamped, state)
+            elif what == DISPATCHED and self._runs_again(life):
+                self._again = self._again or life.trajectory
+        if self._lost is not None:
+            self._watch(stamped, state)
+
+    def _change(self, what: str, life: Life, stamped: Stamped, state: State) -> None:
+        if what == LOST:
+            self._lost, self._restart, self._waited = stamped, False, False
+            self._watch(stamped, state)
+        elif what == DISPATCHED and self._lost is None:
+            self._first = stamped
+        elif what == DISPATCHED and self._lost is not None:
+            self._watch(stamped, state)
+            before, after = life.placements[-2:]
+            self._restart = self._restart or _timer(stamped) == "batch-wait"
+            reason = self._reason(before, after, state)
+            self._moves.append(_Move(self._lost, stamped, before, after, reason))
+            self._lost = None
+
+    def _watch(self, stamped: Stamped, state: State) -> None:
+        """What has come over lost work: a batch gave up on it, or its wait for a place is over."""
+        trajectory = state.trajectories.get(self.name)
+        self._restart = self._restart or (trajectory is not None and trajectory.restart)
+        self._waited = self._waited or _timer(stamped) == f"resume:{self.name}"
+
+    def _reason(self, before: Placement, after: Placement, state: State) -> str:
+        if after.attempt == before.attempt:
+            return f"{after.replica} had v{after.version}, with which it was begun, and room"
+        if self._restart:
+            wait_s = state.settings.batch_wait_ms / 1000
+            return f"a batch had waited {wait_s:g} s (trainer.batch_wait_s) for it"
+        if self._waited:
+            wait_s = state.settings.resume_wait_ms / 1000
+            return (
+                f"no replica of v{before.version} had room for it within {wait_s:g} s "
+                "(recovery.resume_wait_ms)"
+            )
+        return f"the relay no longer held v{before.version}, and no replica with room served it"
+
+    def _runs_again(self, life: Life) -> bool:
+        """An evaluation repeats a lost answer as a group of its own."""
+        mine = self._life
+        if mine is None or mine.purpose != EVAL or life.purpose != EVAL:
+            return False
+        same = mine.group.partition("-")[0] == life.group.partition("-")[0]
+        return same and life.placement.attempt > mine.placement.attempt
+
+    def lines(self) -> Iterable[str]:
+        life, first = self._life, self._first
+        if life is None or first is None:
+            raise ConfigError(f"the log has no trajectory {self.name}: {WHAT_HAS_AN_ANSWER}")
+        begin = life.placements[0]
+        moved = f"moved {times(len(self._moves))}" if self._moves else "never moved"
+        yield f"{self.name} {moved}."
+        yield (
+            f"It was placed on {begin.replica} with v{begin.version} at "
+            f"{self._moments.said(begin.dispatched)}, because of {said(first)}."
+        )
+        for move in self._moves:
+            yield from self._move_lines(move)
+        yield from self._end_lines(life)
+
+    def _move_lines(self, move: _Move) -> Iterable[str]:
+        at, before, after = self._moments.said, move.before, move.after
+        assert before.left is not None
+        yield f"Placement {after.number}:"
+        yield f"  {before.replica} lost it at {at(before.left)}: {said(move.lost)}."
+        waited_s = (after.dispatched.unix_ns - before.left.unix_ns) / 1e9
+        if move.placed is move.lost:
+            yield f"  {after.replica} got it at once, by the same event."
+        else:
+            yield (
+                f"  {after.replica} got it {waited_s:.3f} s later, at {at(after.dispatched)}, "
+                f"because of {said(move.placed)}."
+            )
+        if after.attempt > before.attempt:
+            yield (
+                f"  It started over as attempt {after.attempt} with v{after.version}: "
+                f"{move.reason}."
+            )
+        else:
+            yield f"  It resumed: {move.reason}. {self._tokens(after)}"
+
+    def _tokens(self, placement: Placement) -> str:
+        if placement.started is None:
+            return "It was not opened there."
+        at = self._moments.said(placement.started)
+        if not placement.tokens_resumed:
+            return f"The store held no token of it yet: the same attempt began again at {at}."
+        return f"It went on from {placement.tokens_resumed} tokens of the store at {at}."
+
+    def _end_lines(self, life: Life) -> Iterable[str]:
+        if life.finished is not None:
+            yield (
+                f"It finished on {life.placement.replica} at {self._moments.said(life.finished)} "
+                f"with {life.num_tokens} tokens ({life.finish_reason})."
+            )
+        if life.ending is None:
+            yield f"At the end of the log it is {'lost' if self._lost else 'open'}."
+            return
+        how = f"{life.end} ({life.end_reason})" if life.end_reason else life.end
+        step = f" by step {life.end_step}" if life.end == "trained" else ""
+        yield f"It ended as {how}{step} at {self._moments.said(life.ending)}."
+        if self._again:
+            yield f"The evaluation ran its prompt again as {self._again}."
+
+
+def _timer(stamped: Stamped) -> str:
+    return stamped.event.timer if isinstance(stamped.event, ev.TimerFired) else ""

@@ -1,0 +1,359 @@
+"""A run as a trace that ui.perfetto.dev and chrome://tracing open.
+
+Reads   the event log of a run directory, by replay; timeline/, where processes recorded themselves
+Writes  one JSON file, as a stream, under its name only once it is whole
+Raises  ConfigError for a file that cannot be written
+
+Trajectories lie on the slots of their replica, versions on the relay, steps and publishes on the
+trainer, phases, evaluations and lost work on the coordinator. An arrow has both its ends at one
+event: a publish leads from the trainer's work to the version, a pull from the version to the
+replica, a move from one placement to the next. What is open at the end of the log is closed there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from laminar.analysis.history import replay_log
+from laminar.analysis.idleness import DOWN, PULLING, Idleness
+from laminar.analysis.lives import (
+    DISPATCHED,
+    ENDING,
+    FINISHED,
+    LOST,
+    REWARDED,
+    SCORING,
+    STARTED,
+    Change,
+    Life,
+    Lives,
+    Moment,
+    Moments,
+    Placement,
+)
+from laminar.analysis.timeline import read_spans
+from laminar.analysis.tracks import FLAGS, Span, Tracks
+from laminar.config import ConfigError
+from laminar.core.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+
+PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING, VERSION, PULL, REFUSED, SLOT, REWARD, OWN = (
+    "phase",
+    "evaluation",
+    "lost work",
+    "work",
+    "publishing",
+    "version",
+    "pull",
+    "refused",
+    "slot",
+    "reward",
+    "own record",
+)
+KINDS = (
+    PHASE,
+    EVALUATION,
+    LOST_WORK,
+    FLAGS,
+    WORK,
+    PUBLISHING,
+    VERSION,
+    PULL,
+    REFUSED,
+    SLOT,
+    REWARD,
+    OWN,
+)
+"""From top to bottom within a process."""
+
+ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
+
+#: Rare events that say why something else happened.
+HAPPENINGS = (
+    ev.CoordinatorStarted,
+    ev.TimerFired,
+    ev.HeartbeatLost,
+    ev.DrainRequested,
+    ev.BatchProposed,
+    ev.ActorJoined,
+    ev.ActorLeft,
+    ev.ActorFailed,
+    ev.ProcessExited,
+    ev.PublishSkipped,
+    ev.WeightsRejected,
+    ev.VersionGone,
+    ev.TrajectoryFailed,
+)
+#: What makes and ends nothing but a trajectory.
+FREQUENT = (ev.TokenProgress, ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryRewarded)
+
+
+def write_trace(run_dir: Path, path: Path) -> int:
+    """Replay the run into a trace file; returns the number of trace events."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(new, "w") as file:
+            count = _write(run_dir, file)
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    finally:
+        new.unlink(missing_ok=True)
+    return count
+
+
+def _write(run_dir: Path, file: TextIO) -> int:
+    count = 0
+
+    def emit(event: dict[str, Any]) -> None:
+        nonlocal count
+        file.write(",\n" if count else '{"displayTimeUnit":"ms","traceEvents":[\n')
+        file.write(json.dumps(event, separators=(",", ":")))
+        count += 1
+
+    trace = Trace(Tracks(emit, KINDS, _rank))
+    replay_log(run_dir, trace)
+    trace.finish(run_dir)
+    file.write("\n]}\n")
+    return count
+
+
+def _rank(process: str) -> int:
+    """By role, machine and number: rollout-1 is of the first machine, rollout-3.0 of another."""
+    role, _, place = process.rpartition("-")
+    machine, _, number = place.rpartition(".")
+    order = ROLES.index(role or process)
+    return (order << 40) + (int(machine or 0) << 20) + (int(number) if role else 0)
+
+
+class Trace:
+    """An observer of a replay; `finish` once it is over."""
+
+    def __init__(self, tracks: Tracks) -> None:
+        self._tracks = tracks
+        self._moments, self._lives, self._idleness = Moments(), Lives(), Idleness()
+        self._actors: dict[str, None] = {}
+        self._phase = ""
+        self._evaluation: Span | None = None
+        self._held: list[int] = []
+        self._relay = "relay-0"
+        self._orders: dict[Span, str] = {}  #: open work and pulls, by key in state.commands
+        self._publishing: dict[int, Span] = {}  #: by version
+        self._scoring: dict[str, Span] = {}  #: by trajectory
+        self._refused: dict[str, str] = {}  #: reason by replica
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now, event = self._moments.at(stamped), stamped.event
+        us = self._us(now.unix_ns)
+        if isinstance(event, HAPPENINGS):
+            self._actors.setdefault(stamped.peer)
+            self._tracks.flag(stamped.peer, us, _tag(event), event=now.seq, **_facts(event))
+        for change in self._lives.take(now, event, commands, state):
+            self._trajectory(change, now, us)
+        if not isinstance(event, FREQUENT) or commands:
+            self._work(stamped, us, commands, state)
+            self._coordinator(now, us, state)
+        self._refusals(stamped, now, us, state)
+
+    def finish(self, run_dir: Path) -> None:
+        """Close what is open, and add what the processes recorded of themselves."""
+        self._tracks.close_all(self._us(self._moments.now.unix_ns), open_at_the_end=True)
+        for name in self._actors:
+            spans = [s for s in read_spans(run_dir, name) if s.state != "waiting"]
+            for span in sorted(spans, key=lambda s: s.start_ns):
+                length_us = (span.end_ns - span.start_ns) / 1e3
+                self._tracks.whole(name, OWN, self._us(span.start_ns), length_us, span.state)
+
+    def _us(self, unix_ns: int) -> float:
+        return (unix_ns - self._moments.first_ns) / 1e3
+
+    # --- trajectories ---------------------------------------------------------------------------
+
+    def _trajectory(self, change: Change, now: Moment, us: float) -> None:
+        what, life = change
+        slot = _slot(life, life.placement)
+        if what == DISPATCHED:
+            self._dispatched(life, now, us)
+        elif what == STARTED:
+            resumed = life.placement.tokens_resumed
+            self._tracks.inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
+        elif what == FINISHED:
+            facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
+            self._tracks.end(slot, us, event=now.seq, **facts)
+        elif what == LOST:
+            self._lost(life, now, us)
+        elif what == SCORING:
+            self._end_scoring(life, us, scored_elsewhere=True)
+            span = self._scoring[life.trajectory] = (life.scorer, REWARD, life.trajectory)
+            self._tracks.begin(span, us, life.trajectory, event=now.seq)
+        elif what == REWARDED:
+            self._end_scoring(life, us, event=now.seq, score=life.score)
+        elif what == ENDING:
+            facts = {"end": life.end, "reason": life.end_reason}
+            self._tracks.end(slot, us, event=now.seq, **facts)
+            self._tracks.end(_lost_span(life), us, event=now.seq, **facts)
+            self._end_scoring(life, us, event=now.seq, **facts)
+
+    def _dispatched(self, life: Life, now: Moment, us: float) -> None:
+        placement = life.placement
+        span, lost = _slot(life, placement), _lost_span(life)
+        facts = {
+            "event": now.seq,
+            "purpose": life.purpose,
+            "version": placement.version,
+            "placement": placement.number,
+            "attempt": placement.attempt,
+        }
+        self._tracks.begin(span, us, life.trajectory, **facts)
+        if placement.number > 1 and lost in self._tracks:
+            self._tracks.arrow("move", us, lost, span)
+            self._tracks.end(lost, us, event=now.seq)
+        elif placement.number > 1:  # by the event that lost it
+            before = _slot(life, life.placements[-2])
+            self._tracks.arrow("move", us, before, span)
+            self._tracks.end(before, us, event=now.seq, lost=True)
+
+    def _lost(self, life: Life, now: Moment, us: float) -> None:
+        """The old placement leads to a span among the lost work, until there is a new one."""
+        if life.placement.dispatched == now:
+            return  # placed again by the same event: the next change does both
+        before, lost = _slot(life, life.placement), _lost_span(life)
+        self._tracks.begin(lost, us, life.trajectory, event=now.seq)
+        self._tracks.arrow("move", us, before, lost)
+        self._tracks.end(before, us, event=now.seq, lost=True)
+
+    def _end_scoring(self, life: Life, us: float, **facts: Any) -> None:
+        if span := self._scoring.pop(life.trajectory, None):
+            self._tracks.end(span, us, **facts)
+
+    # --- the trainer's work, weights --------------------------------------------------------------
+
+    def _work(self, stamped: Stamped, us: float, commands: list[Command], state: State) -> None:
+        self._versions(stamped, us, state)
+        for span, key in list(self._orders.items()):
+            outstanding = state.commands.get(key)
+            if outstanding is None or outstanding.cause == stamped.seq:
+                del self._orders[span]
+                self._tracks.end(span, us, event=stamped.seq, ended_by=_tag(stamped.event))
+        for command in commands:
+            self._ordered(command, stamped.seq, us)
+        event = stamped.event
+        if isinstance(event, ev.StepCompleted | ev.ModelExported):
+            self._unpublished(stamped.peer, event.version, us, state)
+
+    def _ordered(self, command: Command, seq: int, us: float) -> None:
+        if isinstance(command, cmd.TrainStep):
+            size = len(command.trajectories)
+            facts = {"version": command.version, "trajectories": size}
+            self._begin_order((command.to, WORK, "train"), seq, us, f"step {command.step}", facts)
+        elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
+            key = "publish" if isinstance(command, cmd.PublishWeights) else "export"
+            facts = {"version": command.version, "step": command.step}
+            name = f"{key} v{command.version}"
+            self._begin_order((command.to, WORK, key), seq, us, name, facts)
+        elif isinstance(command, cmd.PullWeights):
+            span: Span = (command.to, PULL, f"pull:{command.to}")
+            name = f"pull v{command.version}" + ("" if command.exact else " or newer")
+            self._begin_order(span, seq, us, name, {"purpose": command.purpose})
+            version = self._version_span(command.version)
+            if version in self._tracks:
+                self._tracks.arrow("pull", us, version, span)
+
+    def _begin_order(
+        self, span: Span, seq: int, us: float, name: str, facts: dict[str, Any]
+    ) -> None:
+        """The key of the span is the key of the command in the state."""
+        self._orders[span] = span[2]
+        self._tracks.begin(span, us, name, event=seq, **facts)
+
+    def _unpublished(self, trainer: str, version: int, us: float, state: State) -> None:
+        """Weights that are handed over, and not yet a version of the relay."""
+        known = version <= state.newest or version == state.owed
+        if not known and version not in self._publishing:  # else it is reported once more
+            span = self._publishing[version] = (trainer, PUBLISHING, str(version))
+            self._tracks.begin(span, us, f"publish v{version}", event=state.seq)
+
+    def _versions(self, stamped: Stamped, us: float, state: State) -> None:
+        if isinstance(stamped.event, ev.WeightsPublished):
+            self._relay = stamped.peer
+        if state.held != self._held:
+            for version in [v for v in self._held if v not in state.held]:
+                self._tracks.end(self._version_span(version), us, event=stamped.seq)
+            for version in [v for v in state.held if v not in self._held]:
+                span = self._version_span(version)
+                self._tracks.begin(span, us, f"v{version}", event=stamped.seq)
+                self._published(version, span, us)
+            self._held = list(state.held)
+        for version in [v for v in self._publishing if v <= state.newest]:
+            self._tracks.end(self._publishing.pop(version), us, event=stamped.seq)
+
+    def _published(self, version: int, span: Span, us: float) -> None:
+        """From what made it: the publish under way, or the work that is not reported yet."""
+        work = [s for s in self._orders if s[1] == WORK]
+        source = self._publishing.get(version) or next(iter(work), None)
+        if source is not None:
+            self._tracks.arrow("publish", us, source, span)
+
+    def _version_span(self, version: int) -> Span:
+        return self._relay, VERSION, str(version)
+
+    # --- the coordinator, and what it refuses -----------------------------------------------------
+
+    def _coordinator(self, now: Moment, us: float, state: State) -> None:
+        if state.phase != self._phase:
+            self._tracks.end((COORDINATOR, PHASE, self._phase), us, event=now.seq)
+            self._phase = state.phase
+            self._tracks.begin((COORDINATOR, PHASE, self._phase), us, state.phase, event=now.seq)
+        running = state.evaluation
+        span = (COORDINATOR, EVALUATION, str(running.index)) if running is not None else None
+        if span == self._evaluation:
+            return
+        if self._evaluation is not None:
+            found = {str(e.index): f"{e.correct}/{e.total}" for e in state.evaluations}
+            result = found.get(self._evaluation[2], "")
+            self._tracks.end(self._evaluation, us, event=now.seq, correct=result)
+        if span is not None and running is not None:
+            name = f"evaluation {running.index} of v{running.version}"
+            self._tracks.begin(span, us, name, event=now.seq, step=running.step)
+        self._evaluation = span
+
+    def _refusals(self, stamped: Stamped, now: Moment, us: float, state: State) -> None:
+        """Idle time by reason; pulls have spans of their own."""
+        for idle in self._idleness.take(now, stamped, state):
+            self._end_refusal(idle.replica, now, us)
+        for name, idle in self._idleness.open.items():
+            spell = idle.spells[-1]
+            if self._refused.get(name) == spell.reason:
+                continue
+            self._end_refusal(name, now, us)
+            self._refused[name] = spell.reason
+            if spell.reason not in (PULLING, DOWN):
+                span = (name, REFUSED, spell.reason)
+                self._tracks.begin(span, us, spell.reason, event=now.seq, detail=spell.detail)
+
+    def _end_refusal(self, name: str, now: Moment, us: float) -> None:
+        if reason := self._refused.pop(name, ""):
+            self._tracks.end((name, REFUSED, reason), us, event=now.seq)
+
+
+def _slot(life: Life, placement: Placement) -> Span:
+    return placement.replica, SLOT, f"{life.trajectory}@{placement.number}"
+
+
+def _lost_span(life: Life) -> Span:
+    return COORDINATOR, LOST_WORK, life.trajectory
+
+
+def _tag(event: Event) -> str:
+    return str(event.__struct_config__.tag)
+
+
+def _facts(event: Event) -> dict[str, Any]:
+    """The short ones; the configuration is in the log."""
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    return {k: v for k, v in fields.items() if isinstance(v, str | int) and k != "config"}

@@ -1,0 +1,173 @@
+"""What the state implies, kept at hand, so that no decision has to walk through all of it.
+
+Reads   State
+Writes  state.actors, actor.alive, state.commands, state.timers, state.ready, state.lost, each
+        together with what is looked up in it; nothing else in the core adds to them or removes
+Gives   Lookup (`state.lookup`)
+
+Nothing here is a fact: a Lookup is made from a state when it is first asked for, is no part of its
+encoding or digest, and an invariant compares the one that was kept with one made anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from laminar.core.state import Actor, Group, Outstanding, State, Trajectory
+
+STALE_TIMERS_MAX = 64
+"""Cleared timers stay in the heap until they are due, or until there are so many and half of it."""
+
+
+class Lookup:
+    """Made from a state; the functions below keep it true."""
+
+    def __init__(self, state: State) -> None:
+        #: names of all actors by role, in the order of their first join
+        self.roles: dict[str, dict[str, None]] = {}
+        self.num_alive = 0  #: actors
+        #: keys of outstanding commands by addressee
+        self.commands: dict[str, dict[str, None]] = {}
+        #: heap of (due time in ns, name); an entry that state.timers does not have is passed over
+        self.timers = [(due, name) for name, due in state.timers.items()]
+        heapify(self.timers)
+        #: finished groups in the order in which they must be trained: (deadline, order, id)
+        self.ready: list[tuple[int, int, str]] = sorted(
+            (*_rank(state.groups[g]), g) for g in state.ready
+        )
+        #: lost work, most urgent first: (deadline, order, number of the loss, id)
+        self.lost: list[tuple[int, int, int, str]] = []
+        self.losses = count()
+        for actor in state.actors.values():
+            self.roles.setdefault(actor.role, {})[actor.name] = None
+            self.num_alive += actor.alive
+        for key, outstanding in state.commands.items():
+            self.commands.setdefault(outstanding.command.to, {})[key] = None
+        for trajectory_id in state.lost:
+            _insert_lost(self, state, state.trajectories[trajectory_id])
+
+    def num_ready(self, deadline: int) -> int:
+        """Finished groups with this deadline."""
+        first = bisect_left(self.ready, (deadline, -1, ""))
+        return bisect_left(self.ready, (deadline + 1, -1, "")) - first
+
+
+def _rank(group: Group) -> tuple[int, int]:
+    return group.deadline, group.order
+
+
+# Each function asks for the lookup before it changes the state: it may be made just then.
+
+# --- actors -----------------------------------------------------------------------------------
+
+
+def add_actor(state: State, actor: Actor) -> None:
+    """A new process has this name now; whoever had it is no longer alive."""
+    lookup = state.lookup
+    state.actors[actor.name] = actor
+    lookup.roles.setdefault(actor.role, {})[actor.name] = None
+    lookup.num_alive += 1
+
+
+def end_actor(state: State, name: str) -> None:
+    """Its process is gone, or fenced."""
+    lookup, actor = state.lookup, state.actors[name]
+    lookup.num_alive -= actor.alive
+    actor.alive = False
+
+
+# --- commands and timers ----------------------------------------------------------------------
+
+
+def add_command(state: State, key: str, outstanding: Outstanding) -> None:
+    """One that is outstanding under the same key is replaced, and keeps its place in the order."""
+    by_addressee, before = state.lookup.commands, state.commands.get(key)
+    if before is not None:
+        del by_addressee[before.command.to][key]
+    state.commands[key] = outstanding
+    by_addressee.setdefault(outstanding.command.to, {})[key] = None
+
+
+def end_command(state: State, key: str) -> Outstanding | None:
+    """The command that is no longer outstanding; None if it was not."""
+    by_addressee = state.lookup.commands
+    outstanding = state.commands.pop(key, None)
+    if outstanding is not None:
+        del by_addressee[outstanding.command.to][key]
+    return outstanding
+
+
+def set_timer(state: State, name: str, due_ns: int) -> None:
+    timers, heap = state.timers, state.lookup.timers
+    timers[name] = due_ns
+    heappush(heap, (due_ns, name))
+    if len(heap) > 2 * len(timers) + STALE_TIMERS_MAX:
+        heap[:] = [(due, name) for name, due in timers.items()]
+        heapify(heap)
+
+
+def clear_timer(state: State, name: str) -> bool:
+    """True if it was set; the heap forgets it later."""
+    return state.timers.pop(name, None) is not None
+
+
+def next_timer_ns(state: State) -> int | None:
+    """When the earliest timer is due; None when nothing is waited for."""
+    timers, heap = state.timers, state.lookup.timers
+    while heap and timers.get(heap[0][1]) != heap[0][0]:
+        heappop(heap)
+    return heap[0][0] if heap else None
+
+
+def due_timers(state: State, now_ns: int) -> list[str]:
+    """Names of the timers that are due, earliest first; they stay set until they are handled."""
+    heap = state.lookup.timers
+    due: dict[str, int] = {}
+    while (due_ns := next_timer_ns(state)) is not None and due_ns <= now_ns:
+        due[heappop(heap)[1]] = due_ns
+    for name, due_ns in due.items():
+        heappush(heap, (due_ns, name))
+    return list(due)
+
+
+# --- finished groups and lost work ------------------------------------------------------------
+
+
+def add_ready(state: State, group: Group) -> None:
+    ready = state.lookup.ready
+    state.ready[group.id] = None
+    insort(ready, (*_rank(group), group.id))
+
+
+def remove_ready(state: State, group: Group) -> None:
+    """It is in a batch, or dropped; nothing happens for one that was not ready."""
+    ready = state.lookup.ready
+    if group.id in state.ready:
+        del state.ready[group.id]
+        del ready[bisect_left(ready, (*_rank(group), group.id))]
+
+
+def add_lost(state: State, trajectory: Trajectory) -> None:
+    lookup = state.lookup
+    state.lost[trajectory.id] = None
+    _insert_lost(lookup, state, trajectory)
+
+
+def remove_lost(state: State, trajectory: Trajectory) -> None:
+    """It has a place again, or ends; nothing happens for one that was not lost."""
+    lost = state.lookup.lost
+    if trajectory.id in state.lost:
+        del state.lost[trajectory.id]
+        position = bisect_left(lost, (*_rank(state.groups[trajectory.group]), -1, ""))
+        while lost[position][3] != trajectory.id:
+            position += 1
+        del lost[position]
+
+
+def _insert_lost(lookup: Lookup, state: State, trajectory: Trajectory) -> None:
+    rank = _rank(state.groups[trajectory.group])
+    insort(lookup.lost, (*rank, next(lookup.losses), trajectory.id))

@@ -1,0 +1,52 @@
+"""How long generation takes and how long answers are: an engine without a model.
+
+Reads   the seed of a trajectory, the number of sequences that decode together
+Gives   durations in nanoseconds, response lengths in tokens
+
+Pure. Decoding is bound by memory traffic: one step costs a base (reading the weights) and a little
+for each sequence (reading its cache), whatever the tokens are. Response lengths are lognormal with
+p99 = 10 x median, the long tail that makes synchronous training wait.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import msgspec
+
+from laminar.ids import hash64
+
+P99_TO_MEDIAN = 10.0
+_NORMAL = NormalDist()
+_SIGMA = math.log(P99_TO_MEDIAN) / _NORMAL.inv_cdf(0.99)
+_HASHES = float(2**64)
+
+
+class EngineTiming(msgspec.Struct, frozen=True):
+    """The speed of one engine."""
+
+    step_us: float = 8_000.0  #: of one decode step, whatever the batch
+    sequence_us: float = 60.0  #: added to a step by each sequence in it
+    prefill_tokens_per_s: float = 20_000.0
+
+    def step_ns(self, sequences: int) -> float:
+        """One token for each of `sequences` that decode together."""
+        return 1e3 * (self.step_us + self.sequence_us * sequences)
+
+    def prefill_ns(self, tokens: int) -> float:
+        """Prompt and resumed tokens before the first new one."""
+        return 1e9 * tokens / self.prefill_tokens_per_s
+
+
+class ResponseLengths(msgspec.Struct, frozen=True):
+    """Lognormal lengths, cut at a limit."""
+
+    median: int = 100  #: tokens
+    limit: int = 2_000  #: tokens
+
+    def of(self, seed: int) -> int:
+        """Tokens of the response that belongs to a trajectory's seed, 1..limit."""
+        uniform = (hash64(seed, "length") + 0.5) / _HASHES
+        drawn = self.median * math.exp(_SIGMA * _NORMAL.inv_cdf(uniform))
+        return max(1, min(self.limit, round(drawn)))

@@ -1,0 +1,82 @@
+"""Old segments: read in either form, compressed one at a time, in the end removed.
+
+Reads   events-00000001.log or, where that is gone, events-00000001.log.zst
+Writes  the compressed form, and removes what it replaces; DiskError as the log's own
+Raises  LogCorrupt for a compressed segment that cannot be read
+
+Only segments that lie wholly before the older of the two snapshots are touched, so a start never
+needs them. The plain form goes only after the compressed one is durable and was read back; while
+both are there, the plain one counts. Removal begins at the oldest segment: a history may lose its
+beginning, never its middle.
+"""
+
+from __future__ import annotations
+
+import zstandard
+
+from laminar.eventlog.record import LogCorrupt, compressed_name, segment_name, segment_numbers
+from laminar.eventlog.whole_files import write_whole
+from laminar.ports import Disk, DiskError
+
+
+def read_segment(disk: Disk, number: int, size: int = -1) -> bytes:
+    """The first `size` bytes of a segment (-1: all), whatever form it is stored in."""
+    if segment_name(number) in disk.names():
+        return disk.read(segment_name(number), 0, size)
+    return _unpacked(disk, number, size)
+
+
+def stored_bytes(disk: Disk) -> dict[int, int]:
+    """Bytes that each segment takes on the disk, by number, ascending."""
+    names = disk.names()
+    return {
+        number: sum(disk.size(name) for name in _files(number) if name in names)
+        for number in segment_numbers(names)
+    }
+
+
+def tidy(disk: Disk, before: int, keep_bytes: int) -> None:
+    """Of the segments below `before`: remove what is beyond `keep_bytes` (0: nothing) in all, then
+    compress the oldest that is left. One at a time, because the coordinator waits meanwhile."""
+    if keep_bytes:
+        _remove_oldest(disk, before, keep_bytes)
+    names = disk.names()
+    plain = [n for n in segment_numbers(names) if n < before and segment_name(n) in names]
+    if plain:
+        _compress(disk, plain[0])
+
+
+def _files(number: int) -> tuple[str, str]:
+    return segment_name(number), compressed_name(number)
+
+
+def _remove_oldest(disk: Disk, before: int, keep_bytes: int) -> None:
+    names, sizes = disk.names(), stored_bytes(disk)
+    excess = sum(sizes.values()) - keep_bytes
+    for number, size in sizes.items():
+        if number >= before or excess <= 0:
+            return
+        for name in _files(number):
+            if name in names:
+                disk.remove(name)
+        excess -= size
+
+
+def _compress(disk: Disk, number: int) -> None:
+    plain = disk.read(segment_name(number))
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(plain)
+    write_whole(disk, compressed_name(number), packed)
+    if _unpacked(disk, number, -1) != plain:
+        raise DiskError(f"{compressed_name(number)} reads back differently from what was written")
+    disk.remove(segment_name(number))
+
+
+def _unpacked(disk: Disk, number: int, size: int) -> bytes:
+    """As far as it can be unpacked: who reads knows how long it has to be, and checks the CRC."""
+    data = disk.read(compressed_name(number))
+    try:
+        return zstandard.ZstdDecompressor().stream_reader(data).read(size)
+    except zstandard.ZstdError as error:
+        hint = "restore the file from a copy, or start a new run"
+        expected = f"zstd data in {compressed_name(number)}"
+        raise LogCorrupt(number, 0, expected, str(error), hint) from error

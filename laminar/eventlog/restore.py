@@ -1,0 +1,109 @@
+"""Start-up: back to the state that the log describes, then on from there.
+
+Reads   snapshots and segments through ports.Disk
+Writes  (take_over only) a new segment; removes files that no coordinator can use any more
+Raises  LogCorrupt when there is no way to a state; LogTaken, DiskError as the writer
+
+The newest snapshot that belongs to the history, and the events after it; else the older one; else
+the whole log. Nothing is written before the history has been read and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laminar.eventlog.reader import NotInHistory, scan
+from laminar.eventlog.record import SEGMENT_BYTES, LogCorrupt, LogTail, segment_numbers
+from laminar.eventlog.replay import Observer, Replay, replay
+from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, Snapshots, snapshots
+from laminar.eventlog.whole_files import remove_unfinished
+from laminar.eventlog.writer import LogWriter
+from laminar.ports import Disk
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a new coordinator goes on."""
+
+    replay: Replay  #: look at its difference first
+    tail: LogTail
+    snapshot: Snapshot | None  #: that the replay began with
+    unusable: dict[str, str]  #: snapshot file -> why it was passed over
+
+    @property
+    def incarnation(self) -> int:
+        """Of the coordinator that takes over: no other can get the number of its segment."""
+        return self.tail.newest + 1
+
+
+def restore(
+    disk: Disk, observer: Observer | None = None, *, observe_from: int | None = None
+) -> Restored:
+    """Replay from the newest usable snapshot; `observer` sees the events after it.
+
+    With `observe_from` the observer is to see that event and all that follow: a later snapshot is
+    then used only where nothing else goes back so far.
+    """
+    found = snapshots(disk)
+    whole = _is_whole(disk, found)
+    for snapshot in _to_try(found.usable, observe_from, whole):
+        try:
+            tail = scan(disk, snapshot.position)
+        except NotInHistory as error:
+            found.unusable[snapshot.name] = str(error)
+        else:
+            replayed = replay(disk, tail, observer=observer, snapshot=snapshot)
+            return Restored(replayed, tail, snapshot, found.unusable)
+    if whole:
+        tail = scan(disk)
+        return Restored(replay(disk, tail, observer=observer), tail, None, found.unusable)
+    why = "; ".join(f"{name}: {fault}" for name, fault in found.unusable.items())
+    hint = "restore the segments from a copy, or start a new run"
+    raise LogCorrupt(1, 0, "the file, or a snapshot in its place", why or "neither", hint)
+
+
+def _to_try(usable: list[Snapshot], observe_from: int | None, whole: bool) -> list[Snapshot]:
+    """The newest first; those that come too late for the observer last, the oldest first."""
+    early = [s for s in usable if observe_from is None or s.seq < observe_from]
+    return early if whole else [*early, *(s for s in reversed(usable) if s not in early)]
+
+
+def _is_whole(disk: Disk, found: Snapshots) -> bool:
+    """Whether the first segment is there, or there never was one."""
+    numbers = segment_numbers(disk.names())
+    return numbers[0] == 1 if numbers else found == ([], {})
+
+
+def take_over(
+    disk: Disk,
+    restored: Restored,
+    *,
+    logic: int,
+    run: str,
+    seed: int,
+    config_hash: str,
+    segment_bytes: int = SEGMENT_BYTES,
+    snapshot_every: int = SNAPSHOT_EVERY,
+    keep_bytes: int = 0,
+) -> LogWriter:
+    """Begin a segment after what was restored, and write what its coordinator owed."""
+    writer = LogWriter.begin(
+        disk,
+        restored.tail,
+        logic=logic,
+        incarnation=restored.incarnation,
+        run=run,
+        seed=seed,
+        config_hash=config_hash,
+        segment_bytes=segment_bytes,
+        snapshot_every=snapshot_every,
+        keep_bytes=keep_bytes,
+        snapshot_seq=restored.snapshot.seq if restored.snapshot else 0,
+    )
+    remove_unfinished(disk)
+    for name in restored.unusable:
+        disk.remove(name)
+    for record in restored.replay.unlogged:
+        writer.append(record)
+    writer.commit()
+    return writer

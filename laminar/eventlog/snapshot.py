@@ -1,0 +1,121 @@
+"""Snapshots: the state at a place of the log, so that a start need not read all that came before.
+
+Reads / writes   snapshot-000000050000.bin (the number is that of the last event in it)
+Gives            snapshots(disk): those that can be used, and what is wrong with the others
+Raises           DiskError while writing: end the process
+
+File    u32 length | u32 CRC32 | body      as a frame of the log; the body is one Snapshot
+
+A snapshot saves time and is never needed as long as the log is whole, so whatever is odd about one
+makes it unusable and nothing else: it is passed over, with the reason. It belongs to one logic and
+one schema of the log, and to the history only if its position lies on the chain (the reader
+checks that). Two are kept: the newest, and one to fall back on.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import NamedTuple
+
+import msgspec
+
+from laminar.core.machine import LOGIC_VERSION
+from laminar.core.state import State, decode, digest, encode
+from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
+from laminar.eventlog.whole_files import write_whole
+from laminar.ports import Disk
+
+SNAPSHOT_EVERY = 50_000
+"""Events between two snapshots: a start replays at most so many, which takes about a second."""
+KEPT = 2
+
+_NAME = re.compile(r"snapshot-(\d{12,})\.bin")
+
+
+class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state after event `seq`; all decisions of that event lie before `position`."""
+
+    schema: int  #: of the log
+    logic: int  #: version of the decisions
+    position: Takeover  #: the end of the history that is in the state
+    seq: int
+    digest: str  #: of the state
+    state: msgspec.Raw  #: MessagePack, as core/state.py encodes it
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return _name(self.seq)
+
+    def restored(self) -> State:
+        """The state, a new one with every call; msgspec.MsgspecError for another release's."""
+        return decode(self.state)
+
+
+class Snapshots(NamedTuple):
+    """What a directory holds."""
+
+    usable: list[Snapshot]  #: newest first; whether they belong to the history is the reader's
+    unusable: dict[str, str]  #: file name -> why
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Snapshot).decode
+
+
+def write_snapshot(disk: Disk, state: State, position: Takeover) -> None:
+    """Keep the state that the history up to `position` leads to, and remove the oldest file."""
+    snapshot = Snapshot(
+        schema=SCHEMA_VERSION,
+        logic=state.logic,
+        position=position,
+        seq=state.seq,
+        digest=digest(state),
+        state=msgspec.Raw(encode(state)),
+    )
+    body = _encode(snapshot)
+    write_whole(disk, _name(state.seq), FRAME.pack(len(body), zlib.crc32(body)) + body)
+    for seq in _numbers(disk)[KEPT:]:
+        disk.remove(_name(seq))
+
+
+def snapshots(disk: Disk) -> Snapshots:
+    """Read every snapshot file."""
+    found = Snapshots([], {})
+    for seq in _numbers(disk):
+        read = _read(disk.read(_name(seq)), seq)
+        if isinstance(read, Snapshot):
+            found.usable.append(read)
+        else:
+            found.unusable[_name(seq)] = read
+    return found
+
+
+def _name(seq: int) -> str:
+    return f"snapshot-{seq:012d}.bin"
+
+
+def _numbers(disk: Disk) -> list[int]:
+    """Of the snapshot files, highest first."""
+    return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.names()) if m), reverse=True)
+
+
+def _read(data: bytes, seq: int) -> Snapshot | str:
+    """The snapshot, or why this program cannot go on from it."""
+    body = data[FRAME.size :]
+    if data[: FRAME.size] != FRAME.pack(len(body), zlib.crc32(body)):
+        return "it is damaged"
+    try:
+        snapshot = _decode(body)
+        if snapshot.schema != SCHEMA_VERSION:
+            return f"it is of schema {snapshot.schema}, this release writes {SCHEMA_VERSION}"
+        if snapshot.logic != LOGIC_VERSION:
+            return f"it is of logic version {snapshot.logic}, this program has {LOGIC_VERSION}"
+        if snapshot.seq != seq:
+            return f"it is of event {snapshot.seq}"
+        if digest(snapshot.restored()) != snapshot.digest:
+            return "its state has another form in this release"
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return f"it is of another release: {error}"
+    return snapshot

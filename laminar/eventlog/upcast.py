@@ -1,0 +1,43 @@
+"""What the records of each schema become here: those of the present one.
+
+Reads   the body of a record, and the schema that the header of its segment names
+Gives   UPCASTS: the decoders of every schema that this release reads
+
+A log may hold segments of several schemas, since a later release goes on where an earlier one
+ended. So the schema is that of a segment, and nobody behind the reader meets an old form. A new
+schema replaces the present entry, and where a form changed, gives the old ones decoders that make
+the new from it. A schema that is not in the table is refused by name.
+
+Schema 1    the same forms as 2; but where a coordinator was replaced, decisions of its last event
+            can be missing (they were decided again, never written): `has_every_decision`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from laminar.eventlog.record import Header, LaterRecord, Record
+
+_T = TypeVar("_T")
+
+
+class Decoders(NamedTuple, Generic[_T]):
+    """How the bodies of one segment become records."""
+
+    header: Callable[[bytes], _T]
+    later: Callable[[bytes], _T]
+
+
+_PRESENT: Decoders[Record] = Decoders(
+    msgspec.msgpack.Decoder(Header).decode, msgspec.msgpack.Decoder(LaterRecord).decode
+)
+
+UPCASTS: dict[int, Decoders[Record]] = {1: _PRESENT, 2: _PRESENT}
+
+
+def has_every_decision(schema: int) -> bool:
+    """Whether a writer of this schema began with the decisions that its predecessor owed."""
+    return schema >= 2

@@ -1,0 +1,35 @@
+"""Files that are there as a whole or not at all: snapshots and compressed segments.
+
+Writes  NAME.tmp, renamed to NAME once its content is durable
+Raises  DiskError: end the process, nothing is tried again
+
+A crash leaves the old NAME or the new one, and perhaps a NAME.tmp that nobody reads; the next
+coordinator removes it.
+"""
+
+from __future__ import annotations
+
+from laminar.ports import Disk, DiskError
+
+UNFINISHED = ".tmp"
+
+
+def write_whole(disk: Disk, name: str, data: bytes) -> None:
+    """Durable on return, under its name."""
+    try:
+        file = disk.create(name + UNFINISHED)
+    except FileExistsError as error:
+        raise DiskError(
+            f"{name}{UNFINISHED} is there already: another coordinator of this run writes it"
+        ) from error
+    file.append(data)
+    file.sync()
+    file.close()
+    disk.replace(name + UNFINISHED, name)
+
+
+def remove_unfinished(disk: Disk) -> None:
+    """What a crash left behind; for the one who has just taken the log over."""
+    for name in disk.names():
+        if name.endswith(UNFINISHED):
+            disk.remove(name)

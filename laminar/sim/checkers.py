@@ -1,0 +1,422 @@
+"""Independent checks of a simulated run, one function and one name each.
+
+Reads   what goes over the wire, what the store writes, what the disk holds, what was decided
+Raises  Violation: the name of the promise, what contradicts it, whose story to tell
+
+Written from the promises (docs/simulator.md), not from the code that keeps them: they count
+again, with books of their own, what the coordinator's state only claims. The invariants of the
+state itself (core/invariants.py) are called from here as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laminar.core import invariants
+from laminar.core.machine import Machine
+from laminar.core.state import State, digest
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import FRAME, KIND_KEY, EventRecord
+from laminar.eventlog.replay import replay
+from laminar.eventlog.snapshot import snapshots
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Stamped
+from laminar.sim.disk import SimDisk
+from laminar.sim.violation import Violation
+from laminar.storage.rules import Row
+
+if TYPE_CHECKING:
+    from laminar.sim.coordinator import SimCoordinator
+    from laminar.sim.process import SimProcess
+    from laminar.sim.world import World
+
+SMALL = 16
+"""Up to so many trajectories and replicas the whole state is checked after every event."""
+DEATHS_MAX = 3
+_EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"
+_encode_state = msgspec.msgpack.Encoder().encode
+_decode_state = msgspec.msgpack.Decoder(State).decode
+
+
+class Checks:
+    """All books of one run that are not the coordinator's."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.events = 0
+        self.book: dict[str, int] = {}  #: trained trajectories, with their step
+        self._sent: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
+        #: by name and incarnation: boot id, and the event that it joined with
+        self._boots: dict[tuple[str, int], tuple[str, int]] = {}
+        self._fenced: dict[tuple[str, int], tuple[str, int]] = {}  #: why, and since which event
+        self._heard_ns: dict[str, int] = {}  #: by boot id
+        self._placements: dict[str, int] = {}  #: highest that the store has accepted
+        self._acted: dict[int, int] = {}
+        self._decided: dict[int, str] = {}  #: kind of command by id
+        #: by boot id: places in the log of its numbered events, the first being number 1
+        self._numbers: dict[str, list[int]] = {}
+        self._kills: dict[str, int] = {}
+        self._last_seq = 0
+        self._recent: list[Stamped] = []  #: that a crash may take back
+        self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
+        self._seen: tuple[int, int] = (0, 0)
+        self._durable = [0, 0]
+        self._offsets: dict[str, int] = {}
+        self._machine: Machine | None = None
+        self._until_full = 0
+        self._progress = (-1, "")
+        self.progress_ns = 0
+
+    # --- what is decided ------------------------------------------------------------------------
+
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """The coordinator has handled an event."""
+        self.events += 1
+        self._recent.append(stamped)
+        self._note(stamped, commands)
+        events, decisions = self._seen
+        self._seen = (events + 1, decisions + len(commands))
+        if commands or stamped.peer_seq:
+            self._must = self._seen
+        self.no_command_to_fenced(stamped, commands, state)
+        self._learn_fences(stamped, state)
+        self.lease_ran_out(stamped)
+        self._invariants(stamped, state)
+        self._note_progress(state)
+        self.world.marks.observe(stamped, commands, state)
+        self.world.observed(stamped, commands, state)
+
+    def _note(self, stamped: Stamped, commands: list[Command]) -> None:
+        self._last_seq = stamped.seq
+        first = stamped.seq << 20
+        for index, command in enumerate(commands):
+            self._decided[first + index] = type(command).__name__
+        if stamped.peer_seq:
+            boot_id, _ = self._boots.get((stamped.peer, stamped.incarnation), ("", 0))
+            places = self._numbers.setdefault(boot_id, [])
+            del places[stamped.peer_seq - 1 :]
+            places.append(stamped.seq)
+
+    def _invariants(self, stamped: Stamped, state: State) -> None:
+        self._until_full -= 1
+        if self._until_full > 0:
+            return
+        size = len(state.trajectories) + len(state.replicas)
+        self._until_full = self.world.scenario.checks.invariants_every or 1 + size // SMALL
+        try:
+            invariants.check(state)
+        except AssertionError as error:
+            name = _failed_invariant(error)
+            raise Violation(name, f"after event {stamped.seq}: {error}", *_named(error)) from error
+
+    def _note_progress(self, state: State) -> None:
+        """Something that the run needs has come to its end."""
+        ledger = state.ledger
+        ended = ledger.trajectories.issued - ledger.trajectories.live
+        now = (ended + state.completed + state.newest, state.phase)
+        if now != self._progress:
+            self._progress, self.progress_ns = now, self.world.scheduler.now
+
+    def no_command_to_fenced(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """What a fenced process says has no effect."""
+        why, _ = self._fenced.get((stamped.peer, stamped.incarnation), ("", 0))
+        if why and commands and not isinstance(stamped.event, ev.ActorJoined):
+            what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was acted on"
+            raise Violation("no_command_to_fenced", what, stamped.peer)
+
+    def _learn_fences(self, stamped: Stamped, state: State) -> None:
+        event = stamped.event
+        if isinstance(event, ev.ActorJoined):
+            actor = state.actors.get(event.name)
+            if actor is None or actor.boot_id != event.boot_id:
+                return
+            key = (event.name, actor.incarnation)
+            for name, incarnation in list(self._boots):
+                if name == event.name and incarnation < actor.incarnation:
+                    self._fence((name, incarnation), "replaced", stamped)
+            self._boots[key] = (event.boot_id, stamped.seq)
+        elif isinstance(event, ev.HeartbeatLost):
+            self._fence((event.actor, event.actor_incarnation), "silent", stamped)
+        elif isinstance(event, ev.ProcessExited):
+            for key, (boot_id, _) in self._boots.items():
+                if boot_id == event.boot_id:
+                    self._fence(key, "dead", stamped)
+
+    def _fence(self, key: tuple[str, int], why: str, stamped: Stamped) -> None:
+        self._fenced.setdefault(key, (why, stamped.seq))
+
+    def lease_ran_out(self, stamped: Stamped) -> None:
+        """Only who was silent for a lease is given up."""
+        event = stamped.event
+        if not isinstance(event, ev.HeartbeatLost):
+            return
+        boot_id, _ = self._boots.get((event.actor, event.actor_incarnation), ("", 0))
+        silent_ns = self.world.scheduler.now - self._heard_ns.get(boot_id, 0)
+        if silent_ns < self.world.scenario.lease_ns:
+            what = f"{event.actor} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
+            raise Violation("lease_ran_out", what, event.actor)
+
+    # --- what goes over the wire ------------------------------------------------------------------
+
+    def process_started(self, process: SimProcess) -> None:
+        self._sent[process.boot_id] = []
+
+    def sent(self, process: SimProcess, body: bytes) -> None:
+        self._sent[process.boot_id].append(body)
+
+    def heard(self, process: SimProcess) -> None:
+        self._heard_ns[process.boot_id] = self.world.scheduler.now
+
+    def acknowledged(self, process: SimProcess) -> None:
+        """Nothing is acknowledged that the log does not have."""
+        acknowledged = process.link.outbox.first - 1
+        logged = len(self._numbers.get(process.boot_id, ()))
+        if acknowledged > logged:
+            what = f"{process.boot_id} was acknowledged up to {acknowledged}, the log has {logged}"
+            raise Violation("acknowledged_is_logged", what, process.name)
+
+    def ordered(self, process: SimProcess, order: cmd.Order, command: Command) -> None:
+        """cause_exists: a command names the event that caused it, and was decided there."""
+        kind = self._decided.get(order.command_id)
+        right = order.cause == order.command_id >> 20 and kind == type(command).__name__
+        if not right or command.to != process.name:
+            what = f"{process.name} was told {command!r}, of event {order.cause}: {kind}"
+            raise Violation("cause_exists", what, process.name)
+
+    def obeyed(self, process: SimProcess, order: cmd.Order) -> None:
+        self._act(order.command_id, process.name)
+
+    def obeyed_here(self, command_id: int) -> None:
+        self._act(command_id, COORDINATOR)
+
+    def _act(self, command_id: int, name: str) -> None:
+        """Every command is acted on at most once."""
+        if command_id in self._acted:
+            what = f"{name} acted twice on command {command_id} of event {command_id >> 20}"
+            raise Violation("acted_once", what, name)
+        self._acted[command_id] = 1
+
+    # --- what is durable --------------------------------------------------------------------------
+
+    def turned(self, disk: SimDisk, sends: bool) -> None:
+        """durable_before_sent: what leaves, and what it follows from, survives every crash."""
+        if not sends:
+            return
+        self._read_durable(disk)
+        if self._durable[0] < self._must[0] or self._durable[1] < self._must[1]:
+            what = f"{self._must} events and decisions were acted on, {self._durable} are durable"
+            raise Violation("durable_before_sent", what)
+        if self._durable[0] >= self._seen[0]:
+            self._recent.clear()
+
+    def _read_durable(self, disk: SimDisk) -> None:
+        """Count the records of this incarnation that have become durable."""
+        for name in disk.names():
+            size, offset = disk.durable_size(name), self._offsets.get(name, 0)
+            if name.endswith(".log") and size > offset:
+                self._offsets[name] = offset + self._count(disk.read(name, offset, size - offset))
+
+    def _count(self, data: bytes) -> int:
+        offset, durable = 0, self._durable
+        while offset + FRAME.size <= len(data):
+            end = offset + FRAME.size + FRAME.unpack_from(data, offset)[0]
+            if end > len(data):
+                break
+            start = offset + FRAME.size + 1
+            if data.startswith(_EVENT, start):
+                durable[0] += 1
+            elif data.startswith(_DECISION, start):
+                durable[1] += 1
+            offset = end
+        return offset
+
+    # --- the coordinator's deaths -----------------------------------------------------------------
+
+    def coordinator_started(self, coordinator: SimCoordinator, machine: Machine) -> None:
+        """A successor has recovered: it must be where its predecessor was."""
+        if machine.started and self._machine is not None:
+            self.same_state_as_before(machine.state)
+        seq = machine.state.seq if machine.started else 0
+        for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
+            del self._decided[command_id]
+        for places in self._numbers.values():
+            while places and places[-1] > seq:
+                places.pop()
+        for key in [k for k, (_, since) in self._fenced.items() if since > seq]:
+            del self._fenced[key]
+        for key in [k for k, (_, since) in self._boots.items() if since > seq]:
+            del self._boots[key]
+        self._machine = machine
+        self._recent.clear()
+        disk = coordinator.disk
+        self._offsets = {name: disk.durable_size(name) for name in disk.names()}
+        self._durable, self._seen, self._must = [0, 0], (0, 0), (0, 0)
+        self.world.marks.hit("log:taken-over" if machine.started else "log:begun")
+
+    def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """A successor replays the log; what its predecessor did not live to tell it decides."""
+        self._note(stamped, commands)
+
+    def same_state_as_before(self, state: State) -> None:
+        """The log leads to the state that the dead coordinator had, as far as it goes."""
+        live = self._machine.state if self._machine is not None else None
+        if live is None or live.seq < state.seq:
+            raise Violation("same_state_as_before", f"the log goes on to event {state.seq}")
+        clone = Machine(_decode_state(_encode_state(state)))
+        for stamped in self._recent:
+            if stamped.seq > state.seq:
+                clone.handle(stamped)
+        if digest(clone.state) != digest(live):
+            what = f"event {state.seq} of the log leads to another state than it did"
+            raise Violation("same_state_as_before", what)
+
+    # --- the store and the trainer ----------------------------------------------------------------
+
+    def stored(self, row: Row, placement: int) -> None:
+        """The store takes words of a trajectory's newest placement only."""
+        highest = self._placements.get(row.id, 0)
+        if placement < highest:
+            what = f"{row.id} was changed under placement {placement}, {highest} has it"
+            raise Violation("fence_holds", what, row.id)
+        self._placements[row.id] = placement
+
+    def batch_fetched(self, command: cmd.TrainStep, rows: tuple[Row, ...]) -> None:
+        """What is trained is whole, rewarded, not ended, and young enough."""
+        for row in rows:
+            if row.status != "rewarded" or row.end is not None:
+                what = f"{row.id} is in batch {command.step}, and is {row.end or row.status}"
+                raise Violation("trained_is_rewarded", what, row.id)
+            step = row.version_step if row.version_step is not None else -1
+            if command.step - step > self.world.scenario.settings.max_staleness:
+                what = f"{row.id} of step {step} is in batch {command.step}"
+                raise Violation("staleness_within_bound", what, row.id)
+
+    def trained(self, command: cmd.TrainStep) -> None:
+        """at_most_one_trained."""
+        for trajectory in command.trajectories:
+            if trajectory in self.book:
+                what = f"{trajectory} is in batch {self.book[trajectory]} and in {command.step}"
+                raise Violation("at_most_one_trained", what, trajectory)
+            self.book[trajectory] = command.step
+
+    def poisoned(self, command: cmd.GenerateTrajectory) -> None:
+        """A prompt that kills replicas is quarantined after the third."""
+        kills = self._kills[command.trajectory] = self._kills.get(command.trajectory, 0) + 1
+        if kills > DEATHS_MAX:
+            what = f"{command.trajectory} has killed {kills} replicas"
+            raise Violation("poison_is_quarantined", what, command.trajectory)
+
+    # --- at the end -------------------------------------------------------------------------------
+
+    def finish(self, coordinator: SimCoordinator, rows: dict[str, Row]) -> str:
+        """Everything that must be true of a run that has ended; gives the state's digest."""
+        state = coordinator.state
+        if state is None:
+            raise Violation("run_ends", "no coordinator ever made a turn")
+        invariants.check(state)
+        self.failure_has_a_reason(state)
+        if not state.failure or "store" not in state.failure:
+            self.books_are_closed(state, rows)
+        if not state.failure:
+            self.two_books(state, rows)
+            self.work_is_done(state)
+        self.events_once(coordinator.disk)
+        return self.replay_equal(coordinator.disk, state)
+
+    def failure_has_a_reason(self, state: State) -> None:
+        """A run fails only for a process that it has really lost."""
+        if not state.failure:
+            return
+        lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
+        named = [name for name in lost if name in state.failure]
+        drained = state.draining and state.exit_code == 130
+        replicas_gone = "no replica is left" in state.failure
+        if state.exit_code not in (1, 130) or not (named or drained or replicas_gone):
+            raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
+
+    def books_are_closed(self, state: State, rows: dict[str, Row]) -> None:
+        """Nothing is live, and everything that the store has, has an end."""
+        ledger = state.ledger
+        for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
+            if book.live:
+                raise Violation("books_are_closed", f"{book.live} {name} have no end")
+        for row in rows.values():
+            if row.end is None:
+                raise Violation("books_are_closed", f"{row.id} has no end in the store", row.id)
+
+    def two_books(self, state: State, rows: dict[str, Row]) -> None:
+        """The ledger, the store's rows and the trainer's book know nothing of each other."""
+        ledger, ends = state.ledger, [row.end for row in rows.values()]
+        tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
+        claims = (
+            ("issued", ledger.trajectories.issued, len(ends)),
+            ("trained", ledger.trajectories.trained, ends.count("trained")),
+            ("trained, by the trainer", ledger.trajectories.trained, len(self.book)),
+            ("evaluated", ledger.trajectories.evaluated, ends.count("evaluated")),
+            ("tokens", ledger.tokens.issued, tokens),
+            ("live tokens", ledger.tokens.live, 0),
+        )
+        for name, ledger_says, books_say in claims:
+            if ledger_says != books_say:
+                what = f"{name}: the ledger says {ledger_says}, the other book {books_say}"
+                raise Violation("two_books", what)
+        for row in rows.values():
+            if (row.end == "trained") != (row.id in self.book):
+                raise Violation("two_books", f"{row.id} ended as {row.end}", row.id)
+
+    def work_is_done(self, state: State) -> None:
+        """A run that was not asked to stop has made its steps and its last evaluation."""
+        if state.draining:
+            return
+        total = state.settings.total_steps
+        if total and state.completed != total:
+            raise Violation("work_is_done", f"{state.completed} of {total} steps are completed")
+        if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
+            raise Violation("work_is_done", "the last evaluation is missing")
+
+    def events_once(self, disk: SimDisk) -> None:
+        """Every numbered event of a process is in the log once, in order, as it was sent."""
+        logged: dict[tuple[str, int], int] = {}
+        for _, record in read_log(disk):
+            if not isinstance(record, EventRecord) or not record.peer_seq:
+                continue
+            key = (record.peer, record.incarnation)
+            last = logged.get(key, 0)
+            boot_id, _ = self._boots[key]
+            sent = self._sent[boot_id]
+            if record.peer_seq != last + 1 or bytes(record.event) != sent[last]:
+                what = f"event {record.seq} is number {record.peer_seq} of {boot_id} after {last}"
+                raise Violation("events_once", what, record.peer)
+            logged[key] = record.peer_seq
+
+    def replay_equal(self, disk: SimDisk, state: State) -> str:
+        """The log alone, and each snapshot with what follows it, lead to the same state."""
+        live = digest(state)
+        for start in (None, *snapshots(disk).usable):
+            found = replay(disk, snapshot=start)
+            name = start.name if start is not None else "the first event"
+            if found.difference is not None:
+                raise Violation("replay_equal", f"from {name}: {found.difference}")
+            if digest(found.machine.state) != live:
+                raise Violation("replay_equal", f"from {name} on it leads to another state")
+        return live
+
+
+def _failed_invariant(error: AssertionError) -> str:
+    """The name of the function that found it."""
+    traceback = error.__traceback__
+    names = []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    known = [invariant.__name__ for invariant in invariants.ALL]
+    return next((name for name in names if name in known), "invariant")
+
+
+def _named(error: AssertionError) -> tuple[str, ...]:
+    """Ids of what an invariant complains about."""
+    found = [getattr(part, "id", None) or getattr(part, "name", None) for part in error.args]
+    return tuple(name for name in found if isinstance(name, str))

@@ -1,0 +1,141 @@
+"""What a simulation is told: sizes, timings, and which faults may be drawn, as TOML.
+
+Reads   a TOML file
+Gives   SimConfig; ConfigError names the key, the value and the fix
+
+A value written as a list is a choice: each seed draws one of its members, so that one file
+describes a swarm of different runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import ConfigError
+
+Ints = int | tuple[int, ...]
+Floats = float | tuple[float, ...]
+Words = str | tuple[str, ...]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: immutable, keyword-only, strict."""
+
+
+class WorkConfig(Section, frozen=True, kw_only=True):
+    """The run that is simulated; names as in configs/reference.toml where they are the same."""
+
+    replicas: Ints = (4, 8, 16)
+    nodes: Ints = (1, 2, 4)  #: machines; the replicas are spread over them
+    slots: Ints = (4, 8, 16)  #: trajectories that an engine runs at a time
+    group_size: Ints = (2, 4)
+    groups_per_step: Ints = (2, 4, 8)
+    groups_per_version: Ints = (1, 2, 4)
+    max_staleness: Ints = (0, 1, 2, 4)
+    total_steps: Ints = (0, 6)  #: 0: until the data ends
+    num_train: Ints = (20, 40)  #: prompts
+    num_eval: Ints = (0, 5)
+    test_freq: Ints = (0, 2)
+    batch_strategy: Words = ("deadline", "priority", "strategies.py:mine")
+    reward_scope: Words = ("trajectory", "group")
+    drop_last: bool | tuple[bool, ...] = (False, True)
+    resume_wait_ms: Ints = (100, 3_000)
+    batch_wait_ms: Ints = (5_000, 20_000)
+    stall_ms: Ints = 20_000
+    max_restarts: Ints = 100  #: of one replica by its node
+
+
+class TimeConfig(Section, frozen=True, kw_only=True):
+    """How long things take in virtual time."""
+
+    quantum_ms: Ints = 2  #: what arrives within it is one turn of the coordinator
+    delay_ms: Floats = (0.2, 2.0)  #: mean one-way delay of a message
+    heartbeat_ms: Ints = 500
+    lease_ms: Ints = 5_000
+    progress_ms: Ints = 500  #: between two reports of a replica
+    start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
+    load_s: Floats = (0.05, 0.5)  #: loading weights into an engine
+    train_s: Floats = (0.2, 1.0, 3.0)  #: one step of the trainer
+    score_s: Floats = (0.01, 0.2)  #: one reward
+    step_us: Floats = 8_000.0  #: one decode step of an engine, whatever the batch
+    sequence_us: Floats = 60.0  #: added to it by each sequence
+    median_tokens: Ints = (50, 200)  #: of a response; p99 is ten times as much
+    max_tokens: Ints = 2_000
+
+
+class LogConfig(Section, frozen=True, kw_only=True):
+    """The coordinator's event log, small enough that rare things happen in every run."""
+
+    segment_bytes: Ints = (32_768, 131_072)
+    snapshot_every: Ints = (200, 1_000)  #: events
+
+
+class FaultConfig(Section, frozen=True, kw_only=True):
+    """What may go wrong; each seed draws its own subset and rates."""
+
+    menu: tuple[str, ...] = ()  #: kinds of fault; empty: all (see docs/simulator.md)
+    share: float = 0.4  #: of the menu that is active in one run
+    seconds: Floats = (20.0, 60.0)  #: virtual time with faults; then everything heals
+    every_s: Floats = (4.0, 12.0, 40.0)  #: mean time between two faults of one kind
+    fatal_share: float = 0.1  #: runs that lose a process which they cannot do without
+    calm_share: float = 0.05  #: runs without any fault
+
+
+class CheckConfig(Section, frozen=True, kw_only=True):
+    """How much is checked, and when a run is given up as endless."""
+
+    invariants_every: int = 0  #: events between two checks of the whole state; 0: by its size
+    events_max: int = 200_000
+    quiet_s: float = 900.0  #: virtual time without progress that is a standstill
+
+
+class SimConfig(Section, frozen=True, kw_only=True):
+    """One file."""
+
+    work: WorkConfig = WorkConfig()
+    time: TimeConfig = TimeConfig()
+    log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
+    checks: CheckConfig = CheckConfig()
+
+
+def load(path: Path, kinds: tuple[str, ...]) -> SimConfig:
+    """Read and check one file; `kinds` are the faults that there are."""
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give the path of a TOML file to -c")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    _refuse_unknown(tree, path)
+    try:
+        config = msgspec.convert(tree, SimConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path}: {error}; see docs/simulator.md for what each key takes"
+        ) from None
+    for kind in config.faults.menu:
+        if kind not in kinds:
+            raise ConfigError(f"{path}: faults.menu names {kind!r}; there are {', '.join(kinds)}")
+    return config
+
+
+def _refuse_unknown(tree: dict[str, object], path: Path) -> None:
+    sections = {field.name: field.type for field in msgspec.structs.fields(SimConfig)}
+    for section, values in tree.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: unknown section [{section}]; {_nearest(section, sections)}")
+        known = [field.name for field in msgspec.structs.fields(sections[section])]
+        for key in values if isinstance(values, dict) else ():
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {section}.{key}; {_nearest(key, known)}")
+
+
+def _nearest(name: str, known: object) -> str:
+    names = list(known)  # type: ignore[call-overload]
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"

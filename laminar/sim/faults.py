@@ -1,0 +1,386 @@
+"""Faults: a menu, and for each seed a random part of it, with random rates.
+
+Reads   FaultConfig, the seed
+Writes  the world: processes die, pause and slow down, links cut, clog and lose, disks fail
+Gives   answers to models that ask whether something of theirs goes wrong
+
+Faults happen until `heal`; from then on nothing new goes wrong, and what was broken is mended. Each
+kind draws from its own random stream. A process without which a run cannot go on (node, store,
+trainer, relay) is only disturbed for less than its lease, unless the run is one that is to fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from laminar import ids
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
+from laminar.sim.config import FaultConfig
+from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.sim.network import Weather
+from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
+from laminar.sim.scenario import seconds, stream
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
+
+WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
+RATES = (
+    "weights-corrupt", "publish-skipped", "reward-fails", "sibling-refused", "hangs",
+)  # fmt: skip
+ONCE = ("poison-prompt", "node-storm", "drain")
+RARE = {"drain": 0.3}
+"""Part of `share` for kinds that cut a run short."""
+FATAL_ROLES = ("node", "store", "trainer", "relay")
+SHORT = 0.3
+"""Part of the lease for which a process may be cut off that must not be lost."""
+
+
+class Faults:
+    """What goes wrong in one world."""
+
+    def __init__(self, world: World, config: FaultConfig) -> None:
+        seed = world.scenario.seed
+        self.world = world
+        self._seed = seed
+        self._streams: dict[str, random.Random] = {}
+        chance = stream(seed, "faults")
+        menu = config.menu or list(KINDS)
+        calm = chance.random() < config.calm_share
+        self.until_ns = seconds(_pick(chance, config.seconds))
+        shares = {kind: config.share * RARE.get(kind, 1.0) for kind in menu}
+        self.active = [kind for kind in menu if chance.random() < shares[kind] and not calm]
+        self.every_s = {kind: _pick(chance, config.every_s) for kind in KINDS}
+        self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
+        self.fatal_role = ""
+        if not calm and chance.random() < config.fatal_share:
+            self.fatal_role = chance.choice(FATAL_ROLES)
+        self.healed = calm
+        self.storm = "node-storm" in self.active
+        self.poison: tuple[int, ...] = ()
+        if "poison-prompt" in self.active:
+            self.poison = (chance.randrange(world.scenario.num_train),)
+        self._disk_full = False
+        self._disk_fault = ""
+
+    def begin(self) -> None:
+        """Make the weather, and plan the first fault of each kind."""
+        if self.healed:
+            return
+        self.world.network.weather = self._weather()
+        for kind in self.active:
+            if kind in RECURRING:
+                self._again(kind)
+        if "drain" in self.active:
+            when = seconds(self._chance("drain").uniform(0.1, 60))
+            self.world.scheduler.at(when, self._drain)
+        if self.fatal_role:
+            when = seconds(self._chance("fatal").uniform(0.1, self.until_ns / 1e9))
+            self.world.scheduler.at(when, self._lose_for_good)
+        self.world.scheduler.at(self.until_ns, self.heal)
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more, and everything that can be mended is."""
+        if self.healed:
+            return
+        self.healed = True
+        self._disk_full = False
+        self._disk_fault = ""
+        self.world.healed_ns = self.world.scheduler.now
+        self.world.network.heal()
+        self.world.coordinator.resume()
+        for process in self.world.processes.values():
+            self._speed(process, 1.0)
+            process.resume()
+
+    # --- questions of the models ----------------------------------------------------------------
+
+    def publish_fails(self) -> bool:
+        return self._strikes("publish-skipped")
+
+    def hangs(self, command: cmd.GenerateTrajectory) -> bool:
+        return self._strikes("hangs")
+
+    def refuses(self, command: cmd.GenerateTrajectory) -> bool:
+        return self._strikes("sibling-refused")
+
+    def corrupts_weights(self) -> bool:
+        return self._strikes("weights-corrupt")
+
+    def reward_failure(self, command: cmd.ScoreTrajectories) -> str:
+        return "unscored" if self._strikes("reward-fails") else ""
+
+    def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
+        """A bad prompt stays bad."""
+        return command.purpose == ids.TRAIN and command.row_index in self.poison
+
+    def before_disk_use(self, disk: SimDisk) -> None:
+        """Plan what goes wrong with the coordinator's next calls."""
+        if self._disk_full:
+            disk.plan(disk.calls + 1, "enospc")
+        elif self._disk_fault == "coordinator-cut":
+            disk.plan(disk.calls + self._chance("cut").randint(1, 3), "crash")
+        elif self._disk_fault:
+            disk.plan(disk.calls + self._chance("eio").randint(1, 2), "eio")
+        self._disk_fault = ""
+
+    def crash_mode(self) -> CrashMode:
+        return self._chance("crash-mode").choice(CRASH_MODES)
+
+    def restart_delay_ns(self) -> int:
+        """How long the supervisor of the coordinator takes."""
+        return seconds(self._chance("restart").choice([0.1, 0.5, 2.0, 6.0]))
+
+    # --- planning -----------------------------------------------------------------------------
+
+    def _chance(self, concern: str) -> random.Random:
+        found = self._streams.get(concern)
+        if found is None:
+            found = self._streams[concern] = stream(self._seed, f"fault {concern}")
+        return found
+
+    def _strikes(self, kind: str) -> bool:
+        if self.healed or kind not in self.active:
+            return False
+        struck = self._chance(kind).random() < self.rates[kind]
+        if struck:
+            self.world.marks.hit(f"fault:{kind}")
+        return struck
+
+    def _weather(self) -> Weather:
+        chance = self._chance("weather")
+        most = {"loss": 0.3, "duplicates": 0.5, "reorder": 0.5, "bit-flips": 0.02}
+        drawn = {kind: chance.uniform(0.01, most[kind]) for kind in WEATHER}
+        now = {kind: drawn[kind] if kind in self.active else 0.0 for kind in WEATHER}
+        late = int(chance.choice([5, 50, 400]) * MS)
+        return Weather(
+            now["loss"], now["duplicates"], now["reorder"], now["bit-flips"], extra_delay_ns=late
+        )
+
+    def _again(self, kind: str) -> None:
+        wait_s = self._chance(kind).expovariate(1 / self.every_s[kind])
+        self.world.scheduler.after(seconds(wait_s), self._strike, kind)
+
+    def _strike(self, kind: str) -> None:
+        if self.healed or self.world.finished:
+            return
+        self.world.marks.hit(f"fault:{kind}")
+        RECURRING[kind](self, self._chance(kind))
+        self._again(kind)
+
+    def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        self.world.scheduler.after(seconds(delay_s), action, *args)
+
+    # --- replicas -----------------------------------------------------------------------------
+
+    def _replica(self, chance: random.Random) -> SimProcess | None:
+        living = [p for p in self.world.rollouts if p.alive and not p.stopping]
+        return chance.choice(living) if living else None
+
+    def _replica_dies(self, chance: random.Random) -> None:
+        if (process := self._replica(chance)) is not None:
+            process.die(EXIT_KILLED)
+
+    def _replica_leaves(self, chance: random.Random) -> None:
+        process = self._replica(chance)
+        if process is not None and process.welcomed and not process.paused:
+            process.emit(ev.ActorLeft())
+            process.after(10 * MS, process.die, EXIT_FAILED)
+
+    def _replica_complains(self, chance: random.Random) -> None:
+        process = self._replica(chance)
+        if process is not None and process.welcomed and not process.paused:
+            process.fail("out of memory")
+
+    def _replica_replaced(self, chance: random.Random) -> None:
+        """A new process joins before anybody has heard that the old one died."""
+        process = self._replica(chance)
+        if process is not None:
+            process.replace()
+
+    def _replica_paused(self, chance: random.Random) -> None:
+        """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
+        process = self._replica(chance)
+        if process is not None:
+            self._pause(process, self._lease_s * chance.uniform(0.5, 3.0))
+
+    def _replica_slow(self, chance: random.Random) -> None:
+        if (process := self._replica(chance)) is not None:
+            self._speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
+            self._later(chance.uniform(1, 20), self._speed, process, 1.0)
+
+    def _rack_lost(self, chance: random.Random) -> None:
+        """A quarter of the replicas, in the same instant."""
+        living = [p for p in self.world.rollouts if p.alive]
+        for process in chance.sample(living, len(living) // 4):
+            process.die(EXIT_KILLED)
+
+    def _speed(self, process: SimProcess, slow: float) -> None:
+        if process.alive and process.slow != slow:
+            process.model.pause()
+            process.slow = slow
+            process.model.resume()
+
+    # --- single processes -----------------------------------------------------------------------
+
+    def _single(self, chance: random.Random) -> SimProcess:
+        return chance.choice([p for p in self.world.processes.values() if p.role != "rollout"])
+
+    def _single_paused(self, chance: random.Random) -> None:
+        """Not long enough to be lost."""
+        self._pause(self._single(chance), self._lease_s * SHORT * chance.random())
+
+    def _pause(self, process: SimProcess, duration_s: float) -> None:
+        process.pause()
+        boot = process.boot
+
+        def resume() -> None:
+            if process.boot == boot:
+                process.resume()
+
+        self._later(duration_s, resume)
+
+    def _lose_for_good(self) -> None:
+        """Its node starts nothing again; of a node itself nothing is heard any more."""
+        if self.healed or self.world.finished:
+            return
+        self.world.marks.hit(f"fault:lost-{self.fatal_role}")
+        process = self.world.processes[f"{self.fatal_role}-0"]
+        process.die(EXIT_KILLED)
+
+    @property
+    def _lease_s(self) -> float:
+        return self.world.scenario.lease_ms / 1000
+
+    # --- the coordinator ------------------------------------------------------------------------
+
+    def _coordinator_killed(self, chance: random.Random) -> None:
+        self.world.coordinator.kill()
+
+    def _coordinator_cut(self, chance: random.Random) -> None:
+        """The machine loses power in one of the next calls of the disk."""
+        self._disk_fault = "coordinator-cut"
+
+    def _disk_error(self, chance: random.Random) -> None:
+        self._disk_fault = "disk-error"
+
+    def _disk_fills(self, chance: random.Random) -> None:
+        self._disk_full = True
+        self._later(chance.uniform(0.1, 5.0), self._disk_has_room)
+
+    def _disk_has_room(self) -> None:
+        self._disk_full = False
+
+    def _coordinator_paused(self, chance: random.Random) -> None:
+        self.world.coordinator.pause()
+        self._later(self._lease_s * chance.uniform(0.1, 3.0), self.world.coordinator.resume)
+
+    def _clock_step(self, chance: random.Random) -> None:
+        """The clock of the day jumps by up to an hour; the monotonic one does not."""
+        self.world.coordinator.wall_offset_ns += seconds(chance.uniform(-3600, 3600))
+
+    def _drain(self) -> None:
+        if not self.healed and not self.world.finished:
+            self.world.marks.hit("fault:drain")
+            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
+
+    # --- the network ----------------------------------------------------------------------------
+
+    def _victim(self, chance: random.Random) -> tuple[str, str, float]:
+        """Two ends of a link, and for how long it may be cut."""
+        process = chance.choice(list(self.world.processes.values()))
+        replica = process.role == "rollout"
+        if replica and chance.random() < 0.3:
+            other = chance.choice(["store-0", "relay-0"])
+            return process.name, other, self._lease_s * chance.uniform(0.1, 2.0)
+        longest = 2.0 if replica else SHORT
+        return process.name, COORDINATOR, self._lease_s * chance.uniform(0.05, longest)
+
+    def _partition(self, chance: random.Random) -> None:
+        one, other, duration_s = self._victim(chance)
+        self._cut(one, other, duration_s)
+        self._cut(other, one, duration_s)
+
+    def _partition_one_way(self, chance: random.Random) -> None:
+        one, other, duration_s = self._victim(chance)
+        if chance.random() < 0.5:
+            one, other = other, one
+        self._cut(one, other, duration_s)
+
+    def _flapping(self, chance: random.Random) -> None:
+        one, other, duration_s = self._victim(chance)
+        for i in range(5):
+            self._later(2 * i * duration_s / 10, self._cut, one, other, duration_s / 10)
+            self._later(2 * i * duration_s / 10, self._cut, other, one, duration_s / 10)
+
+    def _cut(self, source: str, target: str, duration_s: float) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, +1)
+            self._later(duration_s, self._mend, source, target)
+
+    def _mend(self, source: str, target: str) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, -1)
+
+    def _swizzle_clog(self, chance: random.Random) -> None:
+        """Connections stop one after the other, and go on in another order."""
+        names = list(self.world.processes)
+        chosen = chance.sample(names, max(1, len(names) // 3))
+        step_s = self._lease_s * SHORT / (2 * len(chosen))
+        order = chance.sample(chosen, len(chosen))
+        for i, name in enumerate(chosen):
+            self._later(i * step_s, self._clog, name)
+        for i, name in enumerate(order):
+            self._later((len(chosen) + i) * step_s, self._unclog, name)
+
+    def _clog(self, name: str) -> None:
+        if not self.healed:
+            self.world.network.clog(name, COORDINATOR)
+            self.world.network.clog(COORDINATOR, name)
+
+    def _unclog(self, name: str) -> None:
+        self.world.network.unclog(name, COORDINATOR)
+        self.world.network.unclog(COORDINATOR, name)
+
+    def _connection_breaks(self, chance: random.Random) -> None:
+        """What is in flight is lost; the process finds the coordinator again."""
+        process = chance.choice(list(self.world.processes.values()))
+        if process.alive:
+            process.disconnect()
+            self._later(chance.uniform(0, 0.5), self.world.reconnect, process)
+
+
+def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
+    return chance.choice(value) if isinstance(value, tuple) else value
+
+
+Strike = Callable[[Faults, random.Random], None]
+
+RECURRING: dict[str, Strike] = {
+    "replica-dies": Faults._replica_dies,
+    "replica-leaves": Faults._replica_leaves,
+    "replica-complains": Faults._replica_complains,
+    "replica-replaced": Faults._replica_replaced,
+    "replica-paused": Faults._replica_paused,
+    "replica-slow": Faults._replica_slow,
+    "rack-lost": Faults._rack_lost,
+    "single-paused": Faults._single_paused,
+    "coordinator-killed": Faults._coordinator_killed,
+    "coordinator-cut": Faults._coordinator_cut,
+    "coordinator-paused": Faults._coordinator_paused,
+    "disk-error": Faults._disk_error,
+    "disk-full": Faults._disk_fills,
+    "clock-step": Faults._clock_step,
+    "partition": Faults._partition,
+    "partition-one-way": Faults._partition_one_way,
+    "flapping": Faults._flapping,
+    "swizzle-clog": Faults._swizzle_clog,
+    "connection-breaks": Faults._connection_breaks,
+}
+
+KINDS: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *ONCE)

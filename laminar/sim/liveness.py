@@ -1,0 +1,37 @@
+"""After the faults: a healed run does what is left in a time that has to do with the work.
+
+Reads   a world that has ended, the config that it was made from
+Raises  Violation
+
+The measure is the same world without any fault. It is run only where a healed run was not quick
+anyway.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar.sim.config import FaultConfig, SimConfig
+from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import SECOND
+from laminar.sim.violation import Violation
+from laminar.sim.world import World
+
+FACTOR = 10
+QUICK_NS = seconds(30.0)
+"""No whole run takes less than a tenth of this."""
+CALM = FaultConfig(calm_share=1.0)
+
+
+def heals_in_time(world: World, config: SimConfig) -> None:
+    """What was left when the faults ended took at most FACTOR times a whole run without faults."""
+    healing_ns = world.scheduler.now - world.healed_ns
+    if not world.healed_ns or healing_ns <= QUICK_NS:
+        return
+    calm = World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed)
+    calm.run()
+    whole_ns = max(calm.scheduler.now, QUICK_NS // FACTOR)
+    if healing_ns > FACTOR * whole_ns:
+        took, whole = healing_ns / SECOND, whole_ns / SECOND
+        what = f"it took {took:.0f} s after the faults, and a whole run takes {whole:.0f} s"
+        raise Violation("heals_in_time", what)

@@ -1,0 +1,122 @@
+"""Must-hit marks: rare paths that a swarm of runs has to have gone through.
+
+Reads   what an observer sees: events, commands, the state, faults, answers of the store
+Gives   counts by name; EXPECTED, the names that there are, made from the product's own tables
+
+Nothing in the product knows of marks, so they cost it nothing and cannot be forgotten there: a new
+event, move or command makes a new mark by itself, and a mark that no run hits is a path that no
+simulation tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from laminar.core.state import State
+from laminar.core.transitions import TRAJECTORY_MOVES
+from laminar.events.base import Command, Stamped
+from laminar.events.index import INDEX
+
+_MOVE_NAMES = {
+    (before, after): f"move:{before}-{trigger}"
+    for (before, trigger), after in TRAJECTORY_MOVES.items()
+}
+
+DROP_REASONS = (
+    "bad-logprobs", "batch-wait", "end-of-data", "quarantined", "replica-lost", "restarted",
+    "run-ended", "too-few-scored", "unscored",
+)  # fmt: skip
+IGNORED_REASONS = (
+    "fenced", "late", "not-pulling", "old-incarnation", "old-placement", "old-process", "repeat",
+    "unusable-proposal",
+)  # fmt: skip
+OUTSIDE = (
+    "coordinator:diskerror-in-a-turn",
+    "coordinator:died-at-its-start",
+    "coordinator:killed-between-turns",
+    "coordinator:powercut-in-a-turn",
+    "disk:power-cut-all",
+    "disk:power-cut-none",
+    "disk:power-cut-prefix",
+    "disk:power-cut-reordered",
+    "disk:power-cut-torn",
+    "log:rotated",
+    "log:taken-over",
+    "log:torn-tail",
+    "relay:lease-revoked",
+    "rollout:fenced",
+    "session:command-repeated",
+    "session:refused",
+    "store:append-fenced",
+    "store:finish-fenced",
+    "store:open-generated-move",
+    "store:open-open-create",
+    "store:open-open-move",
+    "store:open-open-restart",
+    "store:open-rewarded-move",
+    "store:reward-fenced",
+)
+
+EXPECTED: tuple[str, ...] = (
+    *(f"event:{row.event.__name__}" for row in INDEX),
+    *(f"{row.event.__name__} -> {c.__name__}" for row in INDEX for c in row.commands),
+    *_MOVE_NAMES.values(),
+    *(f"dropped:{reason}" for reason in DROP_REASONS),
+    *(f"ignored:{reason}" for reason in IGNORED_REASONS),
+    *OUTSIDE,
+)
+
+
+class Marks:
+    """How often each path was gone through."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._statuses: dict[str, str] = {}
+
+    def hit(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def merge(self, other: Mapping[str, int]) -> None:
+        for name, count in other.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def missing(self) -> list[str]:
+        """Expected marks that were never hit."""
+        return [name for name in EXPECTED if name not in self.counts]
+
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """One event was handled."""
+        kind = type(stamped.event).__name__
+        self.hit(f"event:{kind}")
+        for command in commands:
+            self.hit(f"{kind} -> {type(command).__name__}")
+        self._look_at(getattr(stamped.event, "trajectory", ""), state)
+        for command in commands:
+            self._look_at(getattr(command, "trajectory", ""), state)
+            for ending in getattr(command, "endings", ()):
+                self._look_at(ending.trajectory, state)
+        for trajectory in state.lost:
+            self._look_at(trajectory, state)
+
+    def _look_at(self, trajectory: str, state: State) -> None:
+        """Count the move that a trajectory has made since it was looked at last."""
+        found = state.trajectories.get(trajectory)  # type: ignore[call-overload]
+        if found is None:
+            return
+        before = self._statuses.get(trajectory)
+        if before != found.status:
+            self._statuses[trajectory] = found.status
+            name = _MOVE_NAMES.get((before or "", found.status))
+            if name is not None:
+                self.hit(name)
+
+    def finish(self, state: State) -> None:
+        """What the state itself has counted over the run."""
+        for reason in state.ledger.trajectories.dropped:
+            self.hit(f"dropped:{reason}")
+        for reason in state.ledger.tokens.dropped:
+            if reason == "restarted":
+                self.hit("dropped:restarted")
+        for name in state.ignored:
+            self.hit(f"ignored:{name.partition(': ')[2]}")

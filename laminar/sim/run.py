@@ -1,0 +1,127 @@
+"""Run seeds: one, with its outcome and, if a promise was broken, its story; or many.
+
+Reads   SimConfig, seeds
+Gives   Outcome; lines of text for people
+
+A story is told by running the seed again and listening, since the same seed is the same run: an
+ordinary run need not remember anything for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from multiprocessing import get_context
+
+import msgspec
+
+from laminar.analysis.story import Subject, describe
+from laminar.config import ConfigError
+from laminar.core.state import State
+from laminar.events.base import Command, Event, Stamped
+from laminar.sim.config import SimConfig
+from laminar.sim.liveness import heals_in_time
+from laminar.sim.scheduler import SECOND
+from laminar.sim.violation import Violation
+from laminar.sim.world import Observer, World
+
+STORY_LINES = 40
+"""The last lines of a story are the ones that matter."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one seed."""
+
+    seed: int
+    events: int  #: logged, of all coordinators
+    virtual_s: float
+    coordinators: int
+    faults: tuple[str, ...]  #: kinds that were active
+    failure: str  #: why the run failed, as it must without a process that it needs; else empty
+    invariant: str  #: name of the broken promise; empty: none
+    details: str
+    subjects: tuple[str, ...]  #: ids of what was hurt
+    marks: dict[str, int]
+    digest: str  #: of the last state
+
+
+def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
+    """One run to its end, or to its first broken promise."""
+    world = World(config, seed, observer)
+    violation: Violation | None = None
+    digest = ""
+    try:
+        digest = world.run()
+        heals_in_time(world, config)
+    except Violation as found:
+        violation = found
+    except Exception as error:  # whatever the product raises where it must not is a finding
+        violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
+        violation.__cause__ = error
+    state = world.coordinator.state
+    return Outcome(
+        seed=seed,
+        events=world.checks.events,
+        virtual_s=world.scheduler.now / SECOND,
+        coordinators=world.coordinator.incarnations,
+        faults=tuple(world.faults.active),
+        failure=state.failure if state is not None else "",
+        invariant=violation.invariant if violation else "",
+        details=violation.details if violation else "",
+        subjects=violation.subjects if violation else (),
+        marks=world.marks.counts,
+        digest=digest,
+    )
+
+
+def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
+    """Many runs, in so many processes; outcomes as they come."""
+    run = partial(run_seed, config)
+    if jobs <= 1:
+        yield from map(run, seeds)
+        return
+    with get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(run, seeds, chunksize=4)
+
+
+# --- lines --------------------------------------------------------------------------------------
+
+
+def event_line(stamped: Stamped, commands: list[Command]) -> str:
+    """seq, virtual seconds, sender, incarnation, number, event, what it led to; fixed columns."""
+    leads_to = ", ".join(f"{type(command).__name__}>{command.to}" for command in commands)
+    arrow = f"  => {leads_to}" if leads_to else ""
+    return (
+        f"{stamped.seq:>8} {stamped.time_ns / SECOND:>11.6f}  {stamped.peer:<13}"
+        f"{stamped.incarnation:>4} {stamped.peer_seq:>5}  {describe(stamped.event)}{arrow}"
+    )
+
+
+def story(config: SimConfig, outcome: Outcome) -> list[str]:
+    """What happened to what was hurt, or, when that has no name, what happened last."""
+    lines: deque[str] = deque(maxlen=STORY_LINES)
+    subjects = [subject for name in outcome.subjects if (subject := _subject(name)) is not None]
+
+    def listen(stamped: Stamped, commands: list[Command], state: State) -> None:
+        if not subjects or any(_concerns(s, stamped, commands) for s in subjects):
+            lines.append(event_line(stamped, commands))
+
+    run_seed(config, outcome.seed, listen)
+    return list(lines)
+
+
+def _subject(name: str) -> Subject | None:
+    try:
+        return Subject.parse(name)
+    except ConfigError:
+        return None
+
+
+def _concerns(subject: Subject, stamped: Stamped, commands: list[Command]) -> bool:
+    if subject.kind == "actor" and (
+        stamped.peer == subject.name or any(command.to == subject.name for command in commands)
+    ):
+        return True
+    messages: tuple[Event | Command, ...] = (stamped.event, *commands)
+    return any(describe(message, subject) for message in messages)

@@ -1,0 +1,121 @@
+"""One seed's world: every choice of a SimConfig drawn, every concern with its own random stream.
+
+Reads   SimConfig, the seed
+Gives   Scenario; `stream(seed, concern)`
+
+Each concern draws from its own generator, so that a new fault, or a longer run, shifts nobody
+else's luck, and two versions of the product meet the same world.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import msgspec
+
+from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.events.base import Settings
+from laminar.sim.config import CheckConfig, SimConfig
+from laminar.sim.scheduler import MS, SECOND
+
+T = TypeVar("T")
+
+START_TIMEOUT_MS = 120_000
+
+
+def stream(seed: int, concern: str) -> random.Random:
+    """The generator of one concern: the same on every machine, whatever the hash seed."""
+    return random.Random(f"{seed}/{concern}")
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is, apart from its faults."""
+
+    seed: int
+    settings: Settings
+    replicas: int
+    nodes: int
+    slots: int
+    num_train: int
+    num_eval: int
+    max_restarts: int
+    quantum_ns: int
+    delay_ms: float
+    heartbeat_ns: int
+    lease_ms: int
+    progress_ns: int
+    start_s: float
+    load_s: float
+    train_s: float
+    score_s: float
+    engine: EngineTiming
+    lengths: ResponseLengths
+    segment_bytes: int
+    snapshot_every: int
+    checks: CheckConfig
+
+    @property
+    def lease_ns(self) -> int:
+        return self.lease_ms * MS
+
+
+def draw(config: SimConfig, seed: int) -> Scenario:
+    """The world of this seed."""
+    chance = stream(seed, "scenario")
+
+    def pick(value: T | tuple[T, ...]) -> T:
+        return chance.choice(value) if isinstance(value, tuple) else value
+
+    work, time = config.work, config.time
+    group_size = pick(work.group_size)
+    settings = Settings(
+        seed=seed,
+        groups_per_step=pick(work.groups_per_step),
+        group_size=group_size,
+        min_scored=2,
+        max_staleness=pick(work.max_staleness),
+        groups_per_version=pick(work.groups_per_version),
+        total_steps=pick(work.total_steps),
+        total_epochs=1,
+        shuffle=True,
+        drop_last=pick(work.drop_last),
+        test_freq=pick(work.test_freq),
+        val_before_train=True,
+        batch_strategy=pick(work.batch_strategy),
+        reward_scope=pick(work.reward_scope),
+        resume_wait_ms=pick(work.resume_wait_ms),
+        batch_wait_ms=pick(work.batch_wait_ms),
+        start_timeout_ms=START_TIMEOUT_MS,
+        stall_ms=pick(work.stall_ms),
+    )
+    replicas = pick(work.replicas)
+    return Scenario(
+        seed=seed,
+        settings=settings,
+        replicas=replicas,
+        nodes=min(replicas, pick(work.nodes)),
+        slots=max(group_size, pick(work.slots)),
+        num_train=pick(work.num_train),
+        num_eval=pick(work.num_eval),
+        max_restarts=pick(work.max_restarts),
+        quantum_ns=pick(time.quantum_ms) * MS,
+        delay_ms=pick(time.delay_ms),
+        heartbeat_ns=pick(time.heartbeat_ms) * MS,
+        lease_ms=pick(time.lease_ms),
+        progress_ns=pick(time.progress_ms) * MS,
+        start_s=pick(time.start_s),
+        load_s=pick(time.load_s),
+        train_s=pick(time.train_s),
+        score_s=pick(time.score_s),
+        engine=EngineTiming(step_us=pick(time.step_us), sequence_us=pick(time.sequence_us)),
+        lengths=ResponseLengths(median=pick(time.median_tokens), limit=pick(time.max_tokens)),
+        segment_bytes=pick(config.log.segment_bytes),
+        snapshot_every=pick(config.log.snapshot_every),
+        checks=config.checks,
+    )
+
+
+def seconds(value: float) -> int:
+    """Nanoseconds."""
+    return int(value * SECOND)

@@ -1,0 +1,47 @@
+"""Virtual time: what is to happen, in order; nothing waits and nothing is slow.
+
+Reads   functions and when they are to be called, in virtual nanoseconds
+Gives   the present time; calls in the order of (time, order of scheduling)
+
+Two things at the same instant happen in the order in which they were scheduled, so a run depends on
+nothing but its seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+MS = 1_000_000  #: nanoseconds
+SECOND = 1_000_000_000  #: nanoseconds
+
+Action = Callable[..., Any]
+
+
+class Scheduler:
+    """A heap of calls. What has become pointless is left in it and must know so itself."""
+
+    def __init__(self) -> None:
+        self.now = 0  #: nanoseconds since the world began
+        self._heap: list[tuple[int, int, Action, tuple[Any, ...]]] = []
+        self._order = 0
+
+    def at(self, when_ns: int, action: Action, *args: Any) -> None:
+        """Call `action(*args)` at a time, or at once if that has passed."""
+        self._order += 1
+        heapq.heappush(self._heap, (when_ns, self._order, action, args))
+
+    def after(self, delay_ns: int, action: Action, *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay_ns, self._order, action, args))
+
+    def step(self) -> bool:
+        """Make the next call; False when there is none."""
+        if not self._heap:
+            return False
+        when, _, action, args = heapq.heappop(self._heap)
+        if when > self.now:
+            self.now = when
+        action(*args)
+        return True

@@ -1,0 +1,372 @@
+"""Taking versions from the predecessor: which, into which slot, and what of them is lacking.
+
+Reads   frames of the predecessor; slots granted by the relay
+Writes  the slot of the version that is being received
+Emits   frames to the predecessor; SlotWanted, SlotReturned, Received, Trouble
+
+One version is received at a time. What is here of it survives its predecessor: the next one is told
+which chunks are lacking, and sends those. A version that nobody offers any more gives its slot to
+the next that is offered. A delta fills the same chunks by another way, and chunks that it leaves
+wrong are asked for in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from laminar.weights.delta import DeltaError
+from laminar.weights.deltas import Delta, DeltaBook
+from laminar.weights.holding import Holding, pack_have
+from laminar.weights.manifest import num_chunks, same_layout
+from laminar.weights.rebuild import Rebuild, begin
+from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.stock import Stock
+from laminar.weights.transport import Transport
+from laminar.weights.wire import (
+    Again,
+    BadBytes,
+    Decline,
+    Done,
+    FromPredecessor,
+    Header,
+    Hello,
+    Kind,
+    Offer,
+    Seal,
+    Want,
+)
+
+REFUSALS_MAX = 3
+"""Of one chunk or block over one connection; a path that damages it so often is not used."""
+
+
+class Downstream(Protocol):
+    """Who sends on what arrives here."""
+
+    def chunk_here(self, version: int, index: int) -> None: ...
+
+    def block_here(self, delta: Delta) -> None: ...
+
+    def delta_gone(self, delta: Delta) -> None: ...
+
+    def dropped(self, version: int) -> None:
+        """Its slot is about to hold something else."""
+        ...
+
+    def refresh(self) -> None:
+        """There may be more to offer, or a digest that was not known."""
+        ...
+
+
+class Receiver:
+    """The successor's side of one hop."""
+
+    def __init__(
+        self,
+        stock: Stock,
+        book: DeltaBook,
+        downstream: Downstream,
+        slot_view: Callable[[int], memoryview],
+        emit: Callable[[Report], None],
+    ) -> None:
+        """`slot_view`: the bytes of a slot that was granted."""
+        self.incoming: Holding | None = None
+        self.damaged = 0
+        self._stock, self._book, self._downstream = stock, book, downstream
+        self._slot_view, self._emit = slot_view, emit
+        self._link: Transport | None = None
+        self._peer = ""
+        self._offer: Offer | None = None  #: waits for a slot
+        self._slot_wanted = False
+        self._refusals: Counter[tuple[Kind, int]] = Counter()
+        self._rebuild: Rebuild | None = None  #: of `incoming`
+        self._block = bytearray()  #: body of the block that is arriving
+
+    # --- connection ---------------------------------------------------------------------------
+
+    @property
+    def linked(self) -> bool:
+        return self._link is not None
+
+    def connected(self, link: Transport, peer: str) -> None:
+        """The predecessor was welcomed."""
+        self._link, self._peer = link, peer
+        self._refusals.clear()
+
+    def disconnected(self) -> None:
+        """It is gone; what is here of a version stays."""
+        self._link = self._offer = None
+        self._end_rebuild()
+
+    def message(self, message: FromPredecessor) -> None:
+        if isinstance(message, Offer):
+            self._on_offer(message)
+        elif isinstance(message, Seal):
+            self._on_seal(message)
+        else:
+            assert isinstance(message, Hello)
+            raise BadBytes("second-hello", message.name)
+
+    # --- which version, into which slot ---------------------------------------------------------
+
+    def _on_offer(self, offer: Offer) -> None:
+        version = offer.draft.version
+        if len(offer.checksums) not in (0, 8 * num_chunks(offer.draft)):
+            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+        self._offer = None
+        held = self._stock.get(version)
+        latest = self._stock.latest()
+        if held is not None and held.complete:
+            return self._already(held, offer)
+        if version <= latest:
+            return self._decline(version, f"version {latest} is here")
+        if held is not None and not _agrees(held, offer):
+            self._trouble("wrong-layout", version, "two publishers describe it differently")
+            if held.written_here:
+                return self._decline(version, "a share of another layout was written here")
+            held = None
+        self._offer = offer
+        if held is not None:
+            self._take(held)
+        elif self.incoming is not None and not self.incoming.written_here:
+            self._fill(self._let_go())
+        elif not self._slot_wanted:
+            self._slot_wanted = True
+            self._emit(SlotWanted(version, offer.draft.total_bytes))
+
+    def _already(self, held: Holding, offer: Offer) -> None:
+        version = held.version
+        if offer.digest not in ("", held.digest):
+            detail = f"{held.digest} is here, {offer.digest} was offered"
+            self._trouble("wrong-digest", version, detail)
+            return self._decline(version, detail)
+        self._send(Done(version=version, digest=held.digest))
+
+    def granted(self, slot: int) -> None:
+        """A slot for the version that was wanted, or for the one that is offered by now."""
+        self._slot_wanted = False
+        if self._offer is None:
+            self._emit(SlotReturned(slot))
+        else:
+            self._fill(slot)
+
+    def denied(self, reason: str) -> None:
+        """There will be no slot for the version that was wanted."""
+        self._slot_wanted = False
+        if self._offer is not None:
+            version, self._offer = self._offer.draft.version, None
+            self._trouble("denied", version, reason)
+            self._decline(version, reason)
+
+    def published(self, holding: Holding) -> None:
+        """A version, or a share of one, was written on this machine and put into the stock."""
+        self._drop_older()
+        if self._offer is not None and self._offer.draft.version == holding.version:
+            self._on_offer(self._offer)
+
+    def _fill(self, slot: int) -> None:
+        """Receive the offered version into this slot."""
+        assert self._offer is not None
+        draft, view = self._offer.draft, self._slot_view(slot)
+        if view.nbytes < draft.total_bytes:
+            detail = f"{draft.total_bytes} bytes do not fit into a slot of {view.nbytes}"
+            self._emit(SlotReturned(slot))
+            return self.denied(detail)
+        holding = Holding(draft, slot, view)
+        self._stock.put(holding)
+        self._take(holding)
+
+    def _take(self, holding: Holding) -> None:
+        """Ask for what is lacking of a holding that the offer is about."""
+        assert self._offer is not None
+        offer, self._offer = self._offer, None
+        if self.incoming not in (None, holding) and not self.incoming.written_here:
+            self._emit(SlotReturned(self._let_go()))
+        self.incoming = holding
+        holding.expect(_checksums(offer), offer.digest)
+        self._end_rebuild()
+        self._rebuild = begin(self._stock, self._book, holding, offer)
+        self._want()
+        self._downstream.refresh()
+
+    def _want(self) -> None:
+        assert self.incoming is not None
+        from_block = self._rebuild.next_block if self._rebuild is not None else None
+        have = pack_have(self.incoming.have)
+        self._send(Want(version=self.incoming.version, have=have, from_block=from_block))
+
+    def _let_go(self) -> int:
+        """Give up the version that is being received; its slot is nobody's now."""
+        assert self.incoming is not None
+        holding, self.incoming = self.incoming, None
+        self._end_rebuild()
+        self._stock.remove(holding.version)
+        self._downstream.dropped(holding.version)
+        return holding.slot
+
+    def _on_seal(self, message: Seal) -> None:
+        if self.incoming is not None and self.incoming.version == message.version:
+            self.incoming.expect((), message.digest)
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def place(self, header: Header) -> memoryview:
+        """Where a chunk or block goes. A chunk nobody asked for would overwrite proved bytes."""
+        if header.kind == Kind.BLOCK:
+            self._block = bytearray(header.length)
+            return memoryview(self._block)
+        holding, index = self.incoming, header.position
+        if holding is None or holding.version != header.version or index >= holding.num_chunks:
+            raise BadBytes("unasked-chunk", f"{header}")
+        target = holding.chunk(index)
+        if holding.have[index] or target.nbytes != header.length:
+            raise BadBytes("unasked-chunk", f"{header}")
+        return target
+
+    def landed(self, header: Header) -> None:
+        if header.kind == Kind.BLOCK:
+            return self._block_landed(header)
+        holding = self.incoming
+        assert holding is not None
+        if holding.accept(header.position, header.checksum):
+            self._downstream.chunk_here(holding.version, header.position)
+        else:
+            self._refuse(header)
+            self._send(Again(version=holding.version, position=header.position))
+
+    def _refuse(self, header: Header) -> None:
+        """Count damage; the third time over this connection ends it."""
+        self.damaged += 1
+        name = header.kind.name.lower()
+        where = f"{name} {header.position}"
+        self._trouble(f"damaged-{name}", header.version, f"{where} does not have its checksum")
+        self._refusals[header.kind, header.position] += 1
+        if self._refusals[header.kind, header.position] >= REFUSALS_MAX:
+            raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, again")
+
+    # --- deltas -------------------------------------------------------------------------------
+
+    def _block_landed(self, header: Header) -> None:
+        rebuild, holding = self._rebuild, self.incoming
+        if rebuild is None or holding is None or holding.version != header.version:
+            return  # the rest of a delta that was given up here
+        if header.position != rebuild.next_block or rebuild.over:
+            return  # sent before the sender knew that an earlier one was damaged
+        if xxhash.xxh3_64_intdigest(self._block) != header.checksum:
+            self._refuse(header)
+            return self._want()
+        try:
+            proved = rebuild.apply(header.checksum, self._block)
+        except DeltaError as error:
+            return self._in_full(str(error))
+        self._forward(rebuild.delta, header.checksum)
+        for index in proved:
+            self._downstream.chunk_here(holding.version, index)
+        if rebuild.over:
+            wrong = holding.num_chunks - holding.num_have
+            if wrong:
+                self._in_full(f"{wrong} of {holding.num_chunks} chunks are not those published")
+            else:
+                self._end_rebuild()
+
+    def _forward(self, delta: Delta, checksum: int) -> None:
+        """Keep the block for the successor."""
+        self._book.add(delta, checksum, self._block)
+        if delta.given_up:
+            self._downstream.delta_gone(delta)
+        else:
+            self._downstream.block_here(delta)
+
+    def _end_rebuild(self) -> None:
+        if self._rebuild is None:
+            return
+        rebuild, self._rebuild = self._rebuild, None
+        rebuild.end()
+        if not rebuild.over:
+            self._book.give_up(rebuild.delta)
+            self._downstream.delta_gone(rebuild.delta)
+
+    def _in_full(self, detail: str) -> None:
+        """Ask for what is lacking as chunks."""
+        assert self.incoming is not None
+        self._trouble("wrong-delta", self.incoming.version, detail)
+        self._end_rebuild()
+        self._want()
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """Go on with the digest, and end what is complete; whether there is more to do now."""
+        holding = self.incoming
+        if holding is None:
+            return False
+        if holding.digest_step():
+            return True
+        digest = holding.computed_digest()
+        if digest is None:
+            return False
+        if not holding.digest and holding.written_here:
+            holding.expect((), digest)
+        if holding.digest:
+            self._finish(holding, digest)
+        return False
+
+    def _finish(self, holding: Holding, digest: str) -> None:
+        version = holding.version
+        if holding.digest != digest:
+            detail = f"all chunks are right, but together {digest}, not {holding.digest}"
+            self._trouble("wrong-digest", version, detail)
+            self._emit(SlotReturned(self._let_go()))
+            return self._decline(version, detail)
+        if version < self._stock.latest():
+            self._emit(SlotReturned(self._let_go()))
+            return self._send(Done(version=version, digest=digest))
+        self._end_rebuild()
+        self.incoming = None
+        holding.complete = True
+        self._emit(Received(holding.manifest(), holding.slot))
+        self._send(Done(version=version, digest=digest))
+        self._drop_older()
+        self._downstream.refresh()
+
+    def _drop_older(self) -> None:
+        """Nobody will complete what is older than the newest complete version."""
+        latest = self._stock.latest()
+        for version, holding in self._stock.all().items():
+            if holding.complete or version > latest:
+                continue
+            if holding is not self.incoming:
+                self._stock.remove(version)
+                self._downstream.dropped(version)
+                self._emit(SlotReturned(holding.slot))
+            elif self._link is None:
+                self._emit(SlotReturned(self._let_go()))
+
+    # --- small things -------------------------------------------------------------------------
+
+    def _send(self, message: Want | Again | Done | Decline) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _decline(self, version: int, reason: str) -> None:
+        self._send(Decline(version=version, reason=reason))
+
+    def _trouble(self, kind: str, version: int, detail: str) -> None:
+        self._emit(Trouble(kind, version, self._peer, detail))
+
+
+def _agrees(held: Holding, offer: Offer) -> bool:
+    """Whether an offer is about the same bytes as a holding of the same version."""
+    if held.digest and offer.digest not in ("", held.digest):
+        return False
+    return same_layout(held.draft, offer.draft) and not held.contradicts(_checksums(offer))
+
+
+def _checksums(offer: Offer) -> list[int]:
+    checksums: list[int] = np.frombuffer(offer.checksums, "<u8").tolist()
+    return checksums

@@ -1,0 +1,338 @@
+"""Feeding the successor: which version, as chunks or as a delta, and what goes out next.
+
+Reads   the stock, frames of the successor, what the receiver of this relay has proved
+Emits   frames to the successor; Trouble
+
+Whatever the successor lacks is sent as soon as it is proved here, also while the rest is still on
+its way to this relay. A version that was begun is finished before a newer one is offered, unless
+nobody sends the rest of it to this relay any more. The slot stays pinned from the first byte until
+the successor holds the version, because it may ask for any chunk again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laminar.weights.chain import next_version
+from laminar.weights.delta import Block
+from laminar.weights.deltas import Delta, DeltaBook, encode_in_thread
+from laminar.weights.holding import Holding, unpack_have
+from laminar.weights.reports import Report, Trouble
+from laminar.weights.stock import Stock
+from laminar.weights.transport import Transport
+from laminar.weights.wire import (
+    Again,
+    BadBytes,
+    Base,
+    Decline,
+    Done,
+    FromSuccessor,
+    Header,
+    Kind,
+    Offer,
+    Refused,
+    Seal,
+    Want,
+    Welcome,
+)
+
+
+@dataclass(slots=True)
+class Sending:
+    """The version on its way to the successor."""
+
+    holding: Holding
+    delta: Delta | None  #: to be offered with it
+    offered: bool = False  #: False: the first block of the delta is not encoded yet
+    digest: str = ""  #: that the successor was told
+    wanted: bool = False  #: and the version is pinned
+    by_block: bool = False
+    todo: deque[int] = field(default_factory=deque)  #: chunks or blocks that can go out now
+    awaited: set[int] = field(default_factory=set)  #: chunks that are lacking here, too
+
+    @property
+    def version(self) -> int:
+        return self.holding.version
+
+    @property
+    def ready(self) -> bool:
+        """There is something to send now."""
+        return bool(self.todo)
+
+    @property
+    def dry(self) -> bool:
+        """Wanted, and nothing to send until more arrives here."""
+        return self.wanted and not self.todo and not self.holding.complete
+
+
+class Sender:
+    """The predecessor's side of one hop."""
+
+    def __init__(
+        self,
+        stock: Stock,
+        book: DeltaBook,
+        arriving: Callable[[int], bool],
+        post: Callable[[Callable[[], None]], None],
+        emit: Callable[[Report], None],
+    ) -> None:
+        """`arriving`: whether someone is sending this version to this relay. `post`: run something
+        in the plane's thread; may be called from any thread."""
+        self.current: Sending | None = None
+        self._stock, self._book = stock, book
+        self._arriving, self._post, self._emit = arriving, post, emit
+        self._link: Transport | None = None
+        self._fail: Callable[[str], None] = lambda reason: None
+        self._peer = ""
+        self._held: dict[int, str] = {}
+        self._partial: Collection[int] = ()
+        self._declined: set[int] = set()
+
+    # --- connection ---------------------------------------------------------------------------
+
+    def connected(self, link: Transport, welcome: Welcome, fail: Callable[[str], None]) -> None:
+        """The successor said what it has. `fail`: end this connection."""
+        self._link, self._peer, self._fail = link, welcome.name, fail
+        self._held, self._partial = dict(welcome.held), frozenset(welcome.partial)
+        self._declined = set()
+        self.refresh()
+
+    def disconnected(self) -> None:
+        self._link = None
+        self._release()
+
+    def message(self, message: FromSuccessor) -> None:
+        if isinstance(message, Want):
+            self._on_want(message)
+        elif isinstance(message, Again):
+            self._on_again(message)
+        elif isinstance(message, Done):
+            self._on_done(message)
+        elif isinstance(message, Decline):
+            self._on_decline(message)
+        else:
+            assert isinstance(message, Welcome | Refused)
+            raise BadBytes("second-welcome", self._peer)
+
+    # --- which version ------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Something changed here or there: offer what is best now, and a digest that is new."""
+        if self._link is None:
+            return
+        skipped = set(self._declined)
+        if self.current is not None:
+            self._seal()
+            if self.current.wanted:
+                if not self._stuck():
+                    return
+                skipped.add(self.current.version)
+        version = next_version(self._stock.all(), self._held, self._partial, skipped)
+        if self.current is not None:
+            if version in (None, self.current.version):
+                return
+            self._release()
+        holding = None if version is None else self._stock.get(version)
+        if holding is not None:
+            self.current = Sending(holding, self._delta_to(holding))
+            self._offer()
+
+    def _stuck(self) -> bool:
+        assert self.current is not None
+        return self.current.dry and not self._arriving(self.current.version)
+
+    def _offer(self) -> None:
+        """Offer the current version; one with a delta when its first block is here."""
+        current = self.current
+        assert current is not None and self._link is not None
+        holding, delta = current.holding, current.delta
+        if delta is not None and not delta.num_here:
+            return
+        base = None if delta is None else Base(version=delta.base, digest=delta.base_digest)
+        current.offered, current.digest = True, holding.digest
+        checksums = np.array(holding.checksums(), "<u8").tobytes()
+        self._link.send(
+            Offer(draft=holding.draft, checksums=checksums, digest=holding.digest, base=base)
+        )
+
+    def _seal(self) -> None:
+        """Tell a digest that was not known when the version was offered."""
+        current = self.current
+        assert current is not None and self._link is not None
+        if current.offered and current.digest != current.holding.digest:
+            current.digest = current.holding.digest
+            self._link.send(Seal(version=current.version, digest=current.digest))
+
+    def _release(self) -> None:
+        if self.current is not None and self.current.wanted:
+            self._stock.unpin(self.current.version)
+        self.current = None
+
+    # --- answers of the successor ---------------------------------------------------------------
+
+    def _on_want(self, want: Want) -> None:
+        current = self.current
+        if current is None or current.version != want.version or not current.offered:
+            return  # crossed with a newer offer
+        have = unpack_have(want.have, current.holding.num_chunks)
+        if have is None:
+            raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.holding.num_chunks}")
+        if not current.wanted and self._stock.pin(current.version) is None:
+            self.current = None  # evicted since it was offered
+            return self.refresh()
+        current.wanted = True
+        if want.from_block is None:
+            self._by_chunk(current, have)
+        elif current.delta is not None:
+            self._by_block(current, current.delta, want.from_block)
+
+    def _by_chunk(self, current: Sending, have: bytearray) -> None:
+        lacking = [index for index, there in enumerate(have) if not there]
+        current.by_block = False
+        current.todo = deque(index for index in lacking if current.holding.have[index])
+        current.awaited = set(lacking).difference(current.todo)
+
+    def _by_block(self, current: Sending, delta: Delta, from_block: int) -> None:
+        if from_block > delta.num_blocks:
+            raise BadBytes("bad-block", f"{from_block} of {delta.num_blocks}")
+        current.by_block = True
+        current.todo = deque(range(from_block, delta.num_here))
+        current.awaited = set()
+
+    def _on_again(self, again: Again) -> None:
+        current, index = self.current, again.position
+        if current is None or current.version != again.version or not current.wanted:
+            return
+        if index >= current.holding.num_chunks or not current.holding.have[index]:
+            raise BadBytes("bad-again", f"chunk {index} of version {again.version}")
+        if not current.by_block:
+            current.todo.appendleft(index)
+
+    def _on_done(self, done: Done) -> None:
+        self._held[done.version] = done.digest
+        if self.current is not None and self.current.version == done.version:
+            if done.digest != self.current.holding.digest and self.current.holding.digest:
+                self._trouble("wrong-digest", done.version, f"the successor holds {done.digest}")
+            self._release()
+        self.refresh()
+
+    def _on_decline(self, decline: Decline) -> None:
+        self._declined.add(decline.version)
+        self._trouble("declined", decline.version, decline.reason)
+        if self.current is not None and self.current.version == decline.version:
+            self._release()
+        self.refresh()
+
+    # --- news from this relay -----------------------------------------------------------------
+
+    def chunk_here(self, version: int, index: int) -> None:
+        current = self.current
+        if current is not None and current.version == version and index in current.awaited:
+            current.awaited.discard(index)
+            current.todo.append(index)
+
+    def block_here(self, delta: Delta) -> None:
+        current = self.current
+        if current is None or current.delta is not delta:
+            return
+        if not current.offered:
+            self._offer()
+        elif current.by_block:
+            current.todo.append(delta.num_here - 1)
+
+    def delta_gone(self, delta: Delta) -> None:
+        """It will not be completed: what was offered with it is offered again without."""
+        current = self.current
+        if current is not None and current.delta is delta:
+            current.delta = None
+            current.todo.clear()
+            self._offer()
+
+    def dropped(self, version: int) -> None:
+        """The slot of this version is about to hold something else."""
+        current = self.current
+        if current is None or current.version != version:
+            return
+        if self._link is not None and not self._link.idle:
+            self._fail(f"version {version} was given up in the middle of a chunk")
+        self._release()
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Give the link its next chunk or block, if it is idle and there is one."""
+        if self.current is not None and self._stuck():
+            self.refresh()
+        current, link = self.current, self._link
+        if current is None or link is None or not link.idle or not current.todo:
+            return
+        position = current.todo.popleft()
+        if current.by_block:
+            assert current.delta is not None
+            checksum = current.delta.checksums[position]
+            body = memoryview(current.delta.payloads[position])
+            kind = Kind.BLOCK
+        else:
+            checksum = current.holding.checksum(position)
+            body = current.holding.chunk(position)
+            kind = Kind.CHUNK
+        link.push(Header(kind, body.nbytes, position, current.version, checksum), body)
+
+    # --- deltas -------------------------------------------------------------------------------
+
+    def _delta_to(self, holding: Holding) -> Delta | None:
+        """A delta from something that the successor holds: one that came, or one made here."""
+        found = self._book.find(holding.version, self._held)
+        if found is not None or not holding.complete or holding.version in self._partial:
+            return found
+        mine = self._stock.complete()
+        common = [v for v in mine if v < holding.version and self._held.get(v) == mine[v]]
+        return self._encode(max(common), holding) if common else None
+
+    def _encode(self, base_version: int, holding: Holding) -> Delta | None:
+        base = self._stock.pin(base_version)
+        if base is None:
+            return None
+        delta = None
+        if base.same_size(holding):
+            delta = self._book.open(holding.draft, base_version, base.digest)
+        if delta is None:
+            self._stock.unpin(base_version)
+            return None
+        if self._stock.pin(holding.version) is None:
+            self._stock.unpin(base_version)
+            self._book.give_up(delta)
+            return None
+        encode_in_thread(base, holding, delta, self._encoded(delta), self._ended(delta))
+        return delta
+
+    def _encoded(self, delta: Delta) -> Callable[[Block], None]:
+        """What the encoding thread does with a block."""
+
+        def arrived(block: Block) -> None:
+            self._book.add(delta, block.checksum, bytes(block.payload))
+            if delta.given_up:
+                self.delta_gone(delta)
+            else:
+                self.block_here(delta)
+
+        return lambda block: self._post(lambda: arrived(block))
+
+    def _ended(self, delta: Delta) -> Callable[[bool], None]:
+        """What it does at the end."""
+
+        def ended(complete: bool) -> None:
+            self._stock.unpin(delta.base)
+            self._stock.unpin(delta.version)
+            if not complete:
+                self._book.give_up(delta)
+                self.delta_gone(delta)
+
+        return lambda complete: self._post(lambda: ended(complete))
+
+    def _trouble(self, kind: str, version: int, detail: str) -> None:
+        self._emit(Trouble(kind, version, self._peer, detail))

@@ -1,0 +1,80 @@
+"""Lives and idle times agree with the machine's state after every event of random runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.analysis.idleness import DOWN, NO_WEIGHTS, PULLING, Idleness
+from laminar.analysis.lives import ENDING, FINISHED, LOST, Life, Lives, Moment, Moments
+from laminar.analysis.windows import STALENESS_BOUND
+from laminar.core.machine import Machine
+from laminar.core.state import Replica, State, Trajectory
+from laminar.core.transitions import DISPATCHED, GENERATED, REWARDED, RUNNING
+from laminar.core.transitions import LOST as IS_LOST
+from tests.core.random_worlds import failing_world, random_world
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lives_say_what_the_state_says(seed: int) -> None:
+    for world in (random_world(seed), failing_world(seed)):
+        machine, lives, idleness, moments = Machine(), Lives(), Idleness(), Moments()
+        for stamped, _ in world.run().log:
+            commands = machine.handle(stamped)
+            now = moments.at(stamped)
+            lives.take(now, stamped.event, commands, machine.state)
+            idleness.take(now, stamped, machine.state)
+            assert lives.open.keys() == machine.state.trajectories.keys()
+            for name, trajectory in machine.state.trajectories.items():
+                check(lives.open[name], trajectory)
+            check_idle(idleness, machine.state)
+
+
+def check(life: Life, trajectory: Trajectory) -> None:
+    """Status by status; an end on its way to the store has a higher placement number."""
+    last = life.placement
+    if trajectory.status in (DISPATCHED, RUNNING, IS_LOST):
+        assert (last.number, last.attempt) == (trajectory.placement, trajectory.attempt)
+        assert life.finished is life.rewarded is life.ending is None
+        assert (last.left is not None) == (trajectory.status == IS_LOST)
+        assert last.left_as == (LOST if trajectory.status == IS_LOST else "")
+        assert trajectory.status == IS_LOST or last.replica == trajectory.replica
+        assert trajectory.status != RUNNING or last.started is not None
+    elif trajectory.status in (GENERATED, REWARDED):
+        assert life.finished == last.left and last.left_as == FINISHED
+        assert life.num_tokens == trajectory.num_tokens
+        assert (life.rewarded is not None) == (trajectory.status == REWARDED)
+        assert (life.score is None) == (trajectory.score_bits < 0)
+    else:
+        assert life.ending is not None and life.end
+        assert last.left_as in (FINISHED, LOST, ENDING)
+
+
+def check_idle(idleness: Idleness, state: State) -> None:
+    """Open exactly for the known replicas that run nothing, with a reason that holds."""
+    running = {r.name for r in state.replicas.values() if r.running}
+    assert idleness.open.keys() == idleness.known.keys() - running
+    for name, idle in idleness.open.items():
+        replica = state.replicas.get(name)
+        holds = {
+            DOWN: replica is None or not state.actor_alive(name),
+            PULLING: replica is not None and replica.loading,
+            NO_WEIGHTS: replica is not None and replica.version < 0 and not replica.loading,
+        }
+        reason = idle.spells[-1].reason
+        assert holds.get(reason, _serves(replica)), (name, reason)
+        assert reason != STALENESS_BOUND or "groups fit until batch" in idle.spells[-1].detail
+
+
+def _serves(replica: Replica | None) -> bool:
+    return replica is not None and replica.version >= 0
+
+
+def test_moments_count_from_the_first_event() -> None:
+    world = random_world(1).run()
+    moments = Moments()
+    first, second = (stamped for stamped, _ in world.log[:2])
+    begin = moments.at(first)
+    assert moments.seconds(begin) == 0.0
+    later = moments.at(second)
+    assert moments.seconds(later) == (second.time_ns - first.time_ns) / 1e9
+    assert moments.said(Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"

@@ -1,0 +1,143 @@
+"""A log whose old segments are compressed, or gone: what can still be read, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from laminar.analysis.history import WallClock, raw_records, records, typed_event
+from laminar.cli.log import run_stats
+from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
+from laminar.eventlog.snapshot import snapshots
+from tests.analysis.conftest import Cli
+from tests.coordinator.net_world import NetWorld, WireFaults
+from tests.core.random_worlds import random_world
+from tests.eventlog.memory_disk import MemoryDisk
+
+
+class KeptWorld(NetWorld):
+    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
+
+
+class ShortWorld(NetWorld):
+    sizes = {"segment_bytes": 2_048, "snapshot_every": 30, "keep_bytes": 20_000}  # noqa: RUF012
+
+
+def run_of(kind: type[NetWorld], run_dir: Path) -> NetWorld:
+    world = random_world(4, kind)
+    world.wire = WireFaults(kill_turn=0.03)
+    world.run()
+    store(world.disk, run_dir)
+    return world
+
+
+def store(disk: MemoryDisk, run_dir: Path) -> None:
+    (run_dir / "events").mkdir(parents=True)
+    for name, data in disk.files.items():
+        (run_dir / "events" / name).write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NetWorld]:
+    run_dir = tmp_path_factory.mktemp("kept") / "run"
+    return run_dir, run_of(KeptWorld, run_dir)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NetWorld]:
+    run_dir = tmp_path_factory.mktemp("short") / "run"
+    return run_dir, run_of(ShortWorld, run_dir)
+
+
+def test_compressed_segments_change_nothing(kept: tuple[Path, NetWorld], cli: Cli) -> None:
+    run_dir, world = kept
+    assert list((run_dir / "events").glob("*.zst"))
+    code, out = cli("log", "replay", run_dir)
+    assert code == 0 and out.startswith(f"{world.state.seq} events, ")
+    _, out = cli("log", "stats", run_dir)
+    bytes_used = sum(path.stat().st_size for path in (run_dir / "events").glob("events-*"))
+    assert out.startswith(f"{bytes_used} bytes in ")
+    _, out = cli("log", "dump", run_dir, "--raw")
+    assert out.count('"kind": "event"') == world.state.seq
+
+
+def test_replay_from_a_snapshot_says_so(kept: tuple[Path, NetWorld], cli: Cli) -> None:
+    """Everything behind it is compared; the state at the end is the same."""
+    run_dir, world = kept
+    newest, older = snapshots(world.disk).usable
+    code, out = cli("log", "replay", run_dir, "--from-snapshot", "--state")
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == f"begun at {newest.name}, after event {newest.seq}"
+    assert lines[1].startswith(f"{world.state.seq - newest.seq} events, ")
+    assert lines[2] == "identical"
+    _, whole = cli("log", "replay", run_dir, "--state")
+    assert whole.split("identical\n")[1] == out.split("identical\n")[1]
+    _, out = cli("log", "replay", run_dir, "--from-snapshot", "--until", newest.seq - 1)
+    assert out.startswith(f"begun at {older.name}")
+    code, out = cli("log", "replay", run_dir, "--from-snapshot", "--until", older.seq - 1)
+    assert code == 2
+    assert f"holds no usable snapshot of event {older.seq - 1} or before" in out
+
+
+def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
+    short: tuple[Path, NetWorld], cli: Cli
+) -> None:
+    run_dir, world = short
+    gone = segment_numbers(world.disk.names())[0] - 1
+    older = snapshots(world.disk).usable[-1]
+    code, out = cli("log", "replay", run_dir)
+    first, second, third = out.splitlines()
+    assert code == 0 and third == "identical"
+    assert first == (
+        f"begun at {older.name}, after event {older.seq} (the first {gone} segments are gone)"
+    )
+    assert second.startswith(f"{world.state.seq - older.seq} events, ")
+
+
+def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, NetWorld], cli: Cli) -> None:
+    """From its oldest record on, without times that nobody knows any more."""
+    run_dir, world = short
+    events = [record for record in records(run_dir) if isinstance(record, EventRecord)]
+    assert [record.seq for record in events] == list(range(events[0].seq, world.state.seq + 1))
+    assert events[0].seq <= snapshots(world.disk).usable[-1].seq + 1
+    kinds = [body["kind"] for _, _, body in raw_records(run_dir)]
+    assert kinds[0] == "header" and kinds.count("event") == len(events)
+    clock = WallClock()
+    times = [clock.unix_ns(typed_event(record)) for record in events]
+    assert times == [record.time_ns for record in events]
+    for command in (("dump", run_dir), ("tail", run_dir), ("stats", run_dir)):
+        assert cli("log", *command)[0] == 0
+    assert cli("log", "story", "store-0", run_dir)[0] == 0
+
+
+def test_readers_say_that_the_beginning_is_gone(
+    short: tuple[Path, NetWorld], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not on stdout, where a program may read."""
+    run_dir, world = short
+    gone = segment_numbers(world.disk.names())[0] - 1
+    run_stats(argparse.Namespace(run=run_dir))
+    assert capsys.readouterr().err == f"laminar: the first {gone} segments of the log are gone\n"
+
+
+@pytest.mark.parametrize("command", ["audit", "report"])
+def test_what_needs_the_whole_history_is_refused(
+    short: tuple[Path, NetWorld], cli: Cli, command: str
+) -> None:
+    code, out = cli(command, short[0])
+    assert code == 2
+    assert "has lost its beginning (coordinator.log_keep_mb removes old segments)" in out
+
+
+def test_a_snapshot_of_another_log_is_named(
+    kept: tuple[Path, NetWorld], short: tuple[Path, NetWorld], tmp_path: Path, cli: Cli
+) -> None:
+    files = {n: bytes(d) for n, d in short[1].disk.files.items() if n.startswith("events")}
+    newest, _ = snapshots(kept[1].disk).usable
+    files[newest.name] = kept[1].disk.read(newest.name)
+    store(MemoryDisk(files), tmp_path / "mixed")
+    code, out = cli("log", "replay", tmp_path / "mixed")
+    assert code == 2
+    assert f"holds no usable snapshot ({newest.name}: the history " in out

@@ -1,0 +1,290 @@
+"""Every event that somebody could report in a given situation, true or not.
+
+Reads   State (to name what exists in it) and a source of chance
+Gives   lists of events by type: those that fit the situation, and the same with spoiled numbers,
+        ids and versions, as a broken or hostile process might send them
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from laminar.core.machine import LOGIC_VERSION
+from laminar.core.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event
+from laminar.ids import ActorName, GroupId, TrajectoryId
+
+NUMBERS = (-(2**63), -1, 0, 1, 2**63 - 1, 2**64 - 1)
+TEXTS = ("", "0.0.0", "no such thing")
+NUMBER_LISTS = ((), (-1, 0), (2**64 - 1,))
+GROUP_LISTS = ((), ("0.0", "0.0"), ("no such group",))
+STATUSES = ("dispatched", "running", "generated", "rewarded", "lost", "ending")
+
+
+def fitting(state: State, peer: str) -> dict[type[Event], list[Event]]:
+    """Events that the actor `peer` might truly report now, and near misses of them."""
+    return {kind: list(make(state, peer)) for kind, make in _MAKERS.items()}
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def spoiled(event: Struct, chance: random.Random) -> Struct:
+    """The event (or a part of one) with one or two fields that nobody can mean."""
+    changes: dict[str, Any] = {}
+    fields = [f.name for f in msgspec.structs.fields(event)]
+    for name in chance.sample(fields, min(len(fields), chance.choice([1, 1, 2]))):
+        spoil = _spoil(getattr(event, name), chance)
+        if spoil is not None:
+            changes[name] = spoil
+    return msgspec.structs.replace(event, **changes)
+
+
+def _spoil(value: Any, chance: random.Random) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return chance.choice((*NUMBERS, value - 1, value + 1))
+    if isinstance(value, str):
+        return chance.choice(TEXTS)
+    if isinstance(value, tuple) and value and isinstance(value[0], ev.EndedTrajectory):
+        return tuple(spoiled(row, chance) for row in value)
+    if isinstance(value, tuple) and value:
+        return chance.choice(NUMBER_LISTS if isinstance(value[0], int) else GROUP_LISTS)
+    return None  # settings and metrics: the machine does not look into them
+
+
+def _coordinator_started(state: State, peer: str) -> Iterator[Event]:
+    yield ev.CoordinatorStarted(
+        incarnation=state.coordinator_incarnation + 1,
+        logic=LOGIC_VERSION,
+        settings=state.settings,
+        clock_ns=0,
+        config="",
+    )
+
+
+def _timer_fired(state: State, peer: str) -> Iterator[Event]:
+    yield ev.TimerFired(timer="resume:no such trajectory")
+    kinds = {name.rpartition(":")[0] or name: name for name in state.timers}
+    for name in kinds.values():
+        yield ev.TimerFired(timer=name)
+
+
+def _heartbeat_lost(state: State, peer: str) -> Iterator[Event]:
+    yield ev.HeartbeatLost(actor="rollout-99", actor_incarnation=1, silent_ms=5_000)
+    for actor in state.actors.values():
+        for incarnation in (actor.incarnation, actor.incarnation - 1):
+            yield ev.HeartbeatLost(actor=actor.name, actor_incarnation=incarnation, silent_ms=5_000)
+
+
+def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
+    ready = tuple(state.ready)[: state.settings.groups_per_step]
+    for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
+        yield ev.BatchProposed(step=state.chosen, groups=groups)
+
+
+def _actor_joined(state: State, peer: str) -> Iterator[Event]:
+    known = state.actors.get(peer)
+    for name, role, boot in (
+        (peer, known.role if known else "rollout", known.boot_id if known else "b"),
+        (peer, known.role if known else "rollout", "another boot"),
+        ("rollout-98", "rollout", "rollout-98/0"),
+        ("trainer-9", "trainer", "trainer-9/0"),
+        ("coordinator", "rollout", "c"),
+        ("strategy", "rollout", "s"),
+        ("rollout-97", "king", "k"),
+    ):
+        yield ev.ActorJoined(name=name, role=role, boot_id=boot, node="node-0", pid=1)
+
+
+def _actor_left(state: State, peer: str) -> Iterator[Event]:
+    yield ev.ActorLeft()
+
+
+def _actor_failed(state: State, peer: str) -> Iterator[Event]:
+    for user_error in (False, True):
+        yield ev.ActorFailed(reason="out of memory", user_error=user_error)
+
+
+def _process_exited(state: State, peer: str) -> Iterator[Event]:
+    named = [(actor.name, actor.boot_id) for actor in state.actors.values()]
+    for name, boot in (("rollout-99", "b"), ("rollout-0", "an older boot"), *named):
+        for restarting in (True, False):
+            yield ev.ProcessExited(
+                actor=ActorName(name), boot_id=boot, code=-9, restarting=restarting
+            )
+
+
+def _data_loaded(state: State, peer: str) -> Iterator[Event]:
+    for num_train in (30, 0):
+        yield ev.DataLoaded(num_train=num_train, num_eval=5, overlap=0, digest="d")
+
+
+def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
+    yield ev.TrajectoriesEnded(command_id=1, ended=())
+    for outstanding in state.commands.values():
+        if isinstance(outstanding.command, cmd.EndTrajectories):
+            rows = tuple(
+                ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=10, tokens_lost=0)
+                for e in outstanding.command.endings
+            )
+            yield ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
+            yield ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=())
+
+
+def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
+    yield ev.TrainerReady(num_parameters=1, weights_bytes=4)
+
+
+def _step_completed(state: State, peer: str) -> Iterator[Event]:
+    batch = state.batch
+    step, version = (batch.step, batch.version) if batch else (state.completed, state.next_version)
+    for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
+        yield ev.StepCompleted(
+            step=s, version=v, changed=True, reason="", num_tokens=1, digest="", metrics={}
+        )
+
+
+def _publish_skipped(state: State, peer: str) -> Iterator[Event]:
+    version = state.next_version - 1
+    for v, step in ((version, version), (version, version - 1), (version + 1, version + 1)):
+        yield ev.PublishSkipped(version=v, step=step, reason="no slot")
+
+
+def _model_exported(state: State, peer: str) -> Iterator[Event]:
+    for version in (state.exported, state.next_version):
+        yield ev.ModelExported(version=version, path="export")
+
+
+def _relay_ready(state: State, peer: str) -> Iterator[Event]:
+    yield ev.RelayReady(address="here")
+
+
+def _weights_published(state: State, peer: str) -> Iterator[Event]:
+    newest = state.next_version - 1
+    step = newest - 1 if newest == state.exported else newest
+    for version, made_by, digest in (
+        (newest, step, f"d{step}"),
+        (newest, step, "other bytes"),
+        (newest, step - 1, "d"),
+        (newest + 1, step + 1, "d"),
+        (state.newest, state.newest_step, state.newest_digest),
+    ):
+        yield ev.WeightsPublished(
+            version=version, step=made_by, digest=digest, num_bytes=4, held=(version,)
+        )
+
+
+def _replica_ready(state: State, peer: str) -> Iterator[Event]:
+    for capacity in (8, 0, -4, 1):
+        yield ev.ReplicaReady(max_num_seqs=capacity, kv_capacity_tokens=100)
+
+
+def _pulled(state: State, peer: str) -> int:
+    """The version that this replica was told to pull, else the newest."""
+    outstanding = state.commands.get(f"pull:{peer}")
+    command = outstanding.command if outstanding else None
+    return command.version if isinstance(command, cmd.PullWeights) else state.newest
+
+
+def _weights_loaded(state: State, peer: str) -> Iterator[Event]:
+    version = _pulled(state, peer)
+    step = version - 1 if version == state.exported else version
+    for v, s in ((version, step), (version, step + 1), (version - 1, step - 1), (version + 9, 0)):
+        yield ev.WeightsLoaded(
+            version=v, step=s, digest="d", probe_diff=0.0, seconds=0.1, reloaded=True
+        )
+
+
+def _weights_rejected(state: State, peer: str) -> Iterator[Event]:
+    yield ev.WeightsRejected(version=_pulled(state, peer), reason="probe")
+
+
+def _version_gone(state: State, peer: str) -> Iterator[Event]:
+    for held in ((state.newest,), (), (state.next_version + 3,)):
+        yield ev.VersionGone(version=_pulled(state, peer), held=held)
+
+
+def _placements(state: State) -> Iterator[tuple[TrajectoryId, int]]:
+    """One trajectory of each status under its placement, and placements that nobody holds."""
+    yield TrajectoryId("9.9.9"), 1
+    for status in STATUSES:
+        found = next((t for t in state.trajectories.values() if t.status == status), None)
+        if found is not None:
+            yield found.id, found.placement
+            yield found.id, found.placement - 1
+            yield found.id, found.placement + 1
+
+
+def _trajectory_started(state: State, peer: str) -> Iterator[Event]:
+    for trajectory, placement in _placements(state):
+        yield ev.TrajectoryStarted(trajectory=trajectory, placement=placement, tokens_resumed=0)
+
+
+def _token_progress(state: State, peer: str) -> Iterator[Event]:
+    for tokens in (0, state.seq):
+        yield ev.TokenProgress(tokens_total=tokens, kv_used_tokens=0, running=0, waiting=0)
+
+
+def _trajectory_finished(state: State, peer: str) -> Iterator[Event]:
+    for trajectory, placement in _placements(state):
+        yield ev.TrajectoryFinished(
+            trajectory=trajectory, placement=placement, num_tokens=10, finish_reason="stop"
+        )
+
+
+def _trajectory_failed(state: State, peer: str) -> Iterator[Event]:
+    for trajectory, placement in _placements(state):
+        yield ev.TrajectoryFailed(
+            trajectory=trajectory, placement=placement, reason="unscored", detail=""
+        )
+
+
+def _trajectory_rewarded(state: State, peer: str) -> Iterator[Event]:
+    for trajectory, placement in _placements(state):
+        for bits in (0, 0x7FF8 << 48):
+            yield ev.TrajectoryRewarded(
+                trajectory=trajectory,
+                placement=placement,
+                score_bits=bits,
+                correct=False,
+                reason="ok",
+                num_tokens=10,
+            )
+
+
+_MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
+    ev.CoordinatorStarted: _coordinator_started,
+    ev.TimerFired: _timer_fired,
+    ev.HeartbeatLost: _heartbeat_lost,
+    ev.DrainRequested: lambda state, peer: iter([ev.DrainRequested(reason="SIGINT")]),
+    ev.BatchProposed: _batch_proposed,
+    ev.ActorJoined: _actor_joined,
+    ev.ActorLeft: _actor_left,
+    ev.ActorFailed: _actor_failed,
+    ev.ProcessExited: _process_exited,
+    ev.DataLoaded: _data_loaded,
+    ev.TrajectoriesEnded: _trajectories_ended,
+    ev.TrainerReady: _trainer_ready,
+    ev.StepCompleted: _step_completed,
+    ev.PublishSkipped: _publish_skipped,
+    ev.ModelExported: _model_exported,
+    ev.RelayReady: _relay_ready,
+    ev.WeightsPublished: _weights_published,
+    ev.ReplicaReady: _replica_ready,
+    ev.WeightsLoaded: _weights_loaded,
+    ev.WeightsRejected: _weights_rejected,
+    ev.VersionGone: _version_gone,
+    ev.TrajectoryStarted: _trajectory_started,
+    ev.TokenProgress: _token_progress,
+    ev.TrajectoryFinished: _trajectory_finished,
+    ev.TrajectoryFailed: _trajectory_failed,
+    ev.TrajectoryRewarded: _trajectory_rewarded,
+}

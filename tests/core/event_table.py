@@ -1,0 +1,227 @@
+"""The table of events: in every phase of a run, from every kind of sender, each has a verdict.
+
+Reads   situations that random worlds really reach
+Gives   CELLS and STATUS_CELLS, what must be tried; `try_out`, which tries it and gives the verdicts
+
+A verdict is "handled" (the state changes, or a command goes out), "ignored" (nothing changes, the
+event is counted with its reason) or "quiet" (nothing changes, which is what such an event means).
+Everything else is a failure: an exception, a broken invariant, a change that was also counted as
+ignored, or an event that vanishes without a trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections import Counter
+from typing import Any, NamedTuple
+
+from laminar.core import invariants
+from laminar.core.machine import Machine
+from laminar.core.state import RUNNING, Actor, State, decode, digest, encode
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.index import ACTOR_ROLES, SENDERS
+from tests.core.event_probes import STATUSES, fitting, spoiled
+from tests.core.random_worlds import failing_world, random_world
+from tests.core.world import World
+
+PHASES = (
+    "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
+)  # fmt: skip
+LIVENESS = ("alive", "fenced", "unknown")
+#: Nothing changes and nothing is counted: a gauge whose value is the last one's.
+QUIET = (ev.TokenProgress,)
+#: Counted as ignored and yet not without effect: the default chooses this batch; the timer is gone.
+IGNORED_WITH_EFFECT = ("BatchProposed: unusable-proposal", "TimerFired: nothing-awaited")
+SPOILED_PER_SENDER = 40
+
+
+class Cell(NamedTuple):
+    """One entry of the table."""
+
+    phase: str
+    event: type[Event]
+    role: str
+    liveness: str
+
+
+class StatusCell(NamedTuple):
+    """One entry of the table of trajectories."""
+
+    status: str
+    event: type[Event]
+
+
+TRAJECTORY_EVENTS = (
+    ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoryRewarded,
+)  # fmt: skip
+#: When a run has ended, nobody is alive.
+CELLS = {
+    *itertools.starmap(Cell, itertools.product(PHASES[:-1], ev.ALL_EVENTS, ACTOR_ROLES, LIVENESS)),
+    *itertools.starmap(Cell, itertools.product(PHASES, ev.ALL_EVENTS, ACTOR_ROLES, LIVENESS[1:])),
+    *(Cell(phase, event, COORDINATOR, "alive") for phase in PHASES for event in ev.ALL_EVENTS),
+}
+STATUS_CELLS = set(itertools.starmap(StatusCell, itertools.product(STATUSES, TRAJECTORY_EVENTS)))
+
+
+Verdicts = dict[Cell | StatusCell, Counter[str]]
+
+
+def try_out(situations: int, seed: int = 0) -> Verdicts:
+    """Try all sorts of events in so many situations of random runs, spread over their phases.
+
+    AssertionError with the situation and the event for the first that gets no legal verdict.
+    """
+    sampler = Sampler(situations, seed)
+    world_seed = seed
+    while sampler.wanting():
+        for make in (random_world, failing_world):
+            world = make(world_seed, ProbedWorld)
+            assert isinstance(world, ProbedWorld)
+            world.sampler = sampler
+            sampler.begin_run()
+            world.run()
+        world_seed += 1
+    return sampler.verdicts
+
+
+class Sampler:
+    """Chooses situations, a third of them in the phase `running`, and most of those with work that
+    is lost or with a question to the strategy; keeps the verdicts."""
+
+    def __init__(self, situations: int, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.verdicts: Verdicts = {}
+        rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
+        self._left = dict.fromkeys((p for p in PHASES if p != RUNNING), rare)
+        self._left |= dict.fromkeys((RUNNING, "lost", "asking"), situations // 9 + 1)
+        self._seen: Counter[str] = Counter()
+
+    def begin_run(self) -> None:
+        self._seen.clear()
+
+    def wanting(self) -> bool:
+        return any(self._left.values())
+
+    def take(self, state: State) -> bool:
+        """Whether to look at this situation: two of a kind in one run at most."""
+        kind = state.phase
+        if kind == RUNNING and (state.lost or "propose" in state.commands):
+            kind = "lost" if state.lost else "asking"
+        likely = 0.02 if kind == RUNNING else 0.3
+        if self.chance.random() > likely or not self._left[kind] or self._seen[kind] == 2:
+            return False
+        self._seen[kind] += 1
+        self._left[kind] -= 1
+        return True
+
+    def note(self, cell: Cell | StatusCell, verdict: str) -> None:
+        self.verdicts.setdefault(cell, Counter())[verdict] += 1
+
+
+class ProbedWorld(World):
+    """A random world; now and then all sorts of events are tried on a copy of its state."""
+
+    sampler: Sampler
+
+    def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:
+        commands = super().deliver(peer, incarnation, peer_seq, event)
+        if self.sampler.take(self.state):
+            self._probe()
+        return commands
+
+    def _probe(self) -> None:
+        trial, phase = Trial(self.state), self.state.phase
+        for sender, role, liveness in _senders(self.state):
+            fits = fitting(self.state, sender.name)
+            for kind, events in fits.items():
+                may = (liveness == "alive" and role in SENDERS[kind]) or kind is ev.ActorJoined
+                for event in events if may else events[:1]:
+                    verdict = trial.verdict(sender.name, sender.incarnation, event)
+                    self.sampler.note(Cell(phase, kind, role, liveness), verdict)
+                    if may and isinstance(event, TRAJECTORY_EVENTS):
+                        self._note_status(event, verdict)
+            if liveness == "alive":
+                told = [e for kind, events in fits.items() if role in SENDERS[kind] for e in events]
+                self._try_spoiled(trial, sender, told)
+
+    def _try_spoiled(self, trial: Trial, sender: Actor, told: list[Event]) -> None:
+        """What a broken process would say. (The coordinator does not lie about its start.)"""
+        told = [event for event in told if not isinstance(event, ev.CoordinatorStarted)]
+        for event in self.sampler.chance.choices(told, k=SPOILED_PER_SENDER):
+            wrong = spoiled(event, self.sampler.chance)
+            trial.verdict(sender.name, sender.incarnation, wrong)
+
+    def _note_status(self, event: Any, verdict: str) -> None:
+        trajectory = self.state.trajectories.get(event.trajectory)
+        if trajectory is not None and trajectory.placement == event.placement:
+            self.sampler.note(StatusCell(trajectory.status, type(event)), verdict)
+
+
+def _senders(state: State) -> list[tuple[Actor, str, str]]:
+    """(who, role, liveness): the coordinator; of each role one of every liveness."""
+    nobody = Actor(name="", role="", node="node-0", pid=1, boot_id="b", incarnation=0)
+    found = [(_named(nobody, COORDINATOR, 0), COORDINATOR, "alive")]
+    for role in ACTOR_ROLES:
+        of_role = [actor for actor in state.actors.values() if actor.role == role]
+        alive = [actor for actor in of_role if actor.alive]
+        found += [(actor, role, "alive") for actor in alive[:2]]
+        found += [(_named(a, a.name, a.incarnation - 1), role, "fenced") for a in of_role[:1]]
+        found.append((_named(nobody, f"{role}-77", 3), role, "unknown"))
+    return found
+
+
+def _named(actor: Actor, name: str, incarnation: int) -> Actor:
+    other = copy.copy(actor)
+    other.name, other.incarnation = name, incarnation
+    return other
+
+
+class Trial:
+    """Tries events on a copy of a state; each finds the state as it was."""
+
+    def __init__(self, state: State) -> None:
+        self._original, self._encoded = state, encode(state)
+        self._essence = essence(state)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._machine = Machine(decode(self._encoded))
+
+    def verdict(self, peer: str, incarnation: int, event: Event) -> str:
+        """How the machine takes it; AssertionError when it is none of the legal ways."""
+        state = self._machine.state
+        stamped = Stamped(
+            seq=self._original.seq + 1,
+            time_ns=self._original.time_ns + 1,
+            peer=peer,
+            incarnation=incarnation,
+            peer_seq=0,
+            event=event,
+        )
+        ignored = dict(state.ignored)
+        try:
+            commands = self._machine.handle(stamped)
+            invariants.check(state)
+            changed = bool(commands) or essence(state) != self._essence
+        except Exception as error:
+            raise AssertionError(self._original.phase, stamped) from error
+        counted = [name for name, n in state.ignored.items() if n != ignored.get(name, 0)]
+        if changed:
+            self._renew()
+            silent = not counted or counted[0] in IGNORED_WITH_EFFECT
+            assert silent, ("counted as ignored, but it changed something", counted, stamped)
+            return "handled"
+        assert counted or isinstance(event, QUIET), ("nothing happened in silence", stamped)
+        return "ignored" if counted else "quiet"
+
+
+def essence(state: State) -> str:
+    """The state without its clock and its count of ignored events."""
+    kept = state.seq, state.time_ns, state.ignored
+    state.seq, state.time_ns, state.ignored = 0, 0, {}
+    found = digest(state)
+    state.seq, state.time_ns, state.ignored = kept
+    return found

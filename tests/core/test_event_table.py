@@ -1,0 +1,81 @@
+"""Every event in every phase from every sender: handled, ignored with a reason, or quiet."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from laminar.core.machine import HANDLERS
+from laminar.core.turn import Turn
+from laminar.events import events as ev
+from laminar.events.index import SENDERS
+from tests.core.event_table import (
+    CELLS,
+    STATUS_CELLS,
+    TRAJECTORY_EVENTS,
+    Cell,
+    StatusCell,
+    Verdicts,
+    try_out,
+)
+
+SITUATIONS = 120
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> Verdicts:
+    return try_out(SITUATIONS)
+
+
+def test_every_cell_has_a_verdict(verdicts: Verdicts) -> None:
+    """That each verdict is a legal one is checked while it is given."""
+    assert not (CELLS | STATUS_CELLS) - set(verdicts)
+
+
+def test_only_the_living_and_the_right_senders_are_heard(verdicts: Verdicts) -> None:
+    for cell, found in verdicts.items():
+        if not isinstance(cell, Cell) or cell.event is ev.ActorJoined:
+            continue
+        if cell.liveness != "alive" or cell.role not in SENDERS[cell.event]:
+            assert set(found) == {"ignored"}, (cell, found)
+
+
+def test_every_event_is_handled_somewhere(verdicts: Verdicts) -> None:
+    """A table in which everything is ignored would be complete, too."""
+    handled: Counter[type[ev.Event]] = Counter()
+    for cell, found in verdicts.items():
+        handled[cell.event] += found["handled"]
+    assert [kind for kind in ev.ALL_EVENTS if not handled[kind]] == []
+
+
+def test_trajectories_follow_their_table(verdicts: Verdicts) -> None:
+    """Seen from outside: which event about a trajectory of which status may change anything."""
+    started, finished, failed, rewarded = TRAJECTORY_EVENTS
+    legal = {
+        started: {"dispatched"},
+        finished: {"dispatched", "running"},
+        failed: {"dispatched", "running", "generated", "lost"},
+        rewarded: {"generated"},
+    }
+    for cell, found in verdicts.items():
+        if isinstance(cell, StatusCell):
+            assert (found["handled"] > 0) == (cell.status in legal[cell.event]), (cell, found)
+
+
+def vanishing(turn: Turn, event: ev.PublishSkipped) -> None:
+    """Neither handled nor counted."""
+
+
+def trusting(turn: Turn, event: ev.PublishSkipped) -> None:
+    """Believes any number."""
+    turn.state.next_version, turn.state.newest = 0, event.version
+
+
+@pytest.mark.parametrize("planted", [vanishing, trusting])
+def test_a_silent_or_trusting_handler_is_found(
+    planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HANDLERS, ev.PublishSkipped, planted)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        try_out(SITUATIONS)

@@ -1,0 +1,163 @@
+"""Every invariant can fail: a sound state, damaged in one place, is found by the right one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from laminar.core import invariants
+from laminar.core.state import State
+from laminar.ids import TrajectoryId
+from tests.core.bench import Bench
+
+FIRST = TrajectoryId("0.0.0")
+
+
+def working() -> State:
+    """Two replicas generate; the trainer waits."""
+    bench = Bench(replicas=2, max_staleness=1)
+    bench.start()
+    return bench.state
+
+
+def idle() -> State:
+    """Nothing runs, nothing is finished, and prompts are left: what must never come about."""
+    bench = Bench(replicas=1, capacity=4, max_staleness=1, num_train=2, total_steps=0)
+    bench.start()
+    bench.complete(*bench.open_groups())
+    bench.train()
+    bench.write_ends()
+    bench.load_all()
+    state = bench.state
+    state.phase = "running"
+    state.timers["batch-wait"] = 1
+    state.commands.clear()
+    state.num_train = 40
+    return state
+
+
+def token_appears(state: State) -> None:
+    state.ledger.tokens.issued += 1
+
+
+def group_disappears(state: State) -> None:
+    state.ledger.groups.issued -= 1
+
+
+def runs_twice(state: State) -> None:
+    one, two = state.replicas.values()
+    two.running[FIRST] = one.running[FIRST]
+
+
+def runs_under_an_old_placement(state: State) -> None:
+    state.trajectories[FIRST].placement += 1
+
+
+def runs_nowhere(state: State) -> None:
+    del state.replicas["rollout-0"].running[FIRST]
+
+
+def deadline_forgotten(state: State) -> None:
+    state.deadlines.clear()
+
+
+def trained_too_late(state: State) -> None:
+    state.staleness_max = 9
+
+
+def command_to_a_fenced_process(state: State) -> None:
+    state.actors["rollout-0"].incarnation += 1
+
+
+def work_without_a_command(state: State) -> None:
+    del state.commands[f"generate:{FIRST}"]
+
+
+def work_that_nobody_watches(state: State) -> None:
+    del state.timers["progress:rollout-0"]
+
+
+def loading_without_a_pull(state: State) -> None:
+    state.replicas["rollout-1"].loading = True
+
+
+def no_clock_for_the_batch(state: State) -> None:
+    del state.timers["batch-wait"]
+
+
+def version_from_nowhere(state: State) -> None:
+    state.newest = 99
+
+
+def replica_ahead(state: State) -> None:
+    state.replicas["rollout-1"].version = 99
+    state.replicas["rollout-1"].running.clear()
+
+
+def batch_lost(state: State) -> None:
+    state.chosen += 1
+
+
+def timer_set_by_hand(state: State) -> None:
+    state.timers["resume:0.0.0"] = 1
+
+
+DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
+    token_appears: invariants.ledger_balances,
+    group_disappears: invariants.ledger_balances,
+    runs_twice: invariants.trajectory_in_one_place,
+    runs_under_an_old_placement: invariants.trajectory_in_one_place,
+    runs_nowhere: invariants.trajectory_in_one_place,
+    deadline_forgotten: invariants.staleness_within_bound,
+    trained_too_late: invariants.staleness_within_bound,
+    command_to_a_fenced_process: invariants.commands_have_living_owners,
+    work_without_a_command: invariants.every_wait_has_an_owner,
+    work_that_nobody_watches: invariants.every_wait_has_an_owner,
+    loading_without_a_pull: invariants.every_wait_has_an_owner,
+    no_clock_for_the_batch: invariants.no_standstill,
+    version_from_nowhere: invariants.versions_monotonic,
+    replica_ahead: invariants.versions_monotonic,
+    batch_lost: invariants.versions_monotonic,
+    timer_set_by_hand: invariants.lookup_is_true,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_found(damage: Callable[[State], None]) -> None:
+    state = working()
+    invariant = DAMAGES[damage]
+    invariant(state)
+    damage(state)
+    with pytest.raises(AssertionError):
+        invariant(state)
+
+
+def test_every_invariant_is_damaged_here() -> None:
+    assert set(DAMAGES.values()) == set(invariants.ALL)
+
+
+def admits_and_got_nothing(state: State) -> str:
+    return "an empty replica that admits was given nothing"
+
+
+def newest_version_is_closed(state: State) -> str:
+    """Three groups of an older version hold it back, and nobody works on them."""
+    state.replicas["rollout-0"].step = -5
+    return "the newest version does not admit"
+
+
+def enough_unchosen_but_unfinished(state: State) -> str:
+    state.deadlines = {9: 2}
+    return "replicas idle, the trainer waits, data is left"
+
+
+@pytest.mark.parametrize(
+    "situation", [admits_and_got_nothing, newest_version_is_closed, enough_unchosen_but_unfinished]
+)
+def test_standstill_is_found_and_named(situation: Callable[[State], str]) -> None:
+    state = idle()
+    reason = situation(state)
+    with pytest.raises(AssertionError, match=re.escape(reason)):
+        invariants.no_standstill(state)

@@ -1,0 +1,284 @@
+"""Old segments: compressed and removed behind the snapshots, and read as if they were not."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.core.machine import LOGIC_VERSION
+from laminar.core.state import digest
+from laminar.eventlog import compaction
+from laminar.eventlog.compaction import read_segment, stored_bytes, tidy
+from laminar.eventlog.reader import beginning, read_log, read_raw, scan
+from laminar.eventlog.record import (
+    MAX_HEADER_BYTES,
+    LogCorrupt,
+    Takeover,
+    compressed_name,
+    segment_name,
+    segment_numbers,
+)
+from laminar.eventlog.replay import replay
+from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.snapshot import snapshots
+from laminar.ports import DiskError
+from tests.coordinator.net_world import NetWorld, WireFaults
+from tests.core.random_worlds import random_world
+from tests.eventlog.memory_disk import MemoryDisk
+
+SEED = 4
+
+
+class KeptWorld(NetWorld):
+    """Everything is kept; what is old is compressed."""
+
+    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
+
+
+class ShortWorld(NetWorld):
+    """Little is kept."""
+
+    sizes = {"segment_bytes": 2_048, "snapshot_every": 30, "keep_bytes": 20_000}  # noqa: RUF012
+
+
+def world_of(kind: type[NetWorld]) -> NetWorld:
+    world = random_world(SEED, kind)
+    world.wire = WireFaults(kill_turn=0.03)
+    return world.run()
+
+
+@pytest.fixture(scope="module")
+def kept() -> NetWorld:
+    return world_of(KeptWorld)
+
+
+@pytest.fixture(scope="module")
+def short() -> NetWorld:
+    return world_of(ShortWorld)
+
+
+def copy(disk: MemoryDisk) -> MemoryDisk:
+    return MemoryDisk({name: bytes(data) for name, data in disk.files.items()})
+
+
+def unpacked(disk: MemoryDisk) -> MemoryDisk:
+    """The same log as it was before anything was compressed."""
+    numbers = segment_numbers(disk.names())
+    return MemoryDisk({segment_name(n): read_segment(disk, n) for n in numbers})
+
+
+def compressed(disk: MemoryDisk) -> list[int]:
+    names = disk.names()
+    return [n for n in segment_numbers(names) if compressed_name(n) in names]
+
+
+def test_compressed_segments_read_like_any_other(kept: NetWorld) -> None:
+    """All readers, and a replay from the beginning; in much less space."""
+    disk, plain = kept.disk, unpacked(kept.disk)
+    assert len(compressed(disk)) > 5
+    assert not {segment_name(n) for n in compressed(disk)} & set(disk.names())
+    assert list(read_log(disk)) == list(read_log(plain))
+    assert list(read_raw(disk)) == list(read_raw(plain))
+    assert scan(disk) == scan(plain)
+    found = replay(disk)
+    assert found.difference is None and found.events == kept.state.seq
+    for number in compressed(disk):
+        assert stored_bytes(disk)[number] < stored_bytes(plain)[number]
+
+
+def test_only_what_lies_before_the_older_snapshot_is_touched(kept: NetWorld) -> None:
+    older = snapshots(kept.disk).usable[1]
+    assert max(compressed(kept.disk)) < older.position.segment
+
+
+def test_one_segment_at_a_time_is_compressed(kept: NetWorld) -> None:
+    disk = unpacked(kept.disk)
+    for number in range(1, 5):
+        tidy(disk, 5, 0)
+        assert compressed(disk) == list(range(1, number + 1))
+    tidy(disk, 5, 0)
+    assert compressed(disk) == [1, 2, 3, 4]
+
+
+def test_a_log_that_has_not_rotated_is_not_touched(kept: NetWorld) -> None:
+    disk = MemoryDisk({segment_name(1): kept.disk.read(segment_name(scan(kept.disk).newest))})
+    before = copy(disk)
+    tidy(disk, 1, 1)
+    assert disk.files == before.files and disk.calls == 0
+
+
+def test_while_both_forms_are_there_the_plain_one_counts(kept: NetWorld) -> None:
+    """Killed between the renaming and the removal; the next pass does it again."""
+    disk = unpacked(kept.disk)
+    disk.files[compressed_name(1)] = bytearray(b"half written")
+    assert scan(disk) == scan(unpacked(kept.disk))
+    assert stored_bytes(disk)[1] == disk.size(segment_name(1)) + len(b"half written")
+    tidy(disk, 2, 0)
+    assert segment_name(1) not in disk.names()
+    assert list(read_log(disk)) == list(read_log(kept.disk))
+
+
+def test_the_original_stays_until_the_other_form_was_read_back(
+    kept: NetWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk gives back something else than was written."""
+    disk = unpacked(kept.disk)
+    other = disk.read(segment_name(2))
+    monkeypatch.setattr(compaction, "_unpacked", lambda *_: other)
+    with pytest.raises(DiskError, match="reads back differently"):
+        tidy(disk, 2, 0)
+    assert segment_name(1) in disk.names()
+
+
+def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
+    kept: NetWorld,
+) -> None:
+    """Some bits of the format mean nothing; never is another content believed."""
+    records = list(read_log(kept.disk))
+    name = compressed_name(2)
+    harmless = 0
+    for at in range(kept.disk.size(name)):
+        disk = copy(kept.disk)
+        disk.files[name][at] ^= 1 << at % 8
+        try:
+            assert list(read_log(disk)) == records
+            harmless += 1
+        except LogCorrupt as error:
+            assert error.segment == 2
+    assert harmless < 10
+
+
+def test_a_cut_of_a_compressed_segment_is_found(kept: NetWorld) -> None:
+    name = compressed_name(2)
+    data = kept.disk.read(name)
+    for cut in range(0, len(data) - 4):  # the last four bytes are a checksum of their own
+        disk = copy(kept.disk)
+        disk.files[name] = bytearray(data[:cut])
+        with pytest.raises(LogCorrupt) as caught:
+            scan(disk)
+        assert caught.value.segment == 2
+
+
+def test_old_segments_are_removed_and_the_run_goes_on(short: NetWorld) -> None:
+    """Kills included: the world compares every restored state with the one it had."""
+    first = segment_numbers(short.disk.names())[0]
+    older = snapshots(short.disk).usable[1]
+    assert 1 < first <= older.position.segment
+    restored = restore(short.disk)
+    assert restored.snapshot is not None and restored.replay.difference is None
+    assert digest(restored.replay.machine.state) == digest(short.state)
+
+
+def test_what_is_removed_is_what_is_beyond_the_limit(kept: NetWorld) -> None:
+    disk = unpacked(kept.disk)
+    before = stored_bytes(disk)
+    limit = sum(before.values()) - before[1] - 1
+    tidy(disk, 10, limit)
+    assert min(stored_bytes(disk)) == 3, "one is too few, two are enough"
+    assert compressed(disk) == [3]
+    tidy(disk, 4, 1)
+    assert min(stored_bytes(disk)) == 4, "what a start needs stays, whatever the limit is"
+
+
+def test_both_forms_of_a_segment_are_removed(kept: NetWorld) -> None:
+    disk = unpacked(kept.disk)
+    disk.files[compressed_name(1)] = bytearray(b"half written")
+    disk.durable[compressed_name(1)] = 0
+    tidy(disk, 2, 1)
+    assert segment_numbers(disk.names())[0] == 2
+
+
+def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: NetWorld) -> None:
+    with pytest.raises(LogCorrupt, match="expected the file, found events-"):
+        scan(short.disk)
+    start = beginning(short.disk)
+    first = segment_numbers(short.disk.names())[0]
+    assert start is not None and start.segment >= first and start.offset == 0
+    position, header = next(read_log(short.disk, start=start))
+    assert position == (start.segment, 0) and header.segment == start.segment
+    assert [row[:2] for row in read_raw(short.disk, start)] == [
+        tuple(place) for place, _ in read_log(short.disk, start=start)
+    ]
+    found = replay(short.disk, snapshot=snapshots(short.disk).usable[-1])
+    assert digest(found.machine.state) == digest(short.state)
+
+
+def test_the_beginning_of_a_whole_log_is_the_beginning(kept: NetWorld) -> None:
+    assert beginning(kept.disk) is None
+    assert beginning(MemoryDisk()) is None
+
+
+def start_on(disk: MemoryDisk) -> None:
+    take_over(disk, restore(disk), logic=LOGIC_VERSION, run="r", seed=0, config_hash="")
+
+
+def test_the_beginning_is_that_of_the_history() -> None:
+    """The oldest file may be one that nobody took over."""
+    disk = MemoryDisk()
+    start_on(disk)
+    disk.create(segment_name(2)).append(b"torn")
+    start_on(disk)
+    del disk.files[segment_name(1)]
+    start = beginning(disk)
+    assert start is not None and start.segment == 3
+    assert [header.takes_over.crc for _, header in read_log(disk, start=start)] == [start.crc]
+    del disk.files[segment_name(3)]
+    assert beginning(disk) is None
+
+
+def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: NetWorld) -> None:
+    disk = copy(short.disk)
+    start_on(disk)
+    name = segment_name(scan(disk, snapshots(disk).usable[0].position).newest)
+    start_on(disk)
+    del disk.files[name]
+    with pytest.raises(LogCorrupt, match=rf"{name} is corrupt.*expected the file"):
+        restore(disk)
+
+
+def test_without_beginning_and_snapshot_there_is_no_start(short: NetWorld) -> None:
+    """And nothing is touched; the message says what is missing and why nothing replaces it."""
+    disk = copy(short.disk)
+    newest, older = snapshots(disk).usable
+    disk.files[newest.name][-1] ^= 1
+    restored = restore(disk)
+    assert restored.snapshot == older
+    disk.files[older.name][-1] ^= 1
+    before = copy(disk)
+    with pytest.raises(LogCorrupt) as caught:
+        restore(disk)
+    assert caught.value.segment == 1
+    assert f"{older.name}: it is damaged" in str(caught.value)
+    for name in (newest.name, older.name):
+        del disk.files[name], before.files[name]
+    with pytest.raises(LogCorrupt, match="found neither"):
+        restore(disk)
+    assert disk.files == before.files
+
+
+def test_snapshots_without_any_segment_are_a_lost_log(short: NetWorld) -> None:
+    """Not an empty one: nobody begins the run again on top of it."""
+    files = {n: bytes(d) for n, d in short.disk.files.items() if n.startswith("snapshot")}
+    with pytest.raises(LogCorrupt, match="or a snapshot in its place"):
+        restore(MemoryDisk(files))
+
+
+def test_an_observer_gets_the_most_that_is_left(short: NetWorld) -> None:
+    """It asks for events whose segments are gone."""
+    newest, older = snapshots(short.disk).usable
+    assert restore(short.disk, observe_from=1).snapshot == older
+    assert restore(short.disk, observe_from=newest.seq).snapshot == older
+    assert restore(short.disk).snapshot == newest
+
+
+def test_a_start_removes_what_a_crash_left_unfinished() -> None:
+    disk = MemoryDisk({"snapshot-000000000007.bin.tmp": b"x", "events-00000001.log.zst.tmp": b"y"})
+    start_on(disk)
+    assert disk.names() == [segment_name(1)]
+
+
+def test_a_start_that_is_not_there_is_named() -> None:
+    disk = MemoryDisk()
+    start_on(disk)
+    with pytest.raises(LogCorrupt, match=r"events-00000003.log is corrupt.*expected the file"):
+        disk.files[segment_name(5)] = bytearray()
+        list(read_log(disk, start=Takeover(3, 0, 0)))

@@ -1,0 +1,354 @@
+"""Snapshots: what is kept, what is trusted, and that snapshot + tail is the full replay."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from laminar.core.machine import LOGIC_VERSION, Machine
+from laminar.core.state import digest
+from laminar.eventlog.reader import NotInHistory, read_log, scan
+from laminar.eventlog.record import (
+    FRAME,
+    MAX_HEADER_BYTES,
+    DecisionRecord,
+    EventRecord,
+    Takeover,
+    segment_name,
+)
+from laminar.eventlog.replay import Replay, replay, stamped
+from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
+from laminar.eventlog.writer import LogWriter
+from laminar.events.base import Command, Stamped
+from laminar.events.codec import encode as encode_message
+from laminar.ports import DiskError
+from tests.coordinator.net_world import NetWorld, WireFaults
+from tests.core.random_worlds import random_world
+from tests.eventlog.memory_disk import MemoryDisk
+
+SEED = 4  #: some 300 events
+EVERY = 30  #: events between two snapshots
+Seen = list[tuple[int, list[Command]]]
+
+
+class RotatingWorld(NetWorld):
+    """Its log has a segment every few events, and a snapshot now and then."""
+
+    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": EVERY}  # noqa: RUF012
+
+
+@dataclass
+class Run:
+    world: NetWorld
+    taken: dict[str, bytes]  #: every snapshot file there ever was
+
+    def log(self, *names: str) -> MemoryDisk:
+        """The whole log, uncompressed as it was written, with these snapshots."""
+        files = {n: bytes(d) for n, d in self.world.disk.files.items() if n.startswith("events")}
+        return MemoryDisk(files | {name: self.taken[name] for name in names})
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Killed ten times on the way; no segment is touched afterwards."""
+    taken: dict[str, bytes] = {}
+    replace = MemoryDisk.replace
+
+    def remember(disk: MemoryDisk, old: str, new: str) -> None:
+        replace(disk, old, new)
+        if new.startswith("snapshot"):
+            taken[new] = disk.read(new)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryDisk, "replace", remember)
+        patch.setattr("laminar.eventlog.writer.tidy", lambda *_: None)
+        world = random_world(SEED, RotatingWorld)
+        world.wire = WireFaults(kill_turn=0.03)
+        world.run()
+    return Run(world, taken)
+
+
+def seen_by(disk: MemoryDisk, snapshot: Snapshot | None = None) -> tuple[Replay, Seen]:
+    """A replay, and what an observer saw: number and commands of each event."""
+    seen: Seen = []
+
+    def observe(stamped: Stamped, commands: list[Command], state: object) -> None:
+        seen.append((stamped.seq, commands))
+
+    return replay(disk, observer=observe, snapshot=snapshot), seen
+
+
+def test_every_snapshot_and_its_tail_equal_the_full_replay(run: Run) -> None:
+    """Same state, same decisions, every logged one compared; over segments and takeovers."""
+    full, all_seen = seen_by(run.log())
+    assert full.difference is None and run.world.kills > 3 and len(run.taken) > 5
+    for name in run.taken:
+        disk = run.log(name)
+        (snapshot,) = snapshots(disk).usable
+        found, seen = seen_by(disk, snapshot)
+        assert found.difference is None, found.difference
+        assert digest(found.machine.state) == digest(full.machine.state)
+        assert seen == all_seen[snapshot.seq :]
+        assert found.events == full.events - snapshot.seq
+        assert found.decisions == sum(len(commands) for _, commands in seen)
+
+
+def test_snapshot_holds_the_state_that_the_live_process_had(run: Run) -> None:
+    for name in run.taken:
+        (snapshot,) = snapshots(run.log(name)).usable
+        assert digest(snapshot.restored()) == snapshot.digest == run.world.digests[snapshot.seq]
+        assert snapshot.name == name == f"snapshot-{snapshot.seq:012d}.bin"
+
+
+def test_two_snapshots_are_kept(run: Run) -> None:
+    """The newest; at least so many events lie between them as were asked for."""
+    kept = snapshots(run.world.disk)
+    assert [s.name for s in kept.usable] == sorted(run.taken)[: -KEPT - 1 : -1]
+    assert kept.unusable == {}
+    assert kept.usable[0].seq - kept.usable[1].seq >= EVERY
+
+
+def test_restore_starts_at_the_newest_snapshot(run: Run) -> None:
+    seen: list[int] = []
+    restored = restore(run.world.disk, lambda stamped, *_: seen.append(stamped.seq))
+    newest = snapshots(run.world.disk).usable[0]
+    assert restored.snapshot == newest and restored.unusable == {}
+    assert seen == list(range(newest.seq + 1, run.world.state.seq + 1))
+    assert digest(restored.replay.machine.state) == digest(run.world.state)
+    assert restored.tail.end == scan(run.log()).end
+
+
+def test_an_observer_that_needs_more_gets_an_older_snapshot_or_the_whole_log(run: Run) -> None:
+    newest, older = snapshots(run.world.disk).usable
+    assert restore(run.world.disk, observe_from=newest.seq + 1).snapshot == newest
+    assert restore(run.world.disk, observe_from=newest.seq).snapshot == older
+    assert restore(run.world.disk, observe_from=older.seq).snapshot is None
+    assert restore(run.world.disk, observe_from=0).replay.events == run.world.state.seq
+
+
+def with_state(snapshot: Snapshot, **fields: object) -> Snapshot:
+    state = msgspec.msgpack.decode(snapshot.state) | fields
+    return msgspec.structs.replace(snapshot, state=msgspec.Raw(msgspec.msgpack.encode(state)))
+
+
+def packed(snapshot: object) -> bytes:
+    body = msgspec.msgpack.encode(snapshot)
+    return FRAME.pack(len(body), zlib.crc32(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: packed(s)[:-1], "it is damaged"),
+        (lambda s: b"", "it is damaged"),
+        (lambda s: packed(s) + b"\x00", "it is damaged"),
+        (lambda s: packed({"novel": 1}), "it is of another release: "),
+        (lambda s: packed(msgspec.structs.replace(s, schema=1)), "it is of schema 1"),
+        (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
+        (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
+        (lambda s: packed(with_state(s, phase=3)), "it is of another release: "),
+        (lambda s: packed(with_state(s, phase="odd")), "its state has another form"),
+        (lambda s: packed(with_state(s, phase=b"\xff")), "it is of another release: "),
+    ],
+)
+def test_an_odd_snapshot_is_passed_over_with_its_reason(
+    run: Run, change: Callable[[Snapshot], bytes], reason: str
+) -> None:
+    """The older one is used; and a coordinator that takes over removes the odd one."""
+    name, older = sorted(run.taken)[-1], sorted(run.taken)[-2]
+    disk = run.log(name, older)
+    disk.files[name][:] = change(snapshots(disk).usable[0])
+    restored = restore(disk)
+    assert restored.unusable[name].startswith(reason)
+    assert restored.snapshot is not None and restored.snapshot.name == older
+    assert digest(restored.replay.machine.state) == digest(run.world.state)
+    begin(disk)
+    assert [n for n in disk.names() if n.startswith("snapshot")] == [older]
+
+
+def test_a_flip_in_every_byte_of_a_snapshot_makes_it_unusable(run: Run) -> None:
+    name = sorted(run.taken)[0]
+    data = run.taken[name]
+    for at in range(0, len(data), 1 + len(data) // 2_000):
+        damaged = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+        assert snapshots(MemoryDisk({name: damaged})).unusable == {name: "it is damaged"}
+
+
+@pytest.mark.parametrize(
+    ("segment", "offset", "crc"),
+    [(0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 1 << 20, 0), (1, 0, 0), (-1, 0, 0), (1 << 20, 0, 0)],
+)
+def test_a_position_that_is_not_on_the_chain_is_not_used(
+    run: Run, segment: int, offset: int, crc: int
+) -> None:
+    """Another place, another checksum there, or a log that ends before it: the whole log is used;
+    what the snapshot says is not believed."""
+    name = sorted(run.taken)[3]
+    disk = run.log(name)
+    (right,) = snapshots(disk).usable
+    place = right.position
+    wrong = Takeover(place.segment + segment, place.offset + offset, place.crc ^ crc)
+    snapshot = msgspec.structs.replace(right, position=wrong)
+    with pytest.raises(NotInHistory):
+        replay(disk, snapshot=snapshot)
+    disk.files[name][:] = packed(snapshot)
+    restored = restore(disk)
+    assert restored.snapshot is None and list(restored.unusable) == [name]
+    assert restored.replay.events == run.world.state.seq
+
+
+@pytest.mark.parametrize("cut", [1, 1 << 20])
+def test_a_snapshot_beyond_the_end_of_the_log_is_not_used(run: Run, cut: int) -> None:
+    """The disk lost what it had said to be durable. The history then goes on from an earlier place,
+    and passes the snapshot by."""
+    name = sorted(run.taken)[3]
+    disk = run.log(name)
+    (snapshot,) = snapshots(disk).usable
+    place = snapshot.position
+    for number in range(place.segment + 1, scan(disk).newest + 1):
+        del disk.files[segment_name(number)]
+    last = segment_name(place.segment)
+    disk.files[last] = disk.files[last][: max(place.offset - cut, 0)]
+    kept = disk.files[name]
+    for _ in range(3):
+        disk.files[name], disk.durable[name] = kept, len(kept)
+        restored = restore(disk)
+        assert restored.snapshot is None and "the history" in restored.unusable[name]
+        begin(disk)
+        assert snapshots(disk) == ([], {})
+
+
+def begin(disk: MemoryDisk, **sizes: int) -> tuple[Machine, LogWriter]:
+    restored = restore(disk)
+    assert restored.replay.difference is None
+    writer = take_over(
+        disk, restored, logic=LOGIC_VERSION, run="r", seed=0, config_hash="", **sizes
+    )
+    return restored.replay.machine, writer
+
+
+SIZES = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 8, "keep_bytes": 9_000}
+EVENTS = 50
+
+
+def drive(disk: MemoryDisk, events: list[Stamped]) -> int:
+    """A coordinator that lives through the events which its log does not hold yet, or until the
+    disk fails: the last event that it committed."""
+    committed = 0
+    try:
+        machine, writer = begin(disk, **SIZES)
+        committed = machine.state.seq if machine.started else 0
+        for event in events[committed:]:
+            log_event(writer, event, machine.handle(event))
+            writer.commit()
+            committed = event.seq
+            writer.snapshot(machine.state)
+    except DiskError:
+        pass
+    return committed
+
+
+def log_event(writer: LogWriter, event: Stamped, commands: list[Command]) -> None:
+    body = msgspec.Raw(encode_message(event.event))
+    writer.append(
+        EventRecord(event.seq, event.time_ns, event.peer, event.incarnation, event.peer_seq, body)
+    )
+    for index, command in enumerate(commands):
+        raw = msgspec.Raw(encode_message(command))
+        writer.append(DecisionRecord(cause=event.seq, index=index, command=raw))
+
+
+@pytest.fixture(scope="module")
+def events(run: Run) -> list[Stamped]:
+    records = [record for _, record in read_log(run.log())]
+    return [stamped(record) for record in records if isinstance(record, EventRecord)][:EVENTS]
+
+
+def test_each_disk_call_failed_in_turn_leaves_a_log_that_can_be_restored(
+    run: Run, events: list[Stamped]
+) -> None:
+    """While it writes records, rotates, takes a snapshot, compresses and removes: what was
+    committed is there, no snapshot is damaged, and the next one goes on to the same end."""
+    whole = MemoryDisk()
+    assert drive(whole, events) == EVENTS
+    assert segment_name(1) not in whole.names() and any(".zst" in n for n in whole.names())
+    for fail_at in range(1, whole.calls + 1):
+        broken = MemoryDisk(fail_at=fail_at)
+        committed = drive(broken, events)
+        assert broken.calls == fail_at, "a call was made after the one that failed"
+        for keep_unsynced in (False, True):
+            disk = broken.crash(keep_unsynced)
+            restored = restore(disk)
+            assert restored.unusable == {} and restored.replay.difference is None
+            machine = restored.replay.machine
+            seq = machine.state.seq if machine.started else 0
+            assert committed <= seq <= committed + 1
+            assert drive(disk, events) == EVENTS
+            assert not [name for name in disk.names() if name.endswith(".tmp")]
+            found = restore(disk).replay
+            assert digest(found.machine.state) == run.world.digests[EVENTS]
+
+
+def test_a_failed_snapshot_is_never_tried_again(events: list[Stamped]) -> None:
+    disk = MemoryDisk()
+    machine, writer = begin(disk, snapshot_every=1)
+    log_event(writer, events[0], machine.handle(events[0]))
+    writer.commit()
+    disk.fail_at = disk.calls + 1
+    with pytest.raises(DiskError, match="create"):
+        writer.snapshot(machine.state)
+    for call in (lambda: writer.snapshot(machine.state), writer.commit, writer.flush):
+        with pytest.raises(DiskError, match="not tried again"):
+            call()
+
+
+def test_a_snapshot_commits_what_it_describes(events: list[Stamped]) -> None:
+    disk = MemoryDisk()
+    machine, writer = begin(disk, snapshot_every=1)
+    log_event(writer, events[0], machine.handle(events[0]))
+    writer.snapshot(machine.state)
+    restored = restore(disk.crash(keep_unsynced=False))
+    assert restored.snapshot is not None and restored.snapshot.seq == 1
+    assert restored.tail.end == restored.snapshot.position
+
+
+def test_two_that_write_one_snapshot_do_not_mix(events: list[Stamped]) -> None:
+    disk = MemoryDisk()
+    machine, writer = begin(disk, snapshot_every=1)
+    log_event(writer, events[0], machine.handle(events[0]))
+    disk.create("snapshot-000000000001.bin.tmp")
+    with pytest.raises(DiskError, match="another coordinator of this run writes it"):
+        writer.snapshot(machine.state)
+
+
+def test_what_a_coordinator_owed_is_written_by_the_next(events: list[Stamped]) -> None:
+    """Killed behind an event and the first of its decisions; and the next one, too, before it had
+    written the others."""
+    owed = next(event for event in events if event.seq > 10 and commands_of(events, event) > 2)
+    disk = MemoryDisk()
+    machine, writer = begin(disk)
+    for event in events[: owed.seq - 1]:
+        log_event(writer, event, machine.handle(event))
+    commands = machine.handle(owed)
+    log_event(writer, owed, commands[:1])
+    writer.commit()
+    unlogged = restore(disk).replay.unlogged
+    assert [record.index for record in unlogged] == list(range(1, len(commands)))
+    LogWriter.begin(
+        disk, scan(disk), logic=LOGIC_VERSION, incarnation=2, run="r", seed=0, config_hash=""
+    )
+    assert restore(disk).replay.unlogged == unlogged
+    begin(disk)
+    assert restore(disk).replay.unlogged == []
+    tail = [record for _, record in read_log(disk)][-len(unlogged) :]
+    assert tail == unlogged
+
+
+def commands_of(events: list[Stamped], last: Stamped) -> int:
+    machine = Machine()
+    return [len(machine.handle(event)) for event in events[: last.seq]][-1]

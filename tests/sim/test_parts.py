@@ -1,0 +1,180 @@
+"""The parts of the simulator by themselves: time, requests, engines, lengths, configs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from laminar.config import ConfigError
+from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.sim.config import SimConfig, load
+from laminar.sim.faults import KINDS
+from laminar.sim.models.engine import Sequence, SimEngine
+from laminar.sim.scenario import draw, stream
+from laminar.sim.scheduler import SECOND, Scheduler
+from laminar.sim.world import World
+from tests.sim.worlds import calm
+
+ROOT = Path(__file__).parents[2]
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def test_things_happen_in_order_of_time_then_of_planning() -> None:
+    scheduler, seen = Scheduler(), []
+    for when, name in ((5, "c"), (1, "a"), (5, "d"), (1, "b")):
+        scheduler.at(when, seen.append, name)
+    while scheduler.step():
+        seen.append(str(scheduler.now))
+    assert seen == ["a", "1", "b", "1", "c", "5", "d", "5"]
+
+
+def test_streams_of_other_concerns_are_other_streams() -> None:
+    assert stream(1, "a").random() == stream(1, "a").random() != stream(1, "b").random()
+    assert stream(1, "a").random() != stream(2, "a").random()
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def test_response_lengths_have_a_long_tail() -> None:
+    """p99 is ten times the median, and the same seed has the same length."""
+    lengths = ResponseLengths(median=100, limit=10_000)
+    drawn = sorted(lengths.of(seed) for seed in range(20_000))
+    assert drawn[0] >= 1 and lengths.of(7) == lengths.of(7)
+    assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
+    assert drawn[19_800] == pytest.approx(1_000, rel=0.15)
+
+
+def test_response_lengths_end_at_the_limit() -> None:
+    assert max(ResponseLengths(median=100, limit=150).of(seed) for seed in range(1_000)) == 150
+
+
+def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
+    timing = EngineTiming(step_us=8_000, sequence_us=60, prefill_tokens_per_s=10_000)
+    assert timing.step_ns(1) == 8_060_000
+    assert timing.step_ns(1) < timing.step_ns(64) < 2 * timing.step_ns(1)
+    assert timing.prefill_ns(5_000) == 0.5e9
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+class Bench:
+    """An engine alone in a world."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.world = World(calm(), 1)
+        self.process = self.world.processes["rollout-0"]
+        self.process.boot, self.process.alive = 1, True
+        self.finished: list[str] = []
+        timing = EngineTiming(step_us=1_000_000, sequence_us=0)  # a token a second
+        self.engine = SimEngine(self.process, timing, slots, self.finished.extend)
+
+    def add(self, name: str, total: int, done: int = 0, hangs: bool = False) -> Sequence:
+        sequence = Sequence(name, done, total, hangs)
+        self.engine.add(sequence)
+        return sequence
+
+    def until(self, second: float) -> None:
+        marks: list[int] = []
+        self.world.scheduler.at(int(second * SECOND), marks.append, 1)
+        while not marks:
+            self.world.scheduler.step()
+        self.engine.advance()
+
+
+def test_sequences_advance_together_and_end_in_order() -> None:
+    bench = Bench()
+    long, short = bench.add("long", 10), bench.add("short", 4)
+    bench.until(3.5)
+    assert (bench.engine.tokens(long), bench.engine.tokens(short)) == (3, 3)
+    assert bench.finished == [] and bench.engine.tokens_total() == 6
+    bench.until(4.5)
+    assert bench.finished == ["short"]
+    bench.until(10.5)
+    assert bench.finished == ["short", "long"]
+    assert bench.engine.tokens_total() == 14
+
+
+def test_a_full_engine_lets_others_wait() -> None:
+    bench = Bench(slots=1)
+    bench.add("a", 3)
+    waiting = bench.add("b", 2)
+    bench.until(2.5)
+    assert (bench.engine.running, bench.engine.waiting) == (1, 1)
+    assert bench.engine.tokens(waiting) == 0
+    bench.until(5.5)
+    assert bench.finished == ["a", "b"]
+
+
+def test_resumed_sequence_generates_only_the_rest() -> None:
+    bench = Bench()
+    bench.add("r", total=10, done=8)
+    bench.until(2.5)
+    assert bench.finished == ["r"] and bench.engine.tokens_total() == 2
+
+
+def test_aborted_and_hanging_sequences_never_end() -> None:
+    bench = Bench()
+    bench.add("hung", 3, hangs=True)
+    bench.add("gone", 3)
+    bench.until(1.5)
+    bench.engine.abort("gone")
+    bench.until(20)
+    assert bench.finished == []
+    assert bench.engine.tokens_total() == 1 and bench.engine.running == 1
+
+
+def test_slow_and_paused_engines_take_longer() -> None:
+    bench = Bench()
+    bench.add("s", 4)
+    bench.until(2)
+    bench.engine.freeze()
+    bench.until(10)
+    assert bench.finished == []
+    bench.process.slow = 3.0
+    bench.engine.thaw()
+    bench.until(15.9)
+    assert bench.finished == []
+    bench.until(16.1)
+    assert bench.finished == ["s"]
+
+
+# --- configs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sim_small.toml", "sim_1024.toml"])
+def test_shipped_configs_are_legal(name: str) -> None:
+    config = load(ROOT / "configs" / name, KINDS)
+    for seed in range(20):
+        draw(config, seed)
+
+
+def test_small_config_is_the_default_swarm() -> None:
+    assert load(ROOT / "configs" / "sim_small.toml", KINDS) == SimConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[work]\nreplica = 3\n", "unknown key work.replica; did you mean 'replicas'?"),
+        ("[wrok]\n", "unknown section [wrok]; did you mean 'work'?"),
+        ("[work]\nreplicas = 'two'\n", "Expected `int | array`, got `str` - at `$.work.replicas`"),
+        ("[faults]\nmenu = ['fire']\n", "faults.menu names 'fire'; there are replica-dies"),
+        ("work = [\n", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "sim.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(file, KINDS)
+    assert told in str(error.value) and str(file) in str(error.value)
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "none.toml", KINDS)

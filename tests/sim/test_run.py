@@ -1,0 +1,115 @@
+"""Runs of the simulator: they end, they depend on their seed alone, and they say what they saw."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar.core.state import ENDED
+from laminar.sim.run import event_line, run_seed, run_seeds, story
+from laminar.sim.violation import Violation
+from laminar.sim.world import World
+from tests.sim.worlds import calm, config, log_bytes, ran
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("first", [1, 11, 21])
+def test_runs_with_faults_keep_every_promise(first: int) -> None:
+    """Ten seeds each: safety after every event, an end after the faults, a replay that is equal."""
+    for seed in range(first, first + 10):
+        outcome = run_seed(config(), seed)
+        assert not outcome.invariant, (seed, outcome.details)
+
+
+def test_run_without_faults_completes_its_work() -> None:
+    world = ran(calm(total_steps=6, num_train=200), seed=3)
+    state = world.coordinator.state
+    assert state is not None and state.phase == ENDED and not state.failure
+    assert state.completed == 6
+    assert len(world.checks.book) == state.ledger.trajectories.trained > 0
+    assert world.coordinator.incarnations == 1
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_same_seed_same_log(seed: int) -> None:
+    """Every byte of every file, snapshots included, with faults of all kinds."""
+    assert log_bytes(ran(config(), seed)) == log_bytes(ran(config(), seed))
+
+
+def test_other_seed_other_run() -> None:
+    assert run_seed(config(), 4).digest != run_seed(config(), 6).digest
+
+
+def test_faults_of_one_kind_do_not_shift_the_work() -> None:
+    """What a scenario is, and how long its answers are, does not depend on what goes wrong."""
+    quiet, rough = World(calm(), 5), World(config("replica-dies"), 5)
+    assert quiet.scenario == rough.scenario
+
+
+def test_other_hash_seeds_give_the_same_runs() -> None:
+    """Python's string hashes differ between processes; nothing may depend on them."""
+    program = (
+        "from laminar.sim.run import run_seed\n"
+        "from tests.sim.worlds import config\n"
+        "print([run_seed(config(), seed).digest for seed in (1, 4, 6)])\n"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("0", "1")
+    }
+    assert answers == {str([run_seed(config(), seed).digest for seed in (1, 4, 6)]) + "\n"}
+
+
+def test_runs_in_processes_are_the_same_runs() -> None:
+    alone = {outcome.seed: outcome for outcome in run_seeds(calm(), range(1, 4), 1)}
+    together = {outcome.seed: outcome for outcome in run_seeds(calm(), range(1, 4), 2)}
+    assert alone == together
+
+
+def test_event_lines_have_fixed_columns() -> None:
+    lines: list[str] = []
+    run_seed(calm(), 8, lambda stamped, commands, state: lines.append(event_line(stamped, commands)))
+    assert len(lines) > 100
+    for line in lines:
+        assert line[:8].strip().isdigit()
+        assert line[20:22] == "  " and line[21] == " "
+        assert float(line[9:20]) >= 0
+    assert lines[0].split()[2] == "coordinator"
+
+
+def test_violation_is_an_outcome_with_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's book is broken on purpose: the outcome names the promise and what was hurt,
+    and the story tells of nothing else."""
+
+    def broken(checks: object, command: object) -> None:
+        hurt = command.trajectories[0]  # type: ignore[attr-defined]
+        raise Violation("at_most_one_trained", f"{hurt} is in two batches", hurt)
+
+    monkeypatch.setattr("laminar.sim.checkers.Checks.trained", broken)
+    outcome = run_seed(calm(), 8)
+    assert outcome.invariant == "at_most_one_trained" and outcome.digest == ""
+    (hurt,) = outcome.subjects
+    told = story(calm(), outcome)
+    assert told and all(hurt in line for line in told)
+
+
+def test_what_the_product_raises_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(relay: object, client: str, request: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("laminar.sim.models.relay.Relay.answer", broken)
+    outcome = run_seed(calm(), 8)
+    assert outcome.invariant == "nothing_raises" and "planted" in outcome.details
+    assert story(calm(), outcome), "without a subject the last events are told"

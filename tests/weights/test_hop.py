@@ -1,0 +1,754 @@
+"""One hop without sockets: a sender and a receiver joined by links that the test moves.
+
+Every frame crosses the wire's codec. A relay here has the slot table that a real one has, so that
+what is pinned and what is given back is checked along the way.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from laminar.weights import manifest as mf
+from laminar.weights import wire
+from laminar.weights.deltas import DeltaBook
+from laminar.weights.holding import Holding
+from laminar.weights.receiver import REFUSALS_MAX, Receiver
+from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.sender import Sender
+from laminar.weights.slots import Held, Lease, SlotTable, Writing
+from laminar.weights.stock import Stock
+from laminar.weights.wire import BadBytes, Header, Kind
+from tools.bench.weights_relay import digest_of, draft
+
+SIZE, CHUNK = 4096, 512
+CHUNKS = SIZE // CHUNK
+SLOTS = 3
+
+
+def content(version: int) -> np.ndarray:
+    return np.random.default_rng(version).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+class Link:
+    """A transport to one side; `frames` is what is on the way."""
+
+    def __init__(self, decoder: Any, handler: Any) -> None:
+        self.decoder, self.handler = decoder, handler
+        self.frames: deque[tuple[Header, bytes]] = deque()
+        self.spoil: Callable[[Header, bytes], bytes] = lambda header, body: body
+        self.failed = ""
+        self.said: list[Any] = []  #: messages so far
+        self.hold: Kind | None = None  #: stop before the first body of this kind
+        self.stopped = False
+
+    @property
+    def idle(self) -> bool:
+        return not any(header.kind != Kind.MESSAGE for header, _ in self.frames)
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
+        data = wire.encode(message)
+        header = wire.unpack_header(data[: wire.HEADER_BYTES], wire.MESSAGE_BYTES_MAX)
+        self.frames.append((header, data[wire.HEADER_BYTES :]))
+
+    def push(self, header: Header, body: memoryview) -> None:
+        assert self.idle
+        self.stopped = header.kind == self.hold
+        self.frames.append((header, bytes(body)))
+
+    def fail(self, reason: str) -> None:
+        self.failed = reason
+
+    def move(self) -> None:
+        """One frame arrives."""
+        header, body = self.frames.popleft()
+        if header.kind == Kind.MESSAGE:
+            self.handler.message(wire.decode(self.decoder, header, bytearray(body)))
+        else:
+            target = self.handler.place(header)
+            assert target.nbytes == header.length
+            target[:] = self.spoil(header, body)
+            self.handler.landed(header)
+
+
+class Relay:
+    """Stock, receiver and sender of one relay, and its slots."""
+
+    def __init__(self, name: str, *, grants: bool = True, delta_bytes: int = 0) -> None:
+        self.name, self.grants = name, grants
+        self.memory = [bytearray(SIZE) for _ in range(SLOTS)]
+        self.reports: list[Report] = []
+        self.posted: deque[Callable[[], None]] = deque()
+        self.stock = Stock()
+        self.slots = SlotTable(SLOTS, self.stock.forget)
+        book = DeltaBook(delta_bytes)
+        self.sender = Sender(
+            self.stock, book, self.arriving, self.posted.append, self.reports.append
+        )
+        self.receiver = Receiver(
+            self.stock, book, self.sender, lambda i: memoryview(self.memory[i]), self.handle
+        )
+        self.slot_due = False
+        self.down: Link | None = None  #: to the successor
+
+    def arriving(self, version: int) -> bool:
+        incoming = self.receiver.incoming
+        return self.receiver.linked and incoming is not None and incoming.version == version
+
+    def handle(self, report: Report) -> None:
+        self.reports.append(report)
+        if isinstance(report, SlotWanted):
+            self.slot_due = True
+        elif isinstance(report, Received):
+            state = self.slots.state(report.slot)
+            assert isinstance(state, Writing)
+            self.slots.commit(report.slot, state.writer, report.manifest.version)
+        elif isinstance(report, SlotReturned):
+            state = self.slots.state(report.slot)
+            assert isinstance(state, Writing)
+            self.slots.abandon(state.writer)
+
+    def publish(self, version: int, data: np.ndarray | None = None, digest: str = "") -> None:
+        grant = self.slots.grant("trainer")
+        assert grant is not None
+        data = content(version) if data is None else data
+        self.memory[grant.slot][:] = data.tobytes()
+        like = draft(version, SIZE, CHUNK)
+        sums = [xxhash.xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, SIZE, CHUNK)]
+        manifest = mf.seal(like, sums, digest or digest_of(data))
+        self.slots.commit(grant.slot, "trainer", version)
+        self.put(Holding.published(manifest, grant.slot, memoryview(self.memory[grant.slot])))
+
+    def publish_share(self, version: int, rank: int) -> None:
+        grant = self.slots.grant(f"trainer-{version}")
+        assert grant is not None
+        data, like = content(version), draft(version, SIZE, CHUNK, PARTS)
+        bounds, mine = mf.chunk_bounds(like), mf.chunks_of_ranks(like, [rank])
+        self.memory[grant.slot][:] = bytes(SIZE)
+        for i in mine:
+            self.memory[grant.slot][bounds[i] : bounds[i + 1]] = data[
+                bounds[i] : bounds[i + 1]
+            ].data
+        sums = {i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]]) for i in mine}
+        self.put(Holding.share(like, grant.slot, memoryview(self.memory[grant.slot]), sums))
+
+    def put(self, holding: Holding) -> None:
+        self.stock.put(holding)
+        self.receiver.published(holding)
+        self.sender.refresh()
+
+    def turn(self) -> None:
+        """What the plane and the relay's actor do besides moving bytes."""
+        while self.posted:
+            self.posted.popleft()()
+        while self.receiver.work():
+            pass
+        if self.slot_due and self.grants:
+            grant = self.slots.grant("plane")
+            if grant is not None:
+                self.slot_due = False
+                self.receiver.granted(grant.slot)
+        self.sender.fill()
+
+    def troubles(self) -> list[tuple[str, int]]:
+        return [(r.kind, r.version) for r in self.reports if isinstance(r, Trouble)]
+
+    def received(self) -> list[int]:
+        return [r.manifest.version for r in self.reports if isinstance(r, Received)]
+
+    def holds(self, version: int) -> bool:
+        """Complete, under its digest, in a slot that is held, byte for byte."""
+        holding = self.stock.get(version)
+        if holding is None or not holding.complete:
+            return False
+        assert self.slots.state(holding.slot) == Held(version)
+        assert holding.digest == digest_of(self.memory[holding.slot])
+        return True
+
+
+PARTS = tuple(
+    mf.Part(rank=rank, offset=start, nbytes=end - start)
+    for rank, start, end in ((0, 0, 700), (1, 700, 2600), (0, 2600, 3000), (1, 3000, SIZE))
+)
+
+
+def join(first: Relay, second: Relay) -> tuple[Link, Link]:
+    """Make `second` the successor of `first`; the links to it and from it."""
+    down = Link(wire.predecessor_decoder, second.receiver)
+    up = Link(wire.successor_decoder, first.sender)
+    incoming = second.receiver.incoming
+    welcome = wire.Welcome(
+        name=second.name,
+        incarnation=1,
+        held=second.stock.complete(),
+        partial={} if incoming is None else {incoming.version: incoming.digest},
+    )
+    second.receiver.connected(up, first.name)
+    first.sender.connected(down, welcome, down.fail)
+    first.down = down
+    return down, up
+
+
+def part(first: Relay, second: Relay) -> None:
+    first.sender.disconnected()
+    second.receiver.disconnected()
+
+
+def run(relays: list[Relay], links: list[Link], until: Callable[[], bool] = lambda: False) -> None:
+    """Move everything until nothing moves, or until something is so."""
+    quiet = 0
+    while quiet < 3 and not until():
+        quiet += 1
+        for relay in relays:
+            relay.turn()
+        for link in links:
+            if link.frames and not link.stopped:
+                quiet = 0
+                link.move()
+
+
+def chunks_here(relay: Relay) -> int:
+    return 0 if relay.receiver.incoming is None else relay.receiver.incoming.num_have
+
+
+def test_an_idle_chain_forwards_at_once_and_a_newcomer_is_fed_the_newest() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    run([a, b, c], links)
+    assert b.holds(0) and c.holds(0)
+    a.publish(1)
+    run([a, b, c], links)
+    assert b.received() == c.received() == [0, 1]
+    d = Relay("d")
+    links += join(c, d)
+    run([a, b, c, d], links)
+    assert d.received() == [1]  # not what is older
+    assert d.holds(1) and not a.troubles() + b.troubles() + c.troubles() + d.troubles()
+
+
+def test_a_chunk_goes_on_before_the_next_one_is_here() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    run([a, b, c], links, lambda: chunks_here(c) == 2)
+    assert chunks_here(b) < CHUNKS - 2
+    run([a, b, c], links)
+    assert c.holds(0)
+
+
+def test_without_a_free_slot_the_version_is_owed_and_the_newest_is_sent_when_there_is_one() -> None:
+    a, b = Relay("a"), Relay("b", grants=False)
+    links = [*join(a, b)]
+    for version in (0, 1, 2):
+        a.publish(version)
+        run([a, b], links)
+    assert [type(r) for r in b.reports] == [SlotWanted]  # asked once
+    assert a.sender.current is not None and not a.sender.current.wanted
+    b.grants = True
+    run([a, b], links)
+    assert b.received() == [2]
+
+
+def test_an_offer_that_nobody_took_does_not_pin_its_slot() -> None:
+    a, b = Relay("a"), Relay("b", grants=False)
+    links = [*join(a, b)]
+    for version in range(6):  # twice as many as there are slots
+        a.publish(version)
+        run([a, b], links)
+    b.grants = True
+    run([a, b], links)
+    assert b.received() == [5]
+
+
+def test_the_present_version_is_finished_then_comes_the_newest() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links, lambda: chunks_here(b) == 3)
+    for version in (1, 2, 3, 4):
+        a.publish(version)  # slot after slot, never the one that is being sent
+    assert 0 in a.slots.versions_held
+    run([a, b], links)
+    assert b.received() == [0, 4]
+    assert b.holds(0) and b.holds(4)
+    assert a.slots.grant("trainer") is not None  # and nothing stays pinned
+    assert a.stock.forget(0)
+
+
+def test_a_dead_relay_is_spliced_out_and_only_what_lacks_is_sent() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    run([a, b, c], links, lambda: chunks_here(c) == 3)
+    part(b, c)
+    part(a, b)
+    down, up = join(a, c)
+    sent = []
+    down.spoil = lambda header, body: (sent.append(header.position), body)[1]
+    run([a, c], [down, up])
+    assert sent == list(range(3, CHUNKS))
+    assert c.holds(0)
+    [have] = [message.have for message in up.said if isinstance(message, wire.Want)]
+    assert list(np.unpackbits(np.frombuffer(have, np.uint8))) == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_version_that_died_with_its_publisher_gives_its_slot_to_the_next() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    run([a, b, c], links, lambda: chunks_here(c) == 3)
+    part(a, b)
+    run([b, c], links[2:])
+    assert not b.holds(0) and chunks_here(c) >= 3
+    master = Relay("d")
+    links[:2] = join(master, b)
+    master.publish(1)
+    run([master, b, c], links)
+    assert b.received() == c.received() == [1]
+    for relay in (b, c):
+        assert sum(isinstance(relay.slots.state(i), Writing) for i in range(SLOTS)) == 0
+
+
+def test_a_relay_that_becomes_the_publisher_drops_what_nobody_will_complete() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    run([a, b, c], links, lambda: chunks_here(c) == 3)
+    part(a, b)
+    b.publish(1)
+    run([b, c], links[2:])
+    assert b.receiver.incoming is None
+    assert c.received() == [1]
+
+
+def test_a_damaged_chunk_is_asked_for_again_and_never_forwarded() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    links = [*join(a, b), *join(b, c)]
+    damage = [2, 2, 5]
+
+    def spoil(header: Header, body: bytes) -> bytes:
+        if header.position in damage:
+            damage.remove(header.position)
+            return body[:-1] + bytes([body[-1] ^ 1])
+        return body
+
+    links[0].spoil = spoil
+    a.publish(0)
+    run([a, b, c], links)
+    assert b.holds(0) and c.holds(0)
+    assert b.troubles() == [("damaged-chunk", 0)] * 3 and b.receiver.damaged == 3
+    assert c.troubles() == []
+
+
+def test_a_chunk_that_is_damaged_again_and_again_ends_the_connection() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    links[0].spoil = lambda header, body: bytes(len(body)) if header.position == 4 else body
+    a.publish(0)
+    with pytest.raises(BadBytes, match="damaged-chunk"):
+        run([a, b], links)
+    assert b.troubles() == [("damaged-chunk", 0)] * REFUSALS_MAX
+    part(a, b)
+    run([a, b], [*join(a, b)])  # over another path it goes well
+    assert b.holds(0)
+
+
+def test_chunks_nobody_asked_for_end_the_connection() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links, lambda: chunks_here(b) == 3)
+    for header in (
+        Header(Kind.CHUNK, CHUNK, 0, 0, 0),  # proved already
+        Header(Kind.CHUNK, CHUNK, CHUNKS, 0, 0),
+        Header(Kind.CHUNK, CHUNK, 5, 9, 0),
+        Header(Kind.CHUNK, CHUNK - 1, 5, 0, 0),
+    ):
+        with pytest.raises(BadBytes, match="unasked-chunk"):
+            b.receiver.place(header)
+    run([a, b], links)
+    assert b.holds(0)
+
+
+def test_wrong_answers_end_the_connection() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links, lambda: chunks_here(b) == 3)
+    for message, reason in (
+        (wire.Again(version=0, position=CHUNKS), "bad-again"),
+        (wire.Want(version=0, have=b"", from_block=None), "bad-have"),
+        (wire.Refused(reason="?"), "second-welcome"),
+    ):
+        with pytest.raises(BadBytes, match=reason):
+            a.sender.message(message)
+    with pytest.raises(BadBytes, match="second-hello"):
+        b.receiver.message(wire.Hello(run="r", name="a", incarnation=1, chain=1))
+    with pytest.raises(BadBytes, match="bad-checksums"):
+        like = draft(1, SIZE, CHUNK)
+        b.receiver.message(wire.Offer(draft=like, checksums=b"123", digest="", base=None))
+    run([a, b], links)
+    assert b.holds(0)
+
+
+def test_a_wrong_digest_is_declined_and_the_slot_given_back() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    a.publish(0, digest="f" * 32)
+    run([a, b], links)
+    assert b.received() == [] and b.troubles() == [("wrong-digest", 0)]
+    assert a.troubles() == [("declined", 0)]
+    assert all(not isinstance(b.slots.state(i), Writing) for i in range(SLOTS))
+    a.publish(1)
+    run([a, b], links)
+    assert b.received() == [1]
+
+
+def test_a_version_that_does_not_fit_is_declined() -> None:
+    a, b = Relay("a"), Relay("b")
+    b.memory = [bytearray(SIZE - 1) for _ in range(SLOTS)]
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links)
+    assert b.troubles() == [("denied", 0)] and a.troubles() == [("declined", 0)]
+    assert b.slots.grant("plane") is not None
+
+
+def test_the_relay_may_deny_a_slot_for_good() -> None:
+    a, b = Relay("a"), Relay("b", grants=False)
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links)
+    b.receiver.denied("over the limit")
+    run([a, b], links)
+    assert a.troubles() == [("declined", 0)]
+
+
+def test_a_slot_that_comes_when_nothing_is_offered_any_more_goes_back() -> None:
+    a, b = Relay("a"), Relay("b", grants=False)
+    links = [*join(a, b)]
+    a.publish(0)
+    run([a, b], links)
+    part(a, b)
+    b.grants = True
+    b.turn()
+    assert isinstance(b.reports[-1], SlotReturned)
+
+
+def test_two_publishers_complete_one_version_and_feed_a_third_relay() -> None:
+    a, b, c = Relay("a"), Relay("b"), Relay("c")
+    # A relay with a trainer gives no slot: its version goes where its trainer wrote its share.
+    a.grants = b.grants = False
+    links = [*join(a, b), *join(b, c), *join(c, a)]
+    a.publish_share(3, 0)
+    run([a, b, c], links)
+    assert chunks_here(c) == 0 and b.received() == []
+    b.publish_share(3, 1)
+    run([a, b, c], links)
+    for relay in (a, b, c):
+        assert relay.received() == [3], relay.reports
+        assert relay.holds(3) and not relay.troubles()
+        assert relay.memory[relay.stock.get(3).slot] == content(3).tobytes()
+
+
+def test_a_share_of_a_version_that_others_have_finished_with_is_given_back() -> None:
+    a, b = Relay("a", grants=False), Relay("b", grants=False)
+    links = [*join(a, b), *join(b, a)]
+    a.publish_share(1, 0)  # the other rank skipped this one
+    for relay, rank in ((a, 0), (b, 1)):
+        relay.publish_share(2, rank)
+    run([a, b], links)
+    assert a.received() == b.received() == [2]
+    assert [r for r in a.reports if isinstance(r, SlotReturned)]
+    assert sum(isinstance(a.slots.state(i), Writing) for i in range(SLOTS)) == 0
+
+
+def test_publishers_that_disagree_are_found() -> None:
+    a, b = Relay("a"), Relay("b", grants=False)
+    links = [*join(a, b)]
+    a.publish_share(1, 0)
+    bad = Holding.share(draft(1, SIZE, CHUNK), 0, memoryview(b.memory[0]), {0: 1})
+    b.put(bad)
+    run([a, b], links)
+    assert b.troubles() == [("wrong-layout", 1)] and a.troubles() == [("declined", 1)]
+
+
+# --- deltas -----------------------------------------------------------------------------------
+
+
+def settle(relays: list[Relay], links: list[Link], done: Callable[[], bool]) -> None:
+    """Run until something is so, and until no thread encodes any more."""
+    for _ in range(20):
+        run(relays, links)
+        encoders = [t for t in threading.enumerate() if t.name.startswith("delta-")]
+        for thread in encoders:
+            thread.join()
+        if done() and not encoders:
+            return
+    raise AssertionError([relay.reports for relay in relays])
+
+
+def close_to(version: int) -> np.ndarray:
+    data = content(version).copy()
+    data[::997] ^= 1
+    return data
+
+
+def kinds_of(link: Link) -> list[Kind]:
+    seen: list[Kind] = []
+    link.spoil = lambda header, body: (seen.append(header.kind), body)[1]
+    return seen
+
+
+def test_a_delta_is_encoded_once_and_goes_down_the_chain() -> None:
+    a, b, c = (Relay(name, delta_bytes=1 << 20) for name in "abc")
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    settle([a, b, c], links, lambda: c.holds(0))
+    first, second = kinds_of(links[0]), kinds_of(links[2])
+    a.publish(1, close_to(0))
+    settle([a, b, c], links, lambda: c.holds(1))
+    assert set(first) == set(second) == {Kind.BLOCK}
+    assert b.received() == c.received() == [0, 1]
+    assert b.stock.forget(0) and a.stock.forget(0)  # no base stays pinned
+
+
+def test_a_relay_without_the_base_gets_chunks_while_its_predecessor_gets_a_delta() -> None:
+    a, b, c = (Relay(name, delta_bytes=1 << 20) for name in "abc")
+    c.grants = False
+    links = [*join(a, b), *join(b, c)]
+    a.publish(0)
+    settle([a, b, c], links, lambda: b.holds(0))
+    first, second = kinds_of(links[0]), kinds_of(links[2])
+    a.publish(1, close_to(0))
+    settle([a, b, c], links, lambda: b.holds(1))
+    c.grants = True
+    settle([a, b, c], links, lambda: c.holds(1))
+    assert set(first) == {Kind.BLOCK} and set(second) == {Kind.CHUNK}
+
+
+def test_a_delta_that_does_not_pay_is_not_sent() -> None:
+    a, b = (Relay(name, delta_bytes=1 << 20) for name in "ab")
+    links = [*join(a, b)]
+    a.publish(0)
+    settle([a, b], links, lambda: b.holds(0))
+    seen = kinds_of(links[0])
+    a.publish(1)  # nothing in common with version 0
+    settle([a, b], links, lambda: b.holds(1))
+    assert set(seen) == {Kind.CHUNK} and not b.troubles()
+
+
+def test_no_room_for_a_delta_means_chunks() -> None:
+    a, b = (Relay(name, delta_bytes=1) for name in "ab")
+    links = [*join(a, b)]
+    a.publish(0)
+    settle([a, b], links, lambda: b.holds(0))
+    seen = kinds_of(links[0])
+    a.publish(1, close_to(0))
+    settle([a, b], links, lambda: b.holds(1))
+    assert set(seen) == {Kind.CHUNK}
+
+
+def test_chunks_that_a_delta_leaves_wrong_are_sent_in_full() -> None:
+    a, b = (Relay(name, delta_bytes=1 << 20) for name in "ab")
+    links = [*join(a, b)]
+    a.publish(0)
+    settle([a, b], links, lambda: b.holds(0))
+    base = b.stock.get(0)
+    assert base is not None
+    b.memory[base.slot][3 * CHUNK] ^= 1  # a cosmic ray in the receiver's base
+    positions: list[tuple[Kind, int]] = []
+    links[0].spoil = lambda header, body: (positions.append((header.kind, header.position)), body)[
+        1
+    ]
+    a.publish(1, close_to(0))
+    settle([a, b], links, lambda: b.received() == [0, 1])
+    assert positions == [(Kind.BLOCK, 0), (Kind.CHUNK, 3)]
+    assert b.troubles() == [("wrong-delta", 1)]
+    assert b.holds(1)
+
+
+@pytest.mark.parametrize("damages", [1, REFUSALS_MAX])
+def test_a_damaged_block_is_sent_again(damages: int) -> None:
+    a, b = (Relay(name, delta_bytes=1 << 20) for name in "ab")
+    links = [*join(a, b)]
+    a.publish(0)
+    settle([a, b], links, lambda: b.holds(0))
+    left = [damages]
+
+    def spoil(header: Header, body: bytes) -> bytes:
+        left[0] -= 1
+        return bytes(len(body)) if left[0] >= 0 else body
+
+    links[0].spoil = spoil
+    a.publish(1, close_to(0))
+    if damages == REFUSALS_MAX:
+        with pytest.raises(BadBytes, match="damaged-block"):
+            settle([a, b], links, lambda: b.holds(1))
+        part(a, b)
+        links = [*join(a, b)]
+    settle([a, b], links, lambda: b.holds(1))
+    assert b.troubles() == [("damaged-block", 1)] * damages
+
+
+def test_a_delta_cut_short_is_finished_in_chunks() -> None:
+    a, b = (Relay(name, delta_bytes=1 << 20) for name in "ab")
+    links = [*join(a, b)]
+    a.publish(0)
+    settle([a, b], links, lambda: b.holds(0))
+    links[0].hold = Kind.BLOCK
+    a.publish(1, close_to(0))
+    settle([a, b], links, lambda: links[0].stopped)
+    part(a, b)
+    links = [*join(a, b)]
+    seen = kinds_of(links[0])
+    settle([a, b], links, lambda: b.holds(1))
+    assert set(seen) == {Kind.CHUNK}
+    assert b.stock.forget(0)
+
+
+# --- everything at once -----------------------------------------------------------------------
+
+
+class Chain:
+    """Relays in a row under random use: published to, moved, cut, restarted, starved of slots."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.delta_bytes = self.random.choice([0, 0, 600, 1 << 20])
+        self.relays = [self.fresh(i) for i in range(self.random.randint(2, 5))]
+        self.hops: dict[int, tuple[Link, Link]] = {}  #: by index of the predecessor
+        self.version = -1
+        self.leases: list[tuple[Relay, int]] = []
+        self.damage = 0.0
+
+    def fresh(self, index: int) -> Relay:
+        return Relay(f"relay-{index}", delta_bytes=self.delta_bytes)
+
+    def connect(self, index: int) -> None:
+        down, up = join(self.relays[index], self.relays[index + 1])
+        down.spoil = self.spoil
+        self.hops[index] = down, up
+
+    def cut(self, index: int) -> None:
+        if self.hops.pop(index, None) is not None:
+            part(self.relays[index], self.relays[index + 1])
+
+    def spoil(self, header: Header, body: bytes) -> bytes:
+        if body and self.random.random() < self.damage:
+            at = self.random.randrange(len(body))
+            return body[:at] + bytes([body[at] ^ 0xFF]) + body[at + 1 :]
+        return body
+
+    def publish(self) -> None:
+        head = self.relays[0]
+        grant = head.slots.grant("trainer")
+        if grant is None:
+            return  # skipped: every slot is leased or being sent
+        head.slots.abandon("trainer")
+        self.version += 1
+        near = self.random.random() < 0.6 and self.version > 0
+        head.publish(self.version, changed(self.version) if near else None)
+
+    def move(self, index: int) -> None:
+        down, up = self.hops[index]
+        link = self.random.choice([down, up])
+        if down.failed:
+            return self.cut(index)
+        try:
+            if link.frames:
+                link.move()
+        except BadBytes:
+            self.cut(index)
+
+    def restart(self, index: int) -> None:
+        """A relay dies and comes back with nothing; the first one is the trainer's."""
+        for hop in (index - 1, index):
+            self.cut(hop)
+        self.leases = [(r, lease) for r, lease in self.leases if r is not self.relays[index]]
+        self.relays[index] = self.fresh(index)
+
+    def splice(self, index: int) -> None:
+        """A relay is taken out of the row for good."""
+        for hop in range(index - 1, len(self.relays)):
+            self.cut(hop)
+        relay = self.relays.pop(index)
+        self.leases = [(r, lease) for r, lease in self.leases if r is not relay]
+
+    def lease(self) -> None:
+        relay = self.random.choice(self.relays)
+        lease = relay.slots.lease(0, "reader", exact=False)
+        if isinstance(lease, Lease):
+            self.leases.append((relay, lease.lease_id))
+
+    def step(self) -> None:
+        draw = self.random.random()
+        hop = self.random.randrange(len(self.relays) - 1)
+        if draw < 0.03:
+            self.publish()
+        elif draw < 0.05:
+            self.cut(hop)
+        elif draw < 0.056:
+            self.restart(hop + 1)
+        elif draw < 0.06 and len(self.relays) > 2:
+            self.splice(hop + 1)
+        elif draw < 0.07:
+            self.lease()
+        elif draw < 0.08 and self.leases:
+            relay, lease_id = self.leases.pop()
+            relay.slots.release(lease_id)
+        elif draw < 0.09:
+            self.relays[hop + 1].grants = not self.relays[hop + 1].grants
+        elif draw < 0.1:
+            self.damage = self.random.choice([0.0, 0.02, 0.2])
+        elif draw < 0.4:
+            self.random.choice(self.relays).turn()
+        elif hop in self.hops:
+            self.move(hop)
+        else:
+            self.connect(hop)
+
+    def heal(self) -> None:
+        """No more faults: everything that is owed must arrive."""
+        self.damage = 0.0
+        for relay, lease_id in self.leases:
+            relay.slots.release(lease_id)
+        for relay in self.relays:
+            relay.grants = True
+        self.publish()
+        for index in range(len(self.relays) - 1):
+            if index in self.hops and self.hops[index][0].failed:
+                self.cut(index)
+            if index not in self.hops:
+                self.connect(index)
+        links = [link for pair in self.hops.values() for link in pair]
+        settle(self.relays, links, lambda: all(r.holds(self.version) for r in self.relays))
+
+
+def changed(version: int) -> np.ndarray:
+    """A version that differs little from all others of its kind."""
+    data = content(0).copy()
+    data[version % 97 :: 997] ^= version & 0xFF
+    return data
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_no_wrong_version_is_held_and_the_newest_arrives(seed: int) -> None:
+    chain = Chain(seed)
+    for _ in range(1500):
+        chain.step()
+        for relay in chain.relays:
+            for version in relay.slots.versions_held:
+                assert relay.stock.get(version) is None or relay.holds(version), (seed, version)
+    chain.heal()
+    for relay in chain.relays:
+        writing = [relay.slots.state(i) for i in range(SLOTS)]
+        assert not any(isinstance(state, Writing) for state in writing), (seed, writing)
+        assert all(relay.stock.forget(v) for v in relay.slots.versions_held), seed

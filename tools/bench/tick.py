@@ -1,0 +1,51 @@
+"""How many events one turn after another can handle: the coordinator without its sockets.
+
+Usage: python tools/bench/tick.py [--peers 2 64 1024] [--events 100000]
+Prints one JSON line per figure.
+
+tick_events_per_s_at_N    events in the log / CPU time inside Tick.turn, with N replicas
+
+Frames in, sessions, decoding, decisions, log records with one write and one sync a turn on a memory
+disk, sessions, frames out; the actors' own ends of the links are not counted. A turn takes what
+arrives within 2 ms of the made-up cluster's time (tools/bench/traffic.py): with few replicas that
+is one event or none, so each turn's fixed cost weighs most there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.coordinator.system import RealDisk  # noqa: E402
+from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from tools.bench.traffic import Traffic  # noqa: E402
+
+CAPACITY = 64
+
+
+def events_per_s(replicas: int, events: int) -> float:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+        traffic = Traffic(RealDisk(Path(directory)), replicas=replicas, capacity=CAPACITY)
+        traffic.run(events)
+        return traffic.tick.machine.state.seq / traffic.turn_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 64, 1_024], help="replicas")
+    parser.add_argument("--events", type=int, default=100_000)
+    args = parser.parse_args()
+    for replicas in args.peers:
+        rate = events_per_s(replicas, args.events)
+        name = f"tick_events_per_s_at_{replicas}"
+        print(json.dumps({"name": name, "value": round(rate), "unit": "1/s"}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

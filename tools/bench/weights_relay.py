@@ -1,0 +1,300 @@
+"""Relay processes without a coordinator: the bulk plane with slots around it, and a pipe.
+
+Reads   calls of the process that made them
+Gives   RelayProcess; Happened, what a relay reported and when
+
+For benches and tests of the plane with real processes and real sockets. Slots are shared memory
+that the parent made, so that it can see (and spoil) what is in them. Forked, so that filling a
+version may be any function.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing as mp
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from laminar.weights import manifest as mf
+from laminar.weights.entrance import Identity
+from laminar.weights.plane import Plane, PlaneOptions
+from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Status
+from laminar.weights.slots import SlotTable
+
+RUN = "bench"
+ANSWER_S = 60.0
+Fill = Callable[[int, np.ndarray], None]  #: (version, bytes of a slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A report, at time.monotonic()."""
+
+    at: float
+    report: Report
+
+
+def draft(
+    version: int, total_bytes: int, chunk_bytes: int, parts: tuple[mf.Part, ...] | None = None
+) -> mf.Draft:
+    """A version of one bfloat16 tensor, written by one rank unless `parts` says otherwise."""
+    return mf.Draft(
+        version=version,
+        step=version,
+        kind="full",
+        dtype="bfloat16",
+        total_bytes=total_bytes,
+        tensors=mf.layout([("weights", (total_bytes // 2,))], "bfloat16"),
+        parts=parts or (mf.Part(rank=0, offset=0, nbytes=total_bytes),),
+        chunk_bytes=chunk_bytes,
+        probe=None,
+    )
+
+
+def digest_of(data: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class RelayProcess:
+    """A relay in a process of its own; calls wait for its answer."""
+
+    def __init__(
+        self,
+        name: str,
+        slot_bytes: int,
+        fill: Fill,
+        *,
+        host: str = "127.0.0.1",
+        slots: int = 3,
+        incarnation: int = 1,
+        run: str = RUN,
+        grants: bool = True,
+        options: PlaneOptions | None = None,
+        in_child: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`grants`: whether it gives slots to the plane. `in_child` runs first in the process."""
+        context = mp.get_context("fork")
+        self.name = name
+        self.happened: list[Happened] = []
+        self.memory = [mmap.mmap(-1, slot_bytes) for _ in range(slots)]
+        self._pipe, theirs = context.Pipe()
+        identity = Identity(run=run, name=name, incarnation=incarnation)
+        stub = _Stub(identity, self.memory, fill, options or PlaneOptions(), grants)
+
+        def main() -> None:
+            in_child()
+            self._pipe.close()
+            stub.main(theirs, host)
+
+        self._process = context.Process(target=main, name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.host, self.port = self._call("start")
+
+    def set_successor(self, chain: int, successor: RelayProcess | None) -> None:
+        where = None if successor is None else (successor.name, successor.host, successor.port)
+        self._call("set_successor", chain, where)
+
+    def connect_to(self, chain: int, name: str, host: str, port: int) -> None:
+        """Take whoever listens there for the successor."""
+        self._call("set_successor", chain, (name, host, port))
+
+    def publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
+        """Fill a slot, hash and publish it; its digest, and when it went to the plane."""
+        answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
+        return answer
+
+    def publish_share(self, like: mf.Draft, rank: int) -> None:
+        """Fill a slot, but count only the chunks of one rank as written."""
+        self._call("publish_share", like, rank)
+
+    def allow_grants(self) -> None:
+        """Give slots from now on, also the one that was asked for before."""
+        self._call("allow_grants")
+
+    def status(self) -> Status:
+        answer: Status = self._call("status")
+        return answer
+
+    def usage(self) -> tuple[float, float]:
+        """(CPU seconds of the process, seconds of its hashing)."""
+        answer: tuple[float, float] = self._call("usage")
+        return answer
+
+    def wait_for(self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S) -> Happened:
+        """The first report like this, from the start of the process on; TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        seen = 0
+        while True:
+            for happened in self.happened[seen:]:
+                if wanted(happened.report):
+                    return happened
+            seen = len(self.happened)
+            self._next_report(deadline)
+
+    def received(self, version: int, timeout_s: float = ANSWER_S) -> Happened:
+        """When this version was complete here."""
+        return self.wait_for(
+            lambda r: isinstance(r, Received) and r.manifest.version == version, timeout_s
+        )
+
+    def bytes_of(self, slot: int) -> memoryview:
+        return memoryview(self.memory[slot])
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._call("close")
+            self._process.join(ANSWER_S)
+        self._pipe.close()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        while True:
+            kind, value = self._receive(time.monotonic() + ANSWER_S)
+            if kind == "answer":
+                return value
+            self.happened.append(value)
+
+    def _next_report(self, deadline: float) -> None:
+        kind, value = self._receive(deadline)
+        assert kind == "report", kind
+        self.happened.append(value)
+
+    def _receive(self, deadline: float) -> tuple[str, Any]:
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            said = "\n".join(str(h.report)[:300] for h in self.happened[-20:])
+            raise TimeoutError(f"{self.name} has not said what was waited for; it said\n{said}")
+        message: tuple[str, Any] = self._pipe.recv()
+        return message
+
+
+class _Stub:
+    """What a relay's actor does with its plane, without its actor. Runs in the child."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        memory: list[mmap.mmap],
+        fill: Fill,
+        options: PlaneOptions,
+        grants: bool,
+    ) -> None:
+        self.identity, self.memory, self.fill, self.grants = identity, memory, fill, grants
+        self.options = options
+        self.todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.slot_due = False
+
+    def main(self, pipe: Any, host: str) -> None:
+        self.plane = Plane(
+            self.identity,
+            lambda slot: memoryview(self.memory[slot]),
+            lambda report: self.todo.put(("report", Happened(time.monotonic(), report))),
+            self.options,
+        )
+        self.slots = SlotTable(len(self.memory), self.plane.forget)
+        self.host = host
+        threading.Thread(target=self._take_calls, args=(pipe,), daemon=True).start()
+        while True:
+            kind, value = self.todo.get()
+            if kind == "report":
+                self._handle(value.report)
+                pipe.send((kind, value))
+            else:
+                method, args = value
+                pipe.send(("answer", getattr(self, f"do_{method}")(*args)))
+                if method == "close":
+                    return
+            self._grant_due()
+
+    def _take_calls(self, pipe: Any) -> None:
+        try:
+            while True:
+                self.todo.put(("call", pipe.recv()))
+        except EOFError:
+            self.todo.put(("call", ("close", ())))
+
+    def _handle(self, report: Report) -> None:
+        if isinstance(report, SlotWanted):
+            self.slot_due = True
+        elif isinstance(report, SlotReturned):
+            state = self.slots.state(report.slot)
+            self.slots.abandon(getattr(state, "writer", ""))
+        elif isinstance(report, Received):
+            writer = getattr(self.slots.state(report.slot), "writer", "")
+            self.slots.commit(report.slot, writer, report.manifest.version)
+
+    def _grant_due(self) -> None:
+        """A slot may have become free by whatever was just done."""
+        if self.slot_due and self.grants:
+            grant = self.slots.grant("plane")
+            if grant is not None:
+                self.slot_due = False
+                self.plane.grant(grant.slot)
+
+    def do_start(self) -> tuple[str, int]:
+        return self.plane.start(self.host)
+
+    def do_set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
+        self.plane.set_successor(chain, successor)
+
+    def do_publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
+        slot = self._filled("trainer", version)
+        view = memoryview(self.memory[slot])
+        like = draft(version, view.nbytes, chunk_bytes)
+        bounds = mf.chunk_bounds(like)
+        sums = [
+            xxhash.xxh3_64_intdigest(view[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
+        manifest = mf.seal(like, sums, digest_of(view))
+        self.slots.commit(slot, "trainer", version)
+        at = time.monotonic()
+        self.plane.publish(manifest, slot)
+        return manifest.digest, at
+
+    def do_publish_share(self, like: mf.Draft, rank: int) -> None:
+        slot = self._filled(f"trainer-{like.version}", like.version)
+        view = memoryview(self.memory[slot])
+        bounds = mf.chunk_bounds(like)
+        mine = mf.chunks_of_ranks(like, [rank])
+        lacking = set(range(len(bounds) - 1)).difference(mine)
+        for index in lacking:
+            view[bounds[index] : bounds[index + 1]] = bytes(bounds[index + 1] - bounds[index])
+        sums = {i: xxhash.xxh3_64_intdigest(view[bounds[i] : bounds[i + 1]]) for i in mine}
+        self.plane.publish_share(like, slot, sums)
+
+    def do_allow_grants(self) -> None:
+        self.grants = True
+
+    def do_status(self) -> Status:
+        return self.plane.status()
+
+    def do_usage(self) -> tuple[float, float]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime, 0.0
+
+    def do_close(self) -> None:
+        self.plane.close()
+
+    def _filled(self, writer: str, version: int) -> int:
+        grant = self.slots.grant(writer)
+        assert grant is not None, self.slots
+        self.fill(version, np.frombuffer(self.memory[grant.slot], np.uint8))
+        return grant.slot
