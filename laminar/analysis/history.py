@@ -187,7 +187,8 @@ def replay_part(
         which = "" if until is None else f" of event {until} or before"
         raise ConfigError(
             f"{run_dir / EVENTS_DIR} holds no usable snapshot{which}"
-            f"{''.join(f' ({fault})' for fault in faults)}: without one, a replay needs all segments"
+            f"{''.join(f' ({fault})' for fault in faults)}: without one, a replay needs all "
+            "segments"
         )
 
 

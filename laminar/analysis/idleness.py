@@ -126,10 +126,9 @@ def _detail(state: State, replica: Replica | None, reason: str) -> str:
 
 
 def _pull(state: State, replica: Replica) -> str:
-    outstanding = state.commands.get(f"pull:{replica.name}")
-    if outstanding is None or not isinstance(outstanding.command, cmd.PullWeights):
-        return "it loads weights"
+    outstanding = state.commands[f"pull:{replica.name}"]
     order = outstanding.command
+    assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
     return f"it loads {wanted} (purpose {order.purpose}), ordered by #{outstanding.cause}"
 

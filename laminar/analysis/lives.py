@@ -175,7 +175,7 @@ class Lives:
         trajectory = state.trajectories.get(name)
         if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
             return None
-        return self.open.get(name)
+        return self.open[name]
 
     def _rewarded(
         self, now: Moment, event: ev.TrajectoryRewarded, state: State
@@ -198,8 +198,8 @@ class Lives:
 
     def _losses(self, now: Moment, state: State) -> Iterator[Change]:
         for name in state.lost:
-            life = self.open.get(name)
-            if life is not None and life.placement.left is None:
+            life = self.open[name]
+            if life.placement.left is None:
                 yield from _leave(life, now, LOST)
 
     def _of_command(self, now: Moment, command: Command) -> Iterator[Change]:
@@ -207,14 +207,14 @@ class Lives:
             yield from self._dispatched(now, command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
-                if life := self.open.get(item.trajectory):
-                    life.scoring, life.scorer = now, command.to
-                    yield Change(SCORING, life)
+                life = self.open[item.trajectory]
+                life.scoring, life.scorer = now, command.to
+                yield Change(SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
-                if life := self.open.get(name):
-                    life.chosen = now
-                    yield Change(CHOSEN, life)
+                life = self.open[name]
+                life.chosen = now
+                yield Change(CHOSEN, life)
         elif isinstance(command, cmd.EndTrajectories):
             for ending in command.endings:
                 yield from self._ending(now, ending)
@@ -244,9 +244,7 @@ class Lives:
         yield Change(DISPATCHED, life)
 
     def _ending(self, now: Moment, ending: cmd.Ending) -> Iterator[Change]:
-        life = self.open.get(ending.trajectory)
-        if life is None:
-            return
+        life = self.open[ending.trajectory]
         life.ending, life.end, life.end_reason = now, ending.end, ending.reason
         life.end_step = ending.step
         if life.placement.left is None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from laminar import ids
 from laminar.core.admission import room
-from laminar.core.lookup import add_lost, remove_lost
+from laminar.core.lookup import add_lost, assign, remove_lost
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
@@ -89,7 +89,7 @@ def place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
     """Send a trajectory to a replica under its present placement number."""
     state = turn.state
     group = state.groups[trajectory.group]
-    trajectory.replica = replica.name
+    assign(state, trajectory, replica.name)
     trajectory.version, trajectory.step = replica.version, replica.step
     replica.running[trajectory.id] = trajectory.placement
     replica.progress_ns = max(replica.progress_ns, turn.stamped.time_ns)

@@ -134,6 +134,8 @@ def lookup_is_true(state: State) -> None:
     _require(kept.num_alive == made.num_alive, "alive", kept.num_alive)
     addressed = {to: keys for to, keys in kept.commands.items() if keys}
     _require(addressed == made.commands, "commands", addressed)
+    held = {replica: found for replica, found in kept.trajectories.items() if found}
+    _require(held == made.trajectories, "trajectories", held)
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
     _require(kept.ready == made.ready, "ready", kept.ready)
     lost = [entry[3] for entry in kept.lost]

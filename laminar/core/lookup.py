@@ -1,8 +1,9 @@
 """What the state implies, kept at hand, so that no decision has to walk through all of it.
 
 Reads   State
-Writes  state.actors, actor.alive, state.commands, state.timers, state.ready, state.lost, each
-        together with what is looked up in it; nothing else in the core adds to them or removes
+Writes  state.actors, actor.alive, state.commands, state.timers, state.ready, state.lost,
+        trajectory.replica, each together with what is looked up in it; nothing else in the core
+        changes them
 Gives   Lookup (`state.lookup`)
 
 Nothing here is a fact: a Lookup is made from a state when it is first asked for, is no part of its
@@ -15,6 +16,8 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
+
+from laminar.ids import TrajectoryId
 
 if TYPE_CHECKING:
     from laminar.core.state import Actor, Group, Outstanding, State, Trajectory
@@ -39,6 +42,8 @@ class Lookup:
         self.ready: list[tuple[int, int, str]] = sorted(
             (*_rank(state.groups[g]), g) for g in state.ready
         )
+        #: ids by the replica that generates or scores them, or did last
+        self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
         #: lost work, most urgent first: (deadline, order, number of the loss, id)
         self.lost: list[tuple[int, int, int, str]] = []
         self.losses = count()
@@ -47,6 +52,8 @@ class Lookup:
             self.num_alive += actor.alive
         for key, outstanding in state.commands.items():
             self.commands.setdefault(outstanding.command.to, {})[key] = None
+        for trajectory in state.trajectories.values():
+            self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
         for trajectory_id in state.lost:
             _insert_lost(self, state, state.trajectories[trajectory_id])
 
@@ -134,7 +141,24 @@ def due_timers(state: State, now_ns: int) -> list[str]:
     return list(due)
 
 
-# --- finished groups and lost work ------------------------------------------------------------
+# --- trajectories and finished groups ---------------------------------------------------------
+
+
+def assign(state: State, trajectory: Trajectory, replica: str) -> None:
+    """This replica generates or scores it from now on."""
+    by_replica = state.lookup.trajectories
+    if trajectory.replica != replica:
+        by_replica.get(trajectory.replica, {}).pop(trajectory.id, None)
+        trajectory.replica = replica
+    by_replica.setdefault(replica, {})[trajectory.id] = None
+
+
+def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
+    """It has ended; it is handed back and forgotten."""
+    by_replica = state.lookup.trajectories
+    trajectory = state.trajectories.pop(trajectory_id)
+    del by_replica[trajectory.replica][trajectory_id]
+    return trajectory
 
 
 def add_ready(state: State, group: Group) -> None:

@@ -12,6 +12,8 @@ draw shortens the data, so it is the second choice and is counted.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heapreplace
+
 from laminar import ids
 from laminar.core import buffering, evaluation, siblings, weights
 from laminar.core.admission import room, serving
@@ -47,11 +49,17 @@ def replica_lost(turn: Turn, name: str) -> None:
         else:
             lose(turn, trajectory_id)
     del state.replicas[name]
-    for trajectory in state.trajectories.values():
-        if trajectory.replica == name and trajectory.status == GENERATED:
-            turn.done(siblings.score_key(state, trajectory))
-            state.unscored[trajectory.id] = None
+    for trajectory in _generated_on(state, name):
+        turn.done(siblings.score_key(state, trajectory))
+        state.unscored[trajectory.id] = None
     turn.touch_all()
+
+
+def _generated_on(state: State, name: str) -> list[Trajectory]:
+    """What waits for its reward there, in the order of dispatch."""
+    there = [state.trajectories[t] for t in state.lookup.trajectories.get(name, ())]
+    generated = [t for t in there if t.status == GENERATED]
+    return sorted(generated, key=lambda t: (state.groups[t.group].order, t.sibling))
 
 
 def fail_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
@@ -71,29 +79,52 @@ def plan_lost(turn: Turn) -> None:
     state = turn.state
     if not state.lost:
         return
-    able = [r for r in state.replicas.values() if serving(state, r) and room(r) > 0]
+    able = _replicas_with_room(state)
     for *_, trajectory_id in list(state.lookup.lost) if able else ():
         trajectory = state.trajectories[ids.TrajectoryId(trajectory_id)]
         replica = _place_for(state, trajectory, able)
-        if replica is None:
-            continue
-        place_again(turn, trajectory, replica)
-        if not room(replica):
-            able.remove(replica)
+        if replica is not None:
+            place_again(turn, trajectory, replica)
+            _take_place(able, replica)
         if not able:
             return
 
 
-def _place_for(state: State, trajectory: Trajectory, able: list[Replica]) -> Replica | None:
-    """Of the serving replicas with room."""
-    same = [r for r in able if r.version == trajectory.version]
-    if same:
-        return least_loaded(same)
-    waiting = f"resume:{trajectory.id}" in state.timers and trajectory.version in state.held
-    if waiting and not trajectory.restart:
-        return None
-    newer = [r for r in able if r.version >= trajectory.version]
-    return max(newer, key=lambda r: (r.version, -len(r.running)), default=None)
+_Able = dict[int, list[tuple[int, int, Replica]]]
+"""By version, a heap of (running there, place in the order of replicas, replica)."""
+
+
+def _replicas_with_room(state: State) -> _Able:
+    able: _Able = {}
+    for position, replica in enumerate(state.replicas.values()):
+        if serving(state, replica) and room(replica) > 0:
+            entry = (len(replica.running), position, replica)
+            able.setdefault(replica.version, []).append(entry)
+    for heap in able.values():
+        heapify(heap)
+    return able
+
+
+def _take_place(able: _Able, replica: Replica) -> None:
+    """The least loaded of its version runs one more."""
+    heap = able[replica.version]
+    if room(replica) > 0:
+        heapreplace(heap, (len(replica.running), heap[0][1], replica))
+    else:
+        heappop(heap)
+        if not heap:
+            del able[replica.version]
+
+
+def _place_for(state: State, trajectory: Trajectory, able: _Able) -> Replica | None:
+    """The least loaded replica of its version; once that was waited for, of the newest one."""
+    version = trajectory.version
+    if version not in able:
+        waiting = f"resume:{trajectory.id}" in state.timers and version in state.held
+        version = max(able)
+        if version < trajectory.version or (waiting and not trajectory.restart):
+            return None
+    return able[version][0][2]
 
 
 def plan_unscored(turn: Turn) -> None:

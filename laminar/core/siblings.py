@@ -14,7 +14,7 @@ import struct
 
 from laminar import ids
 from laminar.core.dispatch import leave_engine
-from laminar.core.lookup import add_ready, remove_lost, remove_ready
+from laminar.core.lookup import add_ready, assign, close_trajectory, remove_lost, remove_ready
 from laminar.core.state import Group, State, Trajectory
 from laminar.core.transitions import ENDING, GENERATED, REWARDED, UNFINISHED, move
 from laminar.core.turn import Turn
@@ -36,7 +36,7 @@ def score(turn: Turn, trajectories: list[Trajectory], replica: str) -> None:
     group = turn.state.groups[trajectories[0].group]
     items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in trajectories)
     for trajectory in trajectories:
-        trajectory.replica = replica
+        assign(turn.state, trajectory, replica)
         turn.state.unscored.pop(trajectory.id, None)
     turn.command(
         cmd.ScoreTrajectories(
@@ -185,7 +185,7 @@ def send_endings(turn: Turn) -> None:
 def close(turn: Turn, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
     """The store has the end on disk: the books are moved and the trajectory is forgotten."""
     state = turn.state
-    trajectory = state.trajectories.pop(ending.trajectory)
+    trajectory = close_trajectory(state, ending.trajectory)
     ledger = state.ledger
     ledger.trajectories.end(ending.end, ending.reason)
     ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost

@@ -53,13 +53,13 @@ def _files(number: int) -> tuple[str, str]:
 def _remove_oldest(disk: Disk, before: int, keep_bytes: int) -> None:
     names, sizes = disk.names(), stored_bytes(disk)
     excess = sum(sizes.values()) - keep_bytes
-    for number, size in sizes.items():
-        if number >= before or excess <= 0:
+    for number in [n for n in sizes if n < before]:
+        if excess <= 0:
             return
         for name in _files(number):
             if name in names:
                 disk.remove(name)
-        excess -= size
+        excess -= sizes[number]
 
 
 def _compress(disk: Disk, number: int) -> None:

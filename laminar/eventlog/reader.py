@@ -7,9 +7,9 @@ Raises  LogCorrupt; NotInHistory, before the first record, for a start that is n
 The history is a chain: the newest segment with a valid header names the segment and offset that
 it took over, that one names another, down to the first. Bytes behind a takeover were written by a
 coordinator that had been replaced. At the end of the newest segment an unfinished write is normal
-after a crash, and is left as it is. Damage looks like it, except that intact frames follow: so a
-bad frame is torn only if no frame after it continues its chain. A damaged last frame cannot be
-told from a torn one here; peers that were acked beyond the end can tell.
+after a crash, and is left as it is: whole frames may follow its first hole. Damage looks like it,
+except that a frame follows that was written after a sync (`Frames.continued`). A damaged last write
+cannot be told from a torn one here; peers that were acked beyond the end can tell.
 
 Reading may start at the place that a snapshot names. Older segments are then not looked at, and
 need not be there any more; the one with the start is, so its chain proves the place.
@@ -28,12 +28,14 @@ from laminar.eventlog.record import (
     FRAME,
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
+    UNDECODABLE,
     EventRecord,
     Frames,
     LogTail,
     Position,
     Record,
     Takeover,
+    frame_end,
     segment_name,
     segment_numbers,
 )
@@ -42,8 +44,6 @@ from laminar.ports import Disk
 
 _T = TypeVar("_T")
 _OPENING_BYTES = FRAME.size + MAX_HEADER_BYTES
-#: UnicodeDecodeError and msgpack's errors are ValueErrors; deep nesting ends in RecursionError.
-_UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class _Opening(msgspec.Struct, tag_field="kind", tag="header", frozen=True):
@@ -119,7 +119,7 @@ def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
     data = read_segment(disk, number, _OPENING_BYTES + 1)
     try:
         opening = _opening.decode(_first_body(data))
-    except _UNDECODABLE:
+    except UNDECODABLE:
         return Frames(number, data, 0), None
     frames = Frames(number, data, opening.seed)
     return frames, opening if frames.valid_at(0, opening.seed) else None
@@ -128,14 +128,14 @@ def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
 def _first_body(data: bytes) -> bytes:
     if len(data) < FRAME.size:
         return b""
-    return data[FRAME.size : FRAME.size + FRAME.unpack_from(data)[0]]
+    return data[FRAME.size : frame_end(data, 0)]
 
 
 def _is_other_record(frames: Frames) -> bool:
     """True if a segment, instead of being damaged, begins with a record that is no header."""
     try:
         UPCASTS[SCHEMA_VERSION].later(_first_body(frames.data))
-    except _UNDECODABLE:
+    except UNDECODABLE:
         return frames.valid_at(0, frames.crc)
     return True
 
@@ -204,7 +204,7 @@ class _History(Generic[_T]):
         for offset, body in frames:
             try:
                 record = decode(body)
-            except _UNDECODABLE as error:
+            except UNDECODABLE as error:
                 raise frames.corrupt("a readable record", str(error)) from error
             yield Position(segment, offset), record
             decode = decoders.later

@@ -1,11 +1,18 @@
 """What a log record is, and how it lies in a segment file.
 
 Frame   u32 length | u32 CRC32 | body      little-endian; the body is a MessagePack map with "kind"
+Mark    bit 31 of the length, SETTLED: all bytes before the frame were durable when it was written
 Kinds   header (first in every segment), event, decision, state-hash
 
 The CRC is chained: it covers every body of the segment up to and including its own, and starts
 from the CRC at which the segment before was taken over. So a record that was lost, swapped or
-brought in from another file breaks the chain, not only one whose bits changed. The keys `kind`,
+brought in from another file breaks the chain, not only one whose bits changed.
+
+The mark tells damage from an unfinished write. A crash may keep any sectors of what was not synced,
+so intact frames behind a bad one prove nothing; a marked one does, since it was written after the
+bad one had become durable. The first frame of each write that follows a sync bears it, each header
+too. Segments of schema 1, and early ones of schema 2, have no marks: there any intact frame behind
+a bad one counts as proof, and some unfinished writes are refused as damage. The keys `kind`,
 `schema`, `segment` and `takes_over` of a header keep their meaning in every schema, which lets
 any version check and dump the frames of any other.
 """
@@ -33,7 +40,8 @@ MAX_HEADER_BYTES = 1024
 #: A segment is read as a whole, so this bounds a reader's memory.
 SEGMENT_BYTES = 64 << 20
 
-FRAME = struct.Struct("<II")  #: body length in bytes, chained CRC32
+FRAME = struct.Struct("<II")  #: body length in bytes (and SETTLED), chained CRC32
+SETTLED = 1 << 31  #: the mark; it is part of the CRC (`seeded`)
 #: Every body has fewer than 16 keys and "kind" first: one marker byte, then these.
 KIND_KEY = b"\xa4kind"
 
@@ -130,10 +138,19 @@ class LogCorrupt(Exception):
         self.hint = hint
 
 
+#: What decoders raise: UnicodeDecodeError and msgpack's errors are ValueErrors; deep nesting ends
+#: in RecursionError.
+UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode  #: anything
 
 
-def encode_frame(record: Record, crc: int) -> tuple[bytes, int]:
+def seeded(crc: int, settled: int) -> int:
+    """What the CRC of a frame starts from: the chain, and whether the frame is marked SETTLED."""
+    return crc ^ (0xFFFFFFFF if settled else 0)
+
+
+def encode_frame(record: Record, crc: int, *, settled: bool = False) -> tuple[bytes, int]:
     """The frame of a record that follows the chained `crc`, and the new CRC; ValueError if long."""
     body = _encode(record)
     limit = MAX_HEADER_BYTES if isinstance(record, Header) else MAX_BODY_BYTES
@@ -142,8 +159,15 @@ def encode_frame(record: Record, crc: int) -> tuple[bytes, int]:
             f"a {type(record).__name__} of {len(body)} bytes is above the log's limit of {limit}: "
             "shorten the run name (header) or keep the payload in the store (event, decision)"
         )
-    crc = zlib.crc32(body, crc)
-    return FRAME.pack(len(body), crc) + body, crc
+    mark = SETTLED if settled else 0
+    crc = zlib.crc32(body, seeded(crc, mark))
+    return FRAME.pack(len(body) | mark, crc) + body, crc
+
+
+def frame_end(data: bytes, offset: int) -> int:
+    """Where the frame that begins at `offset` says that it ends."""
+    word: int = FRAME.unpack_from(data, offset)[0]
+    return offset + FRAME.size + (word & ~SETTLED)
 
 
 def segment_name(number: int) -> str:
@@ -172,12 +196,13 @@ class Frames:
         """(offset, body) of each frame, up to the first that is not valid."""
         data, size = self.data, len(self.data)
         while (start := self.offset + FRAME.size) <= size:
-            length, stored = FRAME.unpack_from(data, self.offset)
+            word, stored = FRAME.unpack_from(data, self.offset)
+            length = word & ~SETTLED
             end = start + length
             if not 0 < length <= MAX_BODY_BYTES or end > size:
                 return
             body = data[start:end]
-            if zlib.crc32(body, self.crc) != stored:
+            if zlib.crc32(body, seeded(self.crc, word & SETTLED)) != stored:
                 return
             yield self.offset, body
             self.offset, self.crc = end, stored
@@ -193,47 +218,72 @@ class Frames:
         return len(self.data) - self.offset
 
     def continued(self) -> bool:
-        """True if a frame after the bad one at the cursor continues its chain.
+        """True if what follows the bad frame at the cursor was written after it had become durable.
 
-        The chain goes on from the CRC stored in the bad frame or, where that is the damaged part,
-        from the one computed over its body. A wrong length hides where the next frame begins, so
-        every place that could be the start of a body is tried.
+        In a segment with marks one settled frame, wherever it is, proves that. Without them, and
+        behind a bad header, which is durable before anything follows, two intact neighbours do,
+        or one frame that continues the chain of the bad one: from its stored CRC or, where that
+        is the damaged part, from the computed one. A wrong length hides where the next frame
+        begins, so every place that could be the start of a body is tried.
         """
         if self.remaining() <= FRAME.size:
             return False
-        length, stored = FRAME.unpack_from(self.data, self.offset)
+        marked = self.offset > 0 and bool(FRAME.unpack_from(self.data)[0] & SETTLED)
+        word, stored = FRAME.unpack_from(self.data, self.offset)
         start = self.offset + FRAME.size
-        chains = {stored, zlib.crc32(self.data[start : start + length], self.crc)}
+        body = self.data[start : start + (word & ~SETTLED)]
+        chains = (stored, zlib.crc32(body, seeded(self.crc, word & SETTLED)))
         key = self.data.find(KIND_KEY, start + FRAME.size)
         while key >= 0:
             at = key - 1 - FRAME.size
-            if any(self.valid_at(at, crc) for crc in chains):
+            if self._is_settled(at) or (not marked and self._is_chained(at, chains)):
                 return True
             key = self.data.find(KIND_KEY, key + 1)
         return False
+
+    def _is_settled(self, offset: int) -> bool:
+        """True if a marked frame begins there. Its CRC says nothing where the chain is broken, so
+        its body must be one MessagePack value that ends where the length says."""
+        word, _ = FRAME.unpack_from(self.data, offset)
+        start, end = offset + FRAME.size, frame_end(self.data, offset)
+        if not word & SETTLED or end - start > MAX_BODY_BYTES or end > len(self.data):
+            return False
+        try:
+            _decode(self.data[start:end])
+        except UNDECODABLE:
+            return False
+        return True
+
+    def _is_chained(self, offset: int, chains: tuple[int, ...]) -> bool:
+        """True if the frame there continues one of the chains, or the next one continues its."""
+        if any(self.valid_at(offset, chain) for chain in chains):
+            return True
+        return self.valid_at(frame_end(self.data, offset), FRAME.unpack_from(self.data, offset)[1])
 
     def valid_at(self, offset: int, crc: int) -> bool:
         """True if a frame that continues the chain `crc` begins at `offset`."""
         if offset + FRAME.size > len(self.data):
             return False
-        length, stored = FRAME.unpack_from(self.data, offset)
-        start = offset + FRAME.size
-        if not 0 < length <= MAX_BODY_BYTES or start + length > len(self.data):
+        word, stored = FRAME.unpack_from(self.data, offset)
+        start, end = offset + FRAME.size, frame_end(self.data, offset)
+        if not 0 < end - start <= MAX_BODY_BYTES or end > len(self.data):
             return False
-        return bool(zlib.crc32(self.data[start : start + length], crc) == stored)
+        return bool(zlib.crc32(self.data[start:end], seeded(crc, word & SETTLED)) == stored)
 
     def fault(self) -> LogCorrupt:
         """What is wrong with the frame at the cursor."""
         remaining = self.remaining() - FRAME.size
         if remaining < 0:
             return self.corrupt(f"{FRAME.size} bytes of frame head", f"{self.remaining()} bytes")
-        length, stored = FRAME.unpack_from(self.data, self.offset)
+        word, stored = FRAME.unpack_from(self.data, self.offset)
+        length = word & ~SETTLED
         if not 0 < length <= MAX_BODY_BYTES:
             return self.corrupt(f"a body length of 1 to {MAX_BODY_BYTES}", f"{length}")
         if length > remaining:
             return self.corrupt(f"a body of {length} bytes", f"{remaining} bytes")
         start = self.offset + FRAME.size
-        computed = zlib.crc32(self.data[start : start + length], self.crc)
+        body = self.data[start : start + length]
+        computed = zlib.crc32(body, seeded(self.crc, word & SETTLED))
         return self.corrupt(f"CRC {computed:#010x} of the body", f"{stored:#010x} in the frame")
 
     def corrupt(self, expected: str, found: str) -> LogCorrupt:

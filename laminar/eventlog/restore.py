@@ -98,7 +98,7 @@ def take_over(
         segment_bytes=segment_bytes,
         snapshot_every=snapshot_every,
         keep_bytes=keep_bytes,
-        snapshot_seq=restored.snapshot.seq if restored.snapshot else 0,
+        snapshot=restored.snapshot,
     )
     remove_unfinished(disk)
     for name in restored.unusable:

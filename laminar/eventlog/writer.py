@@ -36,12 +36,7 @@ from laminar.eventlog.record import (
     segment_name,
     segment_numbers,
 )
-from laminar.eventlog.snapshot import (
-    KEPT,
-    SNAPSHOT_EVERY,
-    snapshots,
-    write_snapshot,
-)
+from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, write_snapshot
 from laminar.ports import AppendFile, Disk, DiskError
 
 
@@ -59,7 +54,7 @@ class LogWriter:
         *,
         segment_bytes: int,
         snapshot_every: int,
-        snapshot_seq: int,
+        snapshot: Snapshot | None,
         keep_bytes: int,
     ) -> None:
         """Creates the segment file; use `begin`, which also writes its header."""
@@ -68,7 +63,8 @@ class LogWriter:
         self._segment_bytes = segment_bytes
         self._snapshot_every = snapshot_every
         self._keep_bytes = keep_bytes
-        self._snapshot_seq = snapshot_seq  #: of the last event in the newest one
+        self._snapshot_seq = snapshot.seq if snapshot else 0
+        self._snapshot_segment = snapshot.position.segment if snapshot else 0
         self._file = _create(disk, header.segment)
         self._offset = 0  #: bytes handed to the file
         self._crc = header.takes_over.crc if header.takes_over else 0
@@ -89,14 +85,15 @@ class LogWriter:
         config_hash: str,
         segment_bytes: int = SEGMENT_BYTES,
         snapshot_every: int = SNAPSHOT_EVERY,
-        snapshot_seq: int = 0,
+        snapshot: Snapshot | None = None,
         keep_bytes: int = 0,
     ) -> LogWriter:
         """Take the log over at `tail`, in a new segment whose header is durable on return.
 
-        A commit that ends beyond `segment_bytes` goes on in another segment. `snapshot_seq` is the
-        last event in a snapshot that can be used, 0 for none. With `keep_bytes` the oldest segments
-        are removed until all take no more, as far as no start needs them.
+        A commit that ends beyond `segment_bytes` goes on in another segment. `snapshot` is the one
+        that the history was read from: the next is taken `snapshot_every` events after it. With
+        `keep_bytes` the oldest segments are removed until all take no more, as far as no start
+        needs them.
         Raises LogTaken when the log grew since the scan: its writer lives, scan again or end.
         """
         if segment_bytes < MAX_HEADER_BYTES:
@@ -116,7 +113,7 @@ class LogWriter:
             header,
             segment_bytes=segment_bytes,
             snapshot_every=snapshot_every,
-            snapshot_seq=snapshot_seq,
+            snapshot=snapshot,
             keep_bytes=keep_bytes,
         )
         _refuse_if_grown(disk, tail)
@@ -128,7 +125,8 @@ class LogWriter:
 
     def append(self, record: Record) -> None:
         """Buffer one record; ValueError (and nothing buffered) when it is too large."""
-        frame, self._crc = encode_frame(record, self._crc)
+        settled = not self._pending and not self._unsynced
+        frame, self._crc = encode_frame(record, self._crc, settled=settled)
         self._pending.append(frame)
 
     def flush(self) -> None:
@@ -160,10 +158,8 @@ class LogWriter:
         with self._only_try():
             end = Takeover(self._header.segment, self._offset, self._crc)
             write_snapshot(self._disk, state, end)
-            self._snapshot_seq = state.seq
-            kept = snapshots(self._disk).usable
-            if len(kept) == KEPT:
-                tidy(self._disk, kept[-1].position.segment, self._keep_bytes)
+            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
+            self._snapshot_seq, self._snapshot_segment = state.seq, end.segment
 
     def close(self) -> None:
         """Close the file; what was not committed may be lost."""

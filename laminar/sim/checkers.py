@@ -18,7 +18,7 @@ from laminar.core import invariants
 from laminar.core.machine import Machine
 from laminar.core.state import State, digest
 from laminar.eventlog.reader import read_log
-from laminar.eventlog.record import FRAME, KIND_KEY, EventRecord
+from laminar.eventlog.record import FRAME, KIND_KEY, EventRecord, frame_end
 from laminar.eventlog.replay import replay
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import commands as cmd
@@ -37,6 +37,7 @@ SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
 DEATHS_MAX = 3
 _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"
+Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(State).decode
 
@@ -47,13 +48,18 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.events = 0
+        self.replays = 0
         self.book: dict[str, int] = {}  #: trained trajectories, with their step
         self._sent: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
-        self._boots: dict[tuple[str, int], tuple[str, int]] = {}
-        self._fenced: dict[tuple[str, int], tuple[str, int]] = {}  #: why, and since which event
+        self._boots: dict[Key, tuple[str, int]] = {}
+        self._keys: dict[str, Key] = {}  #: the same by boot id
+        self._newest: dict[str, Key] = {}  #: the last one by name
+        self._fenced: dict[Key, tuple[str, int]] = {}  #: why, and since which event
         self._heard_ns: dict[str, int] = {}  #: by boot id
         self._placements: dict[str, int] = {}  #: highest that the store has accepted
+        self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
+        self._placed: dict[str, int] = {}  #: highest placement that was decided
         self._acted: dict[int, int] = {}
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
@@ -82,6 +88,7 @@ class Checks:
         if commands or stamped.peer_seq:
             self._must = self._seen
         self.no_command_to_fenced(stamped, commands, state)
+        self.old_placement_has_no_effect(stamped, commands)
         self._learn_fences(stamped, state)
         self.lease_ran_out(stamped)
         self._invariants(stamped, state)
@@ -127,25 +134,36 @@ class Checks:
             what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was acted on"
             raise Violation("no_command_to_fenced", what, stamped.peer)
 
+    def old_placement_has_no_effect(self, stamped: Stamped, commands: list[Command]) -> None:
+        """Words about a placement that was replaced since lead to nothing."""
+        trajectory = getattr(stamped.event, "trajectory", "")
+        placement = getattr(stamped.event, "placement", 0)
+        if commands and trajectory and placement < self._placed.get(trajectory, 0):
+            what = f"event {stamped.seq} is of placement {placement}, and was acted on"
+            raise Violation("old_placement_has_no_effect", what, trajectory)
+        for command in commands:
+            if isinstance(command, cmd.GenerateTrajectory):
+                self._placed[command.trajectory] = command.placement
+
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
         if isinstance(event, ev.ActorJoined):
             actor = state.actors.get(event.name)
-            if actor is None or actor.boot_id != event.boot_id:
-                return
-            key = (event.name, actor.incarnation)
-            for name, incarnation in list(self._boots):
-                if name == event.name and incarnation < actor.incarnation:
-                    self._fence((name, incarnation), "replaced", stamped)
-            self._boots[key] = (event.boot_id, stamped.seq)
+            if actor is not None and actor.boot_id == event.boot_id:
+                before = self._newest.get(event.name)
+                if before is not None and before[1] < actor.incarnation:
+                    self._fence(before, "replaced", stamped)
+                self._boot((event.name, actor.incarnation), event.boot_id, stamped.seq)
         elif isinstance(event, ev.HeartbeatLost):
             self._fence((event.actor, event.actor_incarnation), "silent", stamped)
-        elif isinstance(event, ev.ProcessExited):
-            for key, (boot_id, _) in self._boots.items():
-                if boot_id == event.boot_id:
-                    self._fence(key, "dead", stamped)
+        elif isinstance(event, ev.ProcessExited) and event.boot_id in self._keys:
+            self._fence(self._keys[event.boot_id], "dead", stamped)
 
-    def _fence(self, key: tuple[str, int], why: str, stamped: Stamped) -> None:
+    def _boot(self, key: Key, boot_id: str, seq: int) -> None:
+        self._boots[key] = (boot_id, seq)
+        self._keys[boot_id] = self._newest[key[0]] = key
+
+    def _fence(self, key: Key, why: str, stamped: Stamped) -> None:
         self._fenced.setdefault(key, (why, stamped.seq))
 
     def lease_ran_out(self, stamped: Stamped) -> None:
@@ -217,12 +235,14 @@ class Checks:
         for name in disk.names():
             size, offset = disk.durable_size(name), self._offsets.get(name, 0)
             if name.endswith(".log") and size > offset:
+                if not offset:
+                    self.world.marks.hit("log:rotated")
                 self._offsets[name] = offset + self._count(disk.read(name, offset, size - offset))
 
     def _count(self, data: bytes) -> int:
         offset, durable = 0, self._durable
         while offset + FRAME.size <= len(data):
-            end = offset + FRAME.size + FRAME.unpack_from(data, offset)[0]
+            end = frame_end(data, offset)
             if end > len(data):
                 break
             start = offset + FRAME.size + 1
@@ -247,8 +267,10 @@ class Checks:
                 places.pop()
         for key in [k for k, (_, since) in self._fenced.items() if since > seq]:
             del self._fenced[key]
-        for key in [k for k, (_, since) in self._boots.items() if since > seq]:
-            del self._boots[key]
+        boots, self._boots, self._keys, self._newest = self._boots, {}, {}, {}
+        for key, (boot_id, since) in boots.items():
+            if since <= seq:
+                self._boot(key, boot_id, since)
         self._machine = machine
         self._recent.clear()
         disk = coordinator.disk
@@ -282,6 +304,10 @@ class Checks:
             what = f"{row.id} was changed under placement {placement}, {highest} has it"
             raise Violation("fence_holds", what, row.id)
         self._placements[row.id] = placement
+        owner = self._owners.setdefault((row.id, placement), row.replica)
+        if owner != row.replica and row.end is None:
+            what = f"{row.replica} has {row.id} under placement {placement}, as had {owner}"
+            raise Violation("placement_has_one_owner", what, row.id)
 
     def batch_fetched(self, command: cmd.TrainStep, rows: tuple[Row, ...]) -> None:
         """What is trained is whole, rewarded, not ended, and young enough."""
@@ -397,6 +423,7 @@ class Checks:
         live = digest(state)
         for start in (None, *snapshots(disk).usable):
             found = replay(disk, snapshot=start)
+            self.replays += 1
             name = start.name if start is not None else "the first event"
             if found.difference is not None:
                 raise Violation("replay_equal", f"from {name}: {found.difference}")

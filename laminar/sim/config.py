@@ -44,7 +44,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     reward_scope: Words = ("trajectory", "group")
     drop_last: bool | tuple[bool, ...] = (False, True)
     resume_wait_ms: Ints = (100, 3_000)
-    batch_wait_ms: Ints = (5_000, 20_000)
+    batch_wait_ms: Ints = (1_000, 5_000)
     stall_ms: Ints = 20_000
     max_restarts: Ints = 100  #: of one replica by its node
 
@@ -54,8 +54,8 @@ class TimeConfig(Section, frozen=True, kw_only=True):
 
     quantum_ms: Ints = 2  #: what arrives within it is one turn of the coordinator
     delay_ms: Floats = (0.2, 2.0)  #: mean one-way delay of a message
-    heartbeat_ms: Ints = 500
-    lease_ms: Ints = 5_000
+    heartbeat_ms: Ints = 1_000
+    lease_ms: Ints = 8_000
     progress_ms: Ints = 500  #: between two reports of a replica
     start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
     load_s: Floats = (0.05, 0.5)  #: loading weights into an engine

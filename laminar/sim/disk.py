@@ -5,9 +5,10 @@ Gives   ports.Disk; after a crash or a kill, the disk that the next process find
 Raises  PowerCut (the machine is off), DiskError (the call failed), as planned
 
 The model is what POSIX promises and no more. Bytes are volatile until their file is synced, names
-until their directory is: `create`, `replace` and `remove` are two calls each, the change and the
-directory's sync. A crash keeps any selection of volatile sectors and names; what was synced stays.
-Every call that writes is counted, so a test can cut each one in turn.
+until their directory is: `replace` and `remove` are two calls each, the change and the directory's
+sync; `create` syncs it before as well, for the names that a killed process left. A crash keeps any
+selection of volatile sectors and names; what was synced stays. Every call that writes is counted,
+so a test can cut each one in turn.
 
 A cut call has its whole effect, but only in the volatile part; the crash mode then says how much
 of it happened. So a cut before call n is a cut in call n - 1 that keeps all.
@@ -142,7 +143,8 @@ class SimDisk:
         return len(self._open(name).data)
 
     def create(self, name: str) -> SimFile:
-        """Two calls; FileExistsError if it exists."""
+        """Three calls; FileExistsError if it exists."""
+        self._sync_names()
         fault = self._count()
         if name in self._names:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
@@ -191,6 +193,9 @@ class SimDisk:
             naming.apply(self._names)
             self._volatile.append(naming)
         self._fail(fault)
+        self._sync_names()
+
+    def _sync_names(self) -> None:
         self._fail(self._count())
         self._durable_names = dict(self._names)
         for change in self._volatile:

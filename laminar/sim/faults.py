@@ -35,7 +35,7 @@ RATES = (
 )  # fmt: skip
 ONCE = ("poison-prompt", "node-storm", "drain")
 RARE = {"drain": 0.3}
-"""Part of `share` for kinds that cut a run short."""
+"""Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
@@ -53,7 +53,8 @@ class Faults:
         menu = config.menu or list(KINDS)
         calm = chance.random() < config.calm_share
         self.until_ns = seconds(_pick(chance, config.seconds))
-        shares = {kind: config.share * RARE.get(kind, 1.0) for kind in menu}
+        rare = {} if config.menu else RARE
+        shares = {kind: config.share * rare.get(kind, 1.0) for kind in menu}
         self.active = [kind for kind in menu if chance.random() < shares[kind] and not calm]
         self.every_s = {kind: _pick(chance, config.every_s) for kind in KINDS}
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}

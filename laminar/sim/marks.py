@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from laminar.core.state import State
-from laminar.core.transitions import TRAJECTORY_MOVES
+from laminar.core.transitions import LOST, TRAJECTORY_MOVES
 from laminar.events.base import Command, Stamped
 from laminar.events.index import INDEX
 
@@ -96,7 +96,9 @@ class Marks:
             self._look_at(getattr(command, "trajectory", ""), state)
             for ending in getattr(command, "endings", ()):
                 self._look_at(ending.trajectory, state)
-        for trajectory in state.lost:
+        for trajectory in reversed(state.lost):  # the latest first
+            if self._statuses.get(trajectory) == LOST:
+                break
             self._look_at(trajectory, state)
 
     def _look_at(self, trajectory: str, state: State) -> None:

@@ -36,7 +36,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     events: int  #: logged, of all coordinators
     virtual_s: float
+    trajectories: int  #: issued
     coordinators: int
+    replays: int  #: of the whole log and of what follows each snapshot, at the end of the run
     faults: tuple[str, ...]  #: kinds that were active
     failure: str  #: why the run failed, as it must without a process that it needs; else empty
     invariant: str  #: name of the broken promise; empty: none
@@ -64,7 +66,9 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         seed=seed,
         events=world.checks.events,
         virtual_s=world.scheduler.now / SECOND,
+        trajectories=state.ledger.trajectories.issued if state is not None else 0,
         coordinators=world.coordinator.incarnations,
+        replays=world.checks.replays,
         faults=tuple(world.faults.active),
         failure=state.failure if state is not None else "",
         invariant=violation.invariant if violation else "",
@@ -104,7 +108,9 @@ def story(config: SimConfig, outcome: Outcome) -> list[str]:
     subjects = [subject for name in outcome.subjects if (subject := _subject(name)) is not None]
 
     def listen(stamped: Stamped, commands: list[Command], state: State) -> None:
-        if not subjects or any(_concerns(s, stamped, commands) for s in subjects):
+        if subjects:
+            lines.extend(_chapter(subjects, stamped, commands))
+        else:
             lines.append(event_line(stamped, commands))
 
     run_seed(config, outcome.seed, listen)
@@ -118,10 +124,18 @@ def _subject(name: str) -> Subject | None:
         return None
 
 
-def _concerns(subject: Subject, stamped: Stamped, commands: list[Command]) -> bool:
-    if subject.kind == "actor" and (
-        stamped.peer == subject.name or any(command.to == subject.name for command in commands)
-    ):
-        return True
-    messages: tuple[Event | Command, ...] = (stamped.event, *commands)
-    return any(describe(message, subject) for message in messages)
+def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command]) -> Iterator[str]:
+    """The event, if it concerns somebody, and what was decided about him."""
+    told = any(_concerns(subject, stamped.event, stamped.peer) for subject in subjects)
+    decided = [c for c in commands if any(_concerns(subject, c, c.to) for subject in subjects)]
+    if told or decided:
+        yield event_line(stamped, [])
+    for command in decided:
+        named = next((s for s in subjects if describe(command, s)), None)
+        yield f"{'-> ':>24}{command.to:<13} {describe(command, named)}"
+
+
+def _concerns(subject: Subject, message: Event | Command, process: str) -> bool:
+    """The message names the subject, or goes to or comes from it."""
+    here = subject.kind == "actor" and subject.name == process
+    return here or bool(describe(message, subject))

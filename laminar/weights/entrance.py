@@ -155,29 +155,32 @@ class Entrance:
         self._chain, self.predecessor, self.peer = hello.chain, connection, hello.name
         connection.handler = self._receiver
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
-        incoming = self._receiver.incoming
         connection.send(
             Welcome(
                 name=self._identity.name,
                 incarnation=self._identity.incarnation,
                 held=self._stock.complete(),
-                partial={} if incoming is None else {incoming.version: incoming.digest},
+                partial=self._stock.partial(),
             )
         )
-        self._receiver.connected(connection, hello.name)
+        self._receiver.connected(
+            connection,
+            hello.name,
+            lambda reason: self._end(connection, ConnectionAbortedError(reason)),
+        )
         self._emit(NeighbourUp(Side.PREDECESSOR, hello.name, hello.incarnation))
 
     def _refusal(
         self, connection: Connection[FromPredecessor], reason: str, detail: str
     ) -> BadBytes:
         connection.send(Refused(reason=detail))
-        connection.flush()
         return BadBytes(reason, detail)
 
     def _end(self, connection: Connection[FromPredecessor], error: BadBytes | OSError) -> None:
-        connection.close()
         if isinstance(error, BadBytes):
             self.refused[error.reason] += 1
+            self._say_goodbye(connection)
+        connection.close()
         if self._strangers.pop(connection, None) is not None:
             return
         self.predecessor = None
@@ -188,3 +191,10 @@ class Entrance:
         if isinstance(error, BadBytes):
             self._emit(Trouble(error.reason, -1, peer, str(error)))
         self._emit(NeighbourDown(Side.PREDECESSOR, peer, str(error)))
+
+    def _say_goodbye(self, connection: Connection[FromPredecessor]) -> None:
+        """Send the reason of a refusal, if the kernel takes it."""
+        try:
+            connection.flush()
+        except (BadBytes, OSError):
+            pass

@@ -12,10 +12,13 @@ wrong are asked for in full.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -30,6 +33,7 @@ from laminar.weights.transport import Transport
 from laminar.weights.wire import (
     Again,
     BadBytes,
+    Begun,
     Decline,
     Done,
     FromPredecessor,
@@ -63,6 +67,15 @@ class Downstream(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Arrival:
+    """What it took to get `incoming` here."""
+
+    begun: float = 0.0
+    num_bytes: int = 0
+    by_delta: bool = False
+
+
 class Receiver:
     """The successor's side of one hop."""
 
@@ -80,9 +93,12 @@ class Receiver:
         self._stock, self._book, self._downstream = stock, book, downstream
         self._slot_view, self._emit = slot_view, emit
         self._link: Transport | None = None
+        self._fail: Callable[[str], None] = lambda reason: None
         self._peer = ""
         self._offer: Offer | None = None  #: waits for a slot
+        self._taken = 0  #: number of the offer that `incoming` is about
         self._slot_wanted = False
+        self._arrival = _Arrival()
         self._refusals: Counter[tuple[Kind, int]] = Counter()
         self._rebuild: Rebuild | None = None  #: of `incoming`
         self._block = bytearray()  #: body of the block that is arriving
@@ -93,9 +109,9 @@ class Receiver:
     def linked(self) -> bool:
         return self._link is not None
 
-    def connected(self, link: Transport, peer: str) -> None:
-        """The predecessor was welcomed."""
-        self._link, self._peer = link, peer
+    def connected(self, link: Transport, peer: str, fail: Callable[[str], None]) -> None:
+        """The predecessor was welcomed. `fail`: end this connection."""
+        self._link, self._peer, self._fail = link, peer, fail
         self._refusals.clear()
 
     def disconnected(self) -> None:
@@ -164,10 +180,20 @@ class Receiver:
             self._decline(version, reason)
 
     def published(self, holding: Holding) -> None:
-        """A version, or a share of one, was written on this machine and put into the stock."""
+        """A version, or a share of one, was written on this machine and put into the stock.
+
+        Where whole versions are published the chain begins. A predecessor that is still sending an
+        older one is of a chain that is over, or is gone and this was not noticed yet.
+        """
+        incoming = self.incoming
+        older = incoming is not None and incoming.version < holding.version
+        if older and holding.complete and self._link is not None:
+            self._fail(f"version {holding.version} was published here")
         self._drop_older()
         if self._offer is not None and self._offer.draft.version == holding.version:
             self._on_offer(self._offer)
+        elif not holding.complete:
+            self._send(Begun(version=holding.version))
 
     def _fill(self, slot: int) -> None:
         """Receive the offered version into this slot."""
@@ -185,8 +211,11 @@ class Receiver:
         """Ask for what is lacking of a holding that the offer is about."""
         assert self._offer is not None
         offer, self._offer = self._offer, None
+        self._taken = offer.number
         if self.incoming not in (None, holding) and not self.incoming.written_here:
             self._emit(SlotReturned(self._let_go()))
+        if self.incoming is not holding:
+            self._arrival = _Arrival()
         self.incoming = holding
         holding.expect(_checksums(offer), offer.digest)
         self._end_rebuild()
@@ -198,7 +227,7 @@ class Receiver:
         assert self.incoming is not None
         from_block = self._rebuild.next_block if self._rebuild is not None else None
         have = pack_have(self.incoming.have)
-        self._send(Want(version=self.incoming.version, have=have, from_block=from_block))
+        self._send(Want(offer=self._taken, have=have, from_block=from_block))
 
     def _let_go(self) -> int:
         """Give up the version that is being received; its slot is nobody's now."""
@@ -210,14 +239,21 @@ class Receiver:
         return holding.slot
 
     def _on_seal(self, message: Seal) -> None:
+        offer = self._offer
         if self.incoming is not None and self.incoming.version == message.version:
             self.incoming.expect((), message.digest)
+        elif offer is not None and offer.draft.version == message.version:
+            self._offer = msgspec.structs.replace(offer, digest=message.digest)
 
     # --- bytes --------------------------------------------------------------------------------
 
     def place(self, header: Header) -> memoryview:
         """Where a chunk or block goes. A chunk nobody asked for would overwrite proved bytes."""
+        if not self._arrival.num_bytes:
+            self._arrival.begun = time.monotonic()
+        self._arrival.num_bytes += header.length
         if header.kind == Kind.BLOCK:
+            self._arrival.by_delta = True
             self._block = bytearray(header.length)
             return memoryview(self._block)
         holding, index = self.incoming, header.position
@@ -329,7 +365,11 @@ class Receiver:
         self._end_rebuild()
         self.incoming = None
         holding.complete = True
-        self._emit(Received(holding.manifest(), holding.slot))
+        arrival = self._arrival
+        seconds = time.monotonic() - arrival.begun if arrival.num_bytes else 0.0
+        self._emit(
+            Received(holding.manifest(), holding.slot, arrival.by_delta, arrival.num_bytes, seconds)
+        )
         self._send(Done(version=version, digest=digest))
         self._drop_older()
         self._downstream.refresh()
@@ -340,16 +380,16 @@ class Receiver:
         for version, holding in self._stock.all().items():
             if holding.complete or version > latest:
                 continue
-            if holding is not self.incoming:
+            if holding is self.incoming:
+                self._emit(SlotReturned(self._let_go()))
+            else:
                 self._stock.remove(version)
                 self._downstream.dropped(version)
                 self._emit(SlotReturned(holding.slot))
-            elif self._link is None:
-                self._emit(SlotReturned(self._let_go()))
 
     # --- small things -------------------------------------------------------------------------
 
-    def _send(self, message: Want | Again | Done | Decline) -> None:
+    def _send(self, message: Begun | Want | Again | Done | Decline) -> None:
         if self._link is not None:
             self._link.send(message)
 

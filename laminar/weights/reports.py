@@ -42,10 +42,17 @@ class SlotReturned:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The slot holds a complete, verified version."""
+    """The slot holds a complete, verified version.
+
+    If a newer one was published on this machine in the same moment, this one is of no use: `forget`
+    it and take the slot back.
+    """
 
     manifest: Manifest
     slot: int
+    by_delta: bool  #: at least a part of it came as a delta
+    num_bytes: int  #: of chunks and blocks that came for it
+    seconds: float  #: from the first of them to the end of the digest
 
 
 @dataclass(frozen=True, slots=True)

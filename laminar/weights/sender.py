@@ -4,7 +4,7 @@ Reads   the stock, frames of the successor, what the receiver of this relay has 
 Emits   frames to the successor; Trouble
 
 Whatever the successor lacks is sent as soon as it is proved here, also while the rest is still on
-its way to this relay. A version that was begun is finished before a newer one is offered, unless
+its way to this relay. A version that was begun is finished before another one is offered, unless
 nobody sends the rest of it to this relay any more. The slot stays pinned from the first byte until
 the successor holds the version, because it may ask for any chunk again.
 """
@@ -12,7 +12,7 @@ the successor holds the version, because it may ask for any chunk again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from laminar.weights.wire import (
     Again,
     BadBytes,
     Base,
+    Begun,
     Decline,
     Done,
     FromSuccessor,
@@ -47,7 +48,7 @@ class Sending:
 
     holding: Holding
     delta: Delta | None  #: to be offered with it
-    offered: bool = False  #: False: the first block of the delta is not encoded yet
+    offer: int = 0  #: number of the offer; 0: the first block of its delta is not encoded yet
     digest: str = ""  #: that the successor was told
     wanted: bool = False  #: and the version is pinned
     by_block: bool = False
@@ -89,15 +90,16 @@ class Sender:
         self._fail: Callable[[str], None] = lambda reason: None
         self._peer = ""
         self._held: dict[int, str] = {}
-        self._partial: Collection[int] = ()
+        self._partial: set[int] = set()
         self._declined: set[int] = set()
+        self._num_offers = 0
 
     # --- connection ---------------------------------------------------------------------------
 
     def connected(self, link: Transport, welcome: Welcome, fail: Callable[[str], None]) -> None:
         """The successor said what it has. `fail`: end this connection."""
         self._link, self._peer, self._fail = link, welcome.name, fail
-        self._held, self._partial = dict(welcome.held), frozenset(welcome.partial)
+        self._held, self._partial = dict(welcome.held), set(welcome.partial)
         self._declined = set()
         self.refresh()
 
@@ -108,6 +110,9 @@ class Sender:
     def message(self, message: FromSuccessor) -> None:
         if isinstance(message, Want):
             self._on_want(message)
+        elif isinstance(message, Begun):
+            self._partial.add(message.version)
+            self.refresh()
         elif isinstance(message, Again):
             self._on_again(message)
         elif isinstance(message, Done):
@@ -124,22 +129,27 @@ class Sender:
         """Something changed here or there: offer what is best now, and a digest that is new."""
         if self._link is None:
             return
-        skipped = set(self._declined)
         if self.current is not None:
             self._seal()
-            if self.current.wanted:
-                if not self._stuck():
-                    return
-                skipped.add(self.current.version)
-        version = next_version(self._stock.all(), self._held, self._partial, skipped)
-        if self.current is not None:
-            if version in (None, self.current.version):
-                return
-            self._release()
-        holding = None if version is None else self._stock.get(version)
+        version = self._next()
+        if version is None or (self.current is not None and version == self.current.version):
+            return
+        self._release()
+        holding = self._stock.get(version)
         if holding is not None:
             self.current = Sending(holding, self._delta_to(holding))
             self._offer()
+
+    def _next(self) -> int | None:
+        """What to offer in place of the current version; None: nothing, or it is to go on."""
+        current, mine, declined = self.current, self._stock.all(), self._declined
+        if current is None or not current.wanted:
+            return next_version(mine, self._held, self._partial, declined)
+        if not self._stuck():
+            return None
+        # Among relays that publish shares the rest may depend on what the successor lacks still.
+        useful = [v for v, holding in mine.items() if holding.complete or v > current.version]
+        return next_version(useful, self._held, (), declined)
 
     def _stuck(self) -> bool:
         assert self.current is not None
@@ -153,17 +163,24 @@ class Sender:
         if delta is not None and not delta.num_here:
             return
         base = None if delta is None else Base(version=delta.base, digest=delta.base_digest)
-        current.offered, current.digest = True, holding.digest
+        self._num_offers += 1
+        current.offer, current.digest = self._num_offers, holding.digest
         checksums = np.array(holding.checksums(), "<u8").tobytes()
         self._link.send(
-            Offer(draft=holding.draft, checksums=checksums, digest=holding.digest, base=base)
+            Offer(
+                number=current.offer,
+                draft=holding.draft,
+                checksums=checksums,
+                digest=holding.digest,
+                base=base,
+            )
         )
 
     def _seal(self) -> None:
         """Tell a digest that was not known when the version was offered."""
         current = self.current
         assert current is not None and self._link is not None
-        if current.offered and current.digest != current.holding.digest:
+        if current.offer and current.digest != current.holding.digest:
             current.digest = current.holding.digest
             self._link.send(Seal(version=current.version, digest=current.digest))
 
@@ -176,8 +193,8 @@ class Sender:
 
     def _on_want(self, want: Want) -> None:
         current = self.current
-        if current is None or current.version != want.version or not current.offered:
-            return  # crossed with a newer offer
+        if current is None or not current.offer or current.offer != want.offer:
+            return  # it crossed with a newer offer
         have = unpack_have(want.have, current.holding.num_chunks)
         if have is None:
             raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.holding.num_chunks}")
@@ -239,7 +256,7 @@ class Sender:
         current = self.current
         if current is None or current.delta is not delta:
             return
-        if not current.offered:
+        if not current.offer:
             self._offer()
         elif current.by_block:
             current.todo.append(delta.num_here - 1)

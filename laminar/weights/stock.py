@@ -68,6 +68,11 @@ class Stock:
         with self._lock:
             return {v: h.digest for v, h in self._holdings.items() if h.complete}
 
+    def partial(self) -> tuple[int, ...]:
+        """Versions of which not all is here, ascending."""
+        with self._lock:
+            return tuple(sorted(v for v, h in self._holdings.items() if not h.complete))
+
     def latest(self) -> int:
         """The newest complete version; -1: none."""
         return max(self.complete(), default=-1)

@@ -96,7 +96,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     name: Name
     incarnation: Natural
     held: Held  #: complete versions and their digests
-    partial: Held  #: at most one: the version being received
+    partial: tuple[Natural, ...]  #: versions of which something is here
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -115,16 +115,23 @@ class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Offer(Message, frozen=True, kw_only=True):
     """Predecessor: the next version. Replaces an offer that was not answered yet."""
 
+    number: Natural  #: counts the offers of a relay
     draft: Draft
     checksums: bytes  #: uint64 little-endian per chunk; empty: each comes with its chunk
     digest: Digest
     base: Base | None  #: not None: I can send it as a delta
 
 
-class Want(Message, frozen=True, kw_only=True):
-    """Successor: I have a slot for it, or more of it than you think: send what I lack."""
+class Begun(Message, frozen=True, kw_only=True):
+    """Successor: a share of this version was written here; it needs no slot."""
 
     version: Natural
+
+
+class Want(Message, frozen=True, kw_only=True):
+    """Successor: I have a slot for what you offered: send what I lack of it."""
+
+    offer: Natural  #: its number; the answer to an offer that was replaced means nothing
     have: bytes  #: one bit per chunk, in the bit order of numpy.packbits
     from_block: Natural | None  #: send the delta from this block on; None: send chunks
 
@@ -158,7 +165,7 @@ class Decline(Message, frozen=True, kw_only=True):
 
 
 FromPredecessor: TypeAlias = Hello | Offer | Seal
-FromSuccessor: TypeAlias = Welcome | Refused | Want | Again | Done | Decline
+FromSuccessor: TypeAlias = Welcome | Refused | Begun | Want | Again | Done | Decline
 
 Decoded = TypeVar("Decoded")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.analysis.idleness import DOWN, NO_WEIGHTS, PULLING, Idleness
+from laminar.analysis.idleness import DOWN, FREE, NO_WEIGHTS, PULLING, Idleness
 from laminar.analysis.lives import ENDING, FINISHED, LOST, Life, Lives, Moment, Moments
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.core.machine import Machine
 from laminar.core.state import Replica, State, Trajectory
 from laminar.core.transitions import DISPATCHED, GENERATED, REWARDED, RUNNING
 from laminar.core.transitions import LOST as IS_LOST
+from tests.analysis.told_bench import ToldBench
 from tests.core.random_worlds import failing_world, random_world
 
 
@@ -67,6 +68,17 @@ def check_idle(idleness: Idleness, state: State) -> None:
 
 def _serves(replica: Replica | None) -> bool:
     return replica is not None and replica.version >= 0
+
+
+def test_a_replica_that_was_forgotten_is_free() -> None:
+    """The planner leaves nobody idle whom nothing refuses; if it did, this is what would show."""
+    bench = ToldBench(replicas=1, max_staleness=2)
+    bench.start()
+    bench.replica().running.clear()
+    idleness = Idleness()
+    idleness.take(Moment(bench.seq, 0), bench.log[-1][0], bench.state)
+    spell = idleness.open["rollout-0"].spells[-1]
+    assert (spell.reason, spell.detail) == (FREE, "nothing refuses it work")
 
 
 def test_moments_count_from_the_first_event() -> None:

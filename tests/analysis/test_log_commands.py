@@ -1,4 +1,4 @@
-"""laminar log: replay, dump, tail, stats, story; and what each says of things that are no run."""
+"""laminar log: replay, dump, tail, stats, story; what each says of things that are no run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
 from tests.analysis.conftest import Cli
-from tests.analysis.made_run import event_record, world_log, write_log
+from tests.analysis.made_run import CLOCK_NS, event_record, world_log, write_log
 
 
 def log_file(run_dir: Path) -> Path:
@@ -246,11 +247,18 @@ def test_stories_of_a_group_an_actor_and_a_version(made: Path, cli: Cli) -> None
         ("v12", "version"),
         ("12", "version"),
         ("rollout-0", "actor"),
+        ("rollout-3.0", "actor"),
         ("coordinator", "actor"),
     ],
 )
 def test_names(text: str, kind: str) -> None:
     assert Subject.parse(text).kind == kind
+
+
+def test_a_machine_is_not_its_replicas() -> None:
+    """rollout-3 is the fourth replica of the first machine, rollout-3.0 the first of the fourth."""
+    assert not Subject.parse("rollout-3").named_by({"to": "rollout-3.0"})
+    assert Subject.parse("0.17").named_by({"trajectory": "0.17.3"})
 
 
 def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
@@ -262,15 +270,117 @@ def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
         assert name in message
 
 
+# --- story with the logs of the processes -------------------------------------------------------
+
+
+def write_logs(run_dir: Path, attempt: int, process: str, lines: list[dict[str, object]]) -> None:
+    """As the processes of a run write them; `at` is in seconds after the run's first event."""
+    directory = run_dir / "logs" / f"attempt_{attempt}"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{process}.jsonl").open("a") as file:
+        for line in lines:
+            seconds = float(str(line.pop("at")))
+            at = datetime.fromtimestamp(CLOCK_NS / 1e9 + seconds, UTC).isoformat()
+            whole = {"run": "made", "process": process, "level": "info", "timestamp": at, **line}
+            file.write(json.dumps(whole) + "\n")
+
+
+def with_logs(run_dir: Path) -> tuple[int, str, float]:
+    """Log lines about trajectory 0.1.2: its replica was told to generate it by this event."""
+    seq, replica, at = next(
+        (s.seq, c.to, s.time_ns / 1e9)
+        for s, cs in world_log()
+        for c in cs
+        if isinstance(c, cmd.GenerateTrajectory) and c.trajectory == "0.1.2"
+    )
+    mine = {"event_seq": seq, "trajectory": "0.1.2"}
+    write_logs(
+        run_dir,
+        1,
+        replica,
+        [
+            {"at": at - 5, "event": "trajectory-started", **mine, "version": 0},
+            {"at": at + 0.01, "event": "other", "event_seq": seq, "trajectory": "0.1.3"},
+            {"at": at + 0.02, "event": "no-id", "event_seq": seq},
+            {"at": at + 0.03, "event": "slow", "level": "warning"},
+            {"at": at + 0.04, "event": "dull"},
+            {"at": at + 9999, "event": "too-late", "level": "error"},
+        ],
+    )
+    write_logs(run_dir, 1, "stranger-0", [{"at": at + 0.03, "event": "odd", "level": "error"}])
+    write_logs(run_dir, 2, "store-0", [{"at": at + 0.05, "event": "seen", "trajectory": "0.1.2"}])
+    return seq, replica, at
+
+
+def test_a_story_with_the_lines_of_the_processes(copy: Path, cli: Cli) -> None:
+    """Of all attempts: what names it, what comes of its commands, warnings of who had it."""
+    seq, replica, _ = with_logs(copy)
+    _, plain = cli("log", "story", "0.1.2", copy)
+    code, out = cli("log", "story", "0.1.2", copy, "--logs")
+    assert code == 0
+    logged = [line for line in out.splitlines() if " | " in line]
+    assert [line for line in out.splitlines() if " | " not in line] == plain.splitlines()
+    assert [line.split("|")[1].split(None, 1)[1] for line in logged] == [
+        "trajectory-started trajectory=0.1.2 version=0",
+        "no-id",
+        "warning: slow",
+        "seen trajectory=0.1.2",
+    ]
+    assert [line.split("|")[1].split()[0] for line in logged] == [replica] * 3 + ["store-0"]
+    assert [line[:8].strip() for line in logged] == [str(seq), str(seq), "", ""]
+
+
+def test_a_log_line_follows_the_event_that_it_belongs_to(copy: Path, cli: Cli) -> None:
+    """Though the clock of its machine is five seconds late."""
+    seq, _, at = with_logs(copy)
+    lines = cli("log", "story", "0.1.2", copy, "--logs")[1].splitlines()
+    late = next(i for i, line in enumerate(lines) if " | " in line)
+    assert f"{at - 5:>10.3f}" in lines[late]
+    assert all(int(line[:8]) <= seq for line in lines[:late])
+    assert "generate-trajectory" in lines[late - 1]
+
+
+def test_all_lines_of_an_actor_are_in_its_story(copy: Path, cli: Cli) -> None:
+    _, replica, _ = with_logs(copy)
+    _, out = cli("log", "story", replica, copy, "--logs")
+    assert out.count(" | ") == 6
+    assert "error: too-late" in out
+
+
+def test_damaged_lines_are_left_out(copy: Path, cli: Cli) -> None:
+    """A crash cut one short; something else wrote there, too."""
+    _, replica, _ = with_logs(copy)
+    with (copy / "logs" / "attempt_1" / f"{replica}.jsonl").open("ab") as file:
+        file.write(b'{"event": "cut-sh{"a": 1}\n[]\n7\n{"timestamp": 5}\n\xff\n')
+    code, out = cli("log", "story", replica, copy, "--logs")
+    assert code == 0
+    assert out.count(" | ") == 6
+
+
+def test_logs_that_cannot_be_read_are_named(copy: Path, cli: Cli) -> None:
+    path = copy / "logs" / "attempt_1" / "store-0.jsonl"
+    path.mkdir(parents=True)
+    code, message = cli("log", "story", "0.1.2", copy, "--logs")
+    assert code == 2
+    assert message.startswith(f"{path} cannot be read")
+
+
 # --- what is no run, or no log ------------------------------------------------------------------
 
 COMMANDS = [("replay",), ("dump",), ("dump", "--raw"), ("tail",), ("stats",)]
 
 
-def refusals(cli: Cli, path: Path) -> list[str]:
-    """What every reading command says; all must refuse in one sentence that names the place."""
+def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
+    """What every reading command says; all must refuse in one sentence that names the place.
+
+    `new` is a directory for what would be written.
+    """
+    new.mkdir(exist_ok=True)
     said = [cli("log", command, path, *options) for command, *options in COMMANDS]
     said += [cli("log", "story", "0.1", path), cli("audit", path), cli("report", path)]
+    said += [cli("log", "why", "0.1.0", path), cli("log", "trace", path, "-o", new / "t.json")]
+    said += [cli("log", "export", path, "--parquet", new)]
+    assert not any(new.iterdir())
     for code, message in said:
         assert code == 2, message
         assert str(path) in message
@@ -279,20 +389,20 @@ def refusals(cli: Cli, path: Path) -> list[str]:
 
 
 def test_paths_that_are_no_run_directory(made: Path, tmp_path: Path, cli: Cli) -> None:
-    assert "does not exist" in refusals(cli, tmp_path / "nowhere")[0]
-    assert "is not a directory" in refusals(cli, made / "store.sqlite")[0]
-    assert "no run directory" in refusals(cli, tmp_path)[0]
+    assert "does not exist" in refusals(cli, tmp_path / "nowhere", tmp_path / "new")[0]
+    assert "is not a directory" in refusals(cli, made / "store.sqlite", tmp_path / "new")[0]
+    assert "no run directory" in refusals(cli, tmp_path, tmp_path / "new")[0]
     (tmp_path / "run" / "events").mkdir(parents=True)
-    assert "no event log" in refusals(cli, tmp_path / "run")[0]
+    assert "no event log" in refusals(cli, tmp_path / "run", tmp_path / "new")[0]
     log_file(tmp_path / "run").mkdir()
-    assert "cannot be read" in refusals(cli, tmp_path / "run")[0]
+    assert "cannot be read" in refusals(cli, tmp_path / "run", tmp_path / "new")[0]
 
 
-def test_a_flipped_bit_is_named_with_its_place(copy: Path, cli: Cli) -> None:
+def test_a_flipped_bit_is_named_with_its_place(copy: Path, tmp_path: Path, cli: Cli) -> None:
     data = bytearray(log_file(copy).read_bytes())
     data[len(data) // 2] ^= 4
     log_file(copy).write_bytes(data)
-    for message in refusals(cli, copy):
+    for message in refusals(cli, copy, tmp_path / "new"):
         assert "events-00000001.log is corrupt at offset" in message
 
 

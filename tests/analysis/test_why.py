@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar.analysis.idleness import DOWN, NO_DATA, NO_WEIGHTS, PULLING, RUN_ENDING
 from laminar.analysis.why import why
+from laminar.analysis.windows import STALENESS_BOUND
 from laminar.config import ConfigError
 from laminar.events import events as ev
 from laminar.ids import TrajectoryId
@@ -498,3 +500,11 @@ def test_of_the_command_line(made: Path, cli: Cli) -> None:
     assert "rollout-0" in out
     code, message = cli("log", "why", "rollout-9", made)
     assert (code, "\n" in message) == (2, False)
+
+
+def test_every_reason_is_explained() -> None:
+    """By the names that the coordinator and the answers use."""
+    document = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
+    reasons = (DOWN, PULLING, NO_WEIGHTS, NO_DATA, RUN_ENDING, STALENESS_BOUND, "draining")
+    assert [reason for reason in reasons if f"| `{reason}` |" not in document] == []
+    assert [wait for wait in ("groups", "publish", "strategy") if f"`{wait}`" not in document] == []

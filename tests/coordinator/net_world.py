@@ -27,6 +27,7 @@ from laminar.eventlog.record import (
     Header,
     Record,
     StateHashRecord,
+    frame_end,
     segment_numbers,
 )
 from laminar.eventlog.restore import restore, take_over
@@ -307,7 +308,7 @@ class NetWorld(World):
             offset = self.offsets.get(name, 0)
             while offset + FRAME.size <= len(data):
                 start = offset + FRAME.size
-                end = start + FRAME.unpack_from(data, offset)[0]
+                end = frame_end(data, offset)
                 if end > len(data):
                     break
                 self._note(decode_record(data[start:end]))

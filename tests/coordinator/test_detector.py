@@ -40,6 +40,19 @@ def test_silence_longer_than_the_lease_is_a_loss() -> None:
     assert lost(detector, 5_001, {"b/a": 2_000}) == ["a", "b"]
 
 
+def test_who_speaks_or_joins_after_a_look_has_a_lease_of_its_own() -> None:
+    """A look remembers when the next lease can end: what happened since must not be missed."""
+    detector = FailureDetector(LEASE, 0)
+    run(detector, 0, 9_000)
+    actors, heard = {"a": actor("a")}, {"a/a": 4_000}
+    assert detector.lost(4_500, actors, heard) == []
+    actors["b"], heard["b/a"], heard["a/a"] = actor("b"), 5_000, 6_000
+    assert detector.lost(8_000, actors, heard) == []
+    assert [e.actor for e in detector.lost(8_001, actors, heard)] == ["b"]
+    assert [e.actor for e in detector.lost(9_000, actors, heard)] == ["b"]
+    assert [e.actor for e in detector.lost(9_001, actors, heard)] == ["a", "b"]
+
+
 def test_loss_names_the_incarnation_and_the_silence() -> None:
     detector = FailureDetector(LEASE * 1_000_000, 0)
     found = detector.lost(4_000 * 1_000_000, {"a": actor("a")}, {})

@@ -189,3 +189,34 @@ def test_engine_that_stays_silent_is_restarted_once() -> None:
     bench.start()
     restarts = only(cmd.RestartActor, bench.wait(5_500))
     assert [(c.to, c.actor) for c in restarts] == [("node-0", "rollout-0")]
+
+
+def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -> None:
+    """The first order may have been lost with the connection; the second takes its place."""
+    bench = Bench(stall_ms=1_000)
+    bench.start()
+    assert only(cmd.RestartActor, bench.wait(1_500))
+    silent = ev.HeartbeatLost(
+        actor="rollout-0",
+        actor_incarnation=bench.state.actors["rollout-0"].incarnation,
+        silent_ms=3_000,
+    )
+    assert only(cmd.RestartActor, bench.own(silent))
+    restarts = [key for key in bench.state.commands if key.startswith("restart:")]
+    assert restarts == ["restart:rollout-0"]
+    bench.join("rollout-0", "b")
+    assert "restart:rollout-0" not in bench.state.commands
+
+
+def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
+    """A late word from the replica that had them both: the second could not be trained anyway."""
+    bench = Bench(max_staleness=0, group_size=3, min_scored=1, capacity=3, resume_wait_ms=10**6)
+    bench.start()
+    bench.kill()
+    bench.join("rollout-0", "b")
+    bench.ready("rollout-0")
+    assert list(bench.state.lost) == ["0.0.0", "0.0.1", "0.0.2"]
+    bench.fail("0.0.1", "bad-logprobs")
+    assert list(bench.state.lost) == ["0.0.0", "0.0.2"]
+    resumed = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
+    assert [c.trajectory for c in resumed] == ["0.0.0", "0.0.2"]

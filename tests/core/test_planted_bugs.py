@@ -6,6 +6,7 @@ A rule whose absence nobody notices is either not needed or not tested.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ EVENTS_MAX = 5_000  #: three times what the longest of these runs needs
 def lost_work_only_to_admitting_replicas(patch: pytest.MonkeyPatch) -> None:
     place_for = recovery._place_for
 
-    def planted(state: State, trajectory: Trajectory, able: list[Replica]) -> Replica | None:
+    def planted(state: State, trajectory: Trajectory, able: Any) -> Replica | None:
         replica = place_for(state, trajectory, able)
         return replica if replica is not None and admission.admits(state, replica) else None
 

@@ -42,6 +42,21 @@ def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
     assert (bench.state.newest, bench.state.owed) == (2, -1)
 
 
+def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
+    """Version 1 was skipped. The trainer has handed over version 2 and reports its step before the
+    relay has worked out the digest: that publish will make up for it, and the relay would refuse
+    version 1 after version 2."""
+    bench = Bench(max_staleness=2, groups_per_step=1, capacity=8)
+    bench.start()
+    bench.complete("0.0", "0.1")
+    bench.skip_publish()
+    bench.train(publish=False)
+    assert not only(cmd.PublishWeights, bench.train(publish=False))
+    assert bench.state.owed == 1
+    assert not only(cmd.PublishWeights, bench.publish(2, 2))
+    assert bench.state.owed == -1
+
+
 def test_last_skipped_publish_is_paid_before_the_export() -> None:
     """The last step's weights were skipped; the export comes after every version of the run."""
     bench = on_policy(total_steps=1)

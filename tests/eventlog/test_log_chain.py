@@ -17,8 +17,10 @@ from laminar.eventlog.record import (
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
+    SETTLED,
     DecisionRecord,
     EventRecord,
+    Frames,
     Header,
     LogCorrupt,
     LogTail,
@@ -26,6 +28,7 @@ from laminar.eventlog.record import (
     StateHashRecord,
     Takeover,
     encode_frame,
+    frame_end,
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken, LogWriter
@@ -163,9 +166,38 @@ def test_positions_name_where_records_begin() -> None:
     for seq in range(1, 21):
         write(writer, seq)
     for (segment, offset), record in read_log(disk):
-        length, _ = FRAME.unpack(disk.read(segment_name(segment), offset, FRAME.size))
-        body = disk.read(segment_name(segment), offset + FRAME.size, length)
+        data = disk.read(segment_name(segment))
+        body = data[offset + FRAME.size : frame_end(data, offset)]
         assert body == msgspec.msgpack.encode(record)
+
+
+def test_the_first_frame_of_each_write_after_a_sync_is_settled() -> None:
+    """And it alone: what is flushed, and what follows it, may be lost together."""
+    disk = MemoryDisk()
+    writer = begin(disk)
+    write(writer, 1, 2)
+    write(writer, 3)
+    writer.append(event(4))
+    writer.flush()
+    write(writer, 5)
+    write(writer, 6)
+    data = disk.read(FIRST)
+    offsets = [position.offset for position, _ in read_log(disk)]
+    marked = [number for number, at in enumerate(offsets) if FRAME.unpack_from(data, at)[0] >> 31]
+    assert marked == [0, 1, 3, 4, 6]
+
+
+def test_the_mark_is_part_of_the_crc() -> None:
+    (plain, crc), (marked, other) = (
+        encode_frame(event(1), 7, settled=settled) for settled in (False, True)
+    )
+    assert plain[FRAME.size :] == marked[FRAME.size :] and crc != other
+    assert FRAME.unpack_from(marked)[0] == FRAME.unpack_from(plain)[0] | SETTLED
+    for frame in (plain, marked):
+        assert Frames(1, frame, 7).valid_at(0, 7)
+        changed = bytearray(frame)
+        changed[3] ^= 0x80
+        assert not Frames(1, bytes(changed), 7).valid_at(0, 7)
 
 
 def test_a_takeover_leaves_the_torn_tail_and_ignores_it() -> None:

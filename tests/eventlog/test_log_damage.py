@@ -23,6 +23,7 @@ from laminar.eventlog.record import (
     StateHashRecord,
     Takeover,
     encode_frame,
+    frame_end,
     segment_name,
 )
 from laminar.eventlog.writer import LogWriter
@@ -88,7 +89,7 @@ def starts(data: bytes) -> list[int]:
     """Where frames begin, and the end."""
     offsets = [0]
     while offsets[-1] < len(data):
-        offsets.append(offsets[-1] + FRAME.size + FRAME.unpack_from(data, offsets[-1])[0])
+        offsets.append(frame_end(data, offsets[-1]))
     return offsets
 
 
@@ -205,7 +206,7 @@ def test_a_record_that_is_left_out_breaks_the_chain() -> None:
 def test_a_length_above_the_limit_is_not_followed() -> None:
     data, _ = one_segment()
     at = starts(data)[5]
-    length = FRAME.unpack_from(data, at)[0]
+    length = frame_end(data, at) - at - FRAME.size
     damaged = data[:at] + FRAME.pack(MAX_BODY_BYTES + length, 0)[:4] + data[at + 4 :]
     with pytest.raises(LogCorrupt, match=f"a body length of 1 to {MAX_BODY_BYTES}"):
         scan(MemoryDisk({FIRST: damaged}))

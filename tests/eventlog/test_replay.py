@@ -211,6 +211,15 @@ def test_tick_logs_state_hashes_and_they_replay(monkeypatch: pytest.MonkeyPatch)
     assert found.difference is None and found.hashes == world.state.seq // 20
 
 
+def test_large_state_is_hashed_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding all of it costs as much as it has trajectories."""
+    monkeypatch.setattr("laminar.coordinator.tick.HASH_EVERY", 20)
+    monkeypatch.setattr("laminar.coordinator.tick.HASHED_OFTEN_MAX", 4)
+    world = random_world(SEED, NetWorld).run()
+    found = replay(world.disk)
+    assert found.difference is None and 0 < found.hashes < world.state.seq // 20
+
+
 def test_missing_trailing_decisions_at_the_end_of_the_log_are_accepted(
     records: list[Record],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,11 +151,41 @@ def test_a_new_name_is_durable_before_the_file_is_used(
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     disk = RealDisk.make(tmp_path / "events")
     assert synced == [str(tmp_path)]
+    synced.clear()
     disk.create("f")
-    assert synced == [str(tmp_path), str(tmp_path / "events")]
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(DiskError, match="directory sync of g failed"):
-        disk.create("g")
+    assert set(synced) == {str(tmp_path / "events")}
+
+
+def test_older_names_are_durable_before_a_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process may have left them: no gap in the numbers of segments after a power cut."""
+    disk = RealDisk.make(tmp_path / "events")
+    disk.create("f").close()
+    synced: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(disk.names()))
+    disk.create("g")
+    assert synced == [["f"], ["f", "g"]]
+
+
+@pytest.mark.parametrize(
+    ("nth", "message"), [(1, "creation of f failed"), (2, "directory sync of f failed")]
+)
+def test_a_directory_that_cannot_be_synced_is_a_disk_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int, message: str
+) -> None:
+    disk = RealDisk.make(tmp_path / "events")
+    syncs: list[int] = []
+
+    def fail_nth(fd: int) -> None:
+        syncs.append(fd)
+        if len(syncs) == nth:
+            failing()
+
+    monkeypatch.setattr(os, "fsync", fail_nth)
+    with pytest.raises(DiskError, match=message):
+        disk.create("f")
+    assert len(syncs) == nth
 
 
 def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
@@ -169,3 +200,30 @@ def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere is no directory"):
         RealDisk(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda disk: disk.read("f"), "read of f failed: No such file"),
+        (lambda disk: disk.replace("f", "g"), "renaming of f to g failed: No such file"),
+        (lambda disk: disk.remove("f"), "removal of f failed: No such file"),
+    ],
+)
+def test_whatever_fails_is_a_disk_error(
+    tmp_path: Path, call: Callable[[RealDisk], object], message: str
+) -> None:
+    with pytest.raises(DiskError, match=message):
+        call(RealDisk.make(tmp_path / "events"))
+
+
+def test_renaming_and_removal_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = RealDisk.make(tmp_path / "events")
+    disk.create("f").append(b"new")
+    disk.create("g").append(b"old")
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    disk.replace("f", "g")
+    assert (disk.names(), disk.read("g")) == (["g"], b"new")
+    disk.remove("g")
+    assert disk.names() == [] and synced == [str(tmp_path / "events")] * 2

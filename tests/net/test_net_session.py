@@ -19,6 +19,7 @@ from laminar.net.frames import (
 from laminar.net.session import (
     MS,
     NEVER_NS,
+    SERVERS_KNOWN,
     WINDOW_MESSAGES,
     ClientLink,
     Limits,
@@ -68,6 +69,14 @@ def test_hello_is_repeated_with_growing_pauses_until_welcomed():
         if said(link, ms * MS):
             times.append(ms)
     assert times == [0, 200, 600, 1400, 3000, 5000, 7000]
+
+
+def test_joining_client_is_due_when_its_hello_is():
+    """Its owner sleeps until then."""
+    link = client()
+    assert link.next_due_ns() == 0
+    said(link, 0)
+    assert link.next_due_ns() == 200 * MS
 
 
 def test_data_waits_for_the_welcome():
@@ -393,3 +402,17 @@ def test_next_due_is_when_poll_has_something():
     assert link.next_due_ns() == 0
     link.poll(0)
     assert link.next_due_ns() == NEVER_NS
+
+
+def test_client_forgets_the_numbers_of_the_oldest_servers():
+    """A late Welcome of the server before takes up its numbers; a server from long ago is a new
+    one, so that a client keeps no more however often its server restarts."""
+    link = up_client("s1")
+    assert hear(link, Data("s1", 1, 0, b"a")) == [b"a"]
+    hear(link, Welcome("s2", 4, 0))
+    hear(link, Welcome("s1", 4, 0))
+    assert hear(link, Data("s1", 1, 0, b"a")) == []
+    for number in range(SERVERS_KNOWN):
+        hear(link, Welcome(f"other {number}", 4, 0))
+    hear(link, Welcome("s1", 4, 0))
+    assert hear(link, Data("s1", 1, 0, b"a")) == [b"a"]

@@ -181,10 +181,15 @@ CHANGES: dict[str, tuple[Callable[[SimDisk], object], dict[str, bytes]]] = {
 }
 
 
+#: The directory is synced first, for the names that a killed process left.
+CALLS_BEFORE = {"create": 1, "replace": 0, "remove": 0}
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_name_may_be_lost_until_its_directory_is_synced(change: str, call: int) -> None:
     act, done = CHANGES[change]
+    call += CALLS_BEFORE[change]
     before = {"a": b"1", "b": b"2"}
     disk = SimDisk(before)
     disk.plan(call, "crash")
@@ -204,13 +209,27 @@ def test_a_change_of_name_is_two_calls_and_then_durable(change: str) -> None:
     act, done = CHANGES[change]
     disk = SimDisk({"a": b"1", "b": b"2"})
     act(disk)
-    assert disk.calls == 2
+    assert disk.calls == CALLS_BEFORE[change] + 2
     assert drawn(disk, "none", 1) == [done]
+
+
+def test_a_new_name_never_outlives_one_that_was_there_before() -> None:
+    """A killed process created `a` and did not sync the directory."""
+    killed = SimDisk()
+    killed.plan(2, "crash")
+    with pytest.raises(PowerCut):
+        killed.create("a")
+    disk = killed.after_kill()
+    disk.plan(disk.calls + 2, "crash")
+    with pytest.raises(PowerCut):
+        disk.create("b")
+    for mode in CRASH_MODES:
+        assert {tuple(left) for left in drawn(disk, mode)} <= {("a",), ("a", "b")}
 
 
 def test_a_synced_file_with_a_volatile_name_is_lost_with_it() -> None:
     disk = SimDisk()
-    disk.plan(2, "eio")
+    disk.plan(3, "eio")
     with pytest.raises(DiskError):
         disk.create("a")
     disk.sync("a")
@@ -240,11 +259,14 @@ def scenario(disk: SimDisk) -> None:
     disk.remove("b")
 
 
+CALLS = 10
+
+
 def test_every_call_can_be_cut_and_nothing_works_after_it() -> None:
     whole = SimDisk()
     scenario(whole)
-    assert whole.calls == 9
-    for call in range(1, 10):
+    assert whole.calls == CALLS
+    for call in range(1, CALLS + 1):
         disk = SimDisk()
         disk.plan(call, "crash")
         with pytest.raises(PowerCut):
@@ -258,7 +280,7 @@ def test_every_call_can_be_cut_and_nothing_works_after_it() -> None:
 
 @pytest.mark.parametrize(("fault", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
 def test_every_call_can_fail_once(fault: Fault, number: int) -> None:
-    for call in range(1, 10):
+    for call in range(1, CALLS + 1):
         disk = SimDisk()
         disk.plan(call, fault)
         with pytest.raises(DiskError, match=f"call {call} failed") as caught:

@@ -36,7 +36,7 @@ def test_streams_of_other_concerns_are_other_streams() -> None:
     assert stream(1, "a").random() != stream(2, "a").random()
 
 
-# --- timing ---------------------------------------------------------------------------------------
+# --- timing -------------------------------------------------------------------------------------
 
 
 def test_response_lengths_have_a_long_tail() -> None:
@@ -59,7 +59,7 @@ def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
     assert timing.prefill_ns(5_000) == 0.5e9
 
 
-# --- the engine -----------------------------------------------------------------------------------
+# --- the engine ---------------------------------------------------------------------------------
 
 
 class Bench:
@@ -69,6 +69,7 @@ class Bench:
         self.world = World(calm(), 1)
         self.process = self.world.processes["rollout-0"]
         self.process.boot, self.process.alive = 1, True
+        self.process.model = self  # type: ignore[assignment]
         self.finished: list[str] = []
         timing = EngineTiming(step_us=1_000_000, sequence_us=0)  # a token a second
         self.engine = SimEngine(self.process, timing, slots, self.finished.extend)
@@ -78,12 +79,19 @@ class Bench:
         self.engine.add(sequence)
         return sequence
 
+    def pause(self) -> None:
+        self.engine.freeze()
+
+    def resume(self) -> None:
+        self.engine.thaw()
+
     def until(self, second: float) -> None:
         marks: list[int] = []
         self.world.scheduler.at(int(second * SECOND), marks.append, 1)
         while not marks:
             self.world.scheduler.step()
-        self.engine.advance()
+        if not self.process.paused:
+            self.engine.advance()
 
 
 def test_sequences_advance_together_and_end_in_order() -> None:
@@ -132,18 +140,18 @@ def test_slow_and_paused_engines_take_longer() -> None:
     bench = Bench()
     bench.add("s", 4)
     bench.until(2)
-    bench.engine.freeze()
+    bench.process.pause()
     bench.until(10)
     assert bench.finished == []
     bench.process.slow = 3.0
-    bench.engine.thaw()
+    bench.process.resume()
     bench.until(15.9)
     assert bench.finished == []
     bench.until(16.1)
     assert bench.finished == ["s"]
 
 
-# --- configs ----------------------------------------------------------------------------------------
+# --- configs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sim_small.toml", "sim_1024.toml"])

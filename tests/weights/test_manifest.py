@@ -108,6 +108,7 @@ INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"parts": ()}, "no part holds"),
     ({"chunk_checksums": (1, 2, 3, 4, 5)}, "5 checksums for 6"),
     ({"chunk_bytes": 512}, "6 checksums for 1"),
+    ({"kind": "adapter"}, "kind 'adapter' is reserved"),
 ]
 
 

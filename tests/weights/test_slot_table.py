@@ -14,6 +14,7 @@ from laminar.weights.slots import (
     SlotTable,
     VersionGone,
     Writing,
+    slots_within,
 )
 
 
@@ -133,6 +134,32 @@ def test_one_pin_at_a_time() -> None:
     table.unpin()
     assert table.pinned is None
     assert publish(table, 5).evicted == 1
+
+
+def test_a_version_that_is_being_sent_is_passed_over() -> None:
+    asked: list[int] = []
+    table = SlotTable(3, forget=lambda version: asked.append(version) is None and version != 0)
+    for version in range(3):
+        publish(table, version)
+    assert publish(table, 3).evicted == 1
+    assert asked == [0, 1]  # the oldest first, and nobody is told to forget what then stays
+    table = SlotTable(3, forget=lambda version: False)
+    for version in range(3):
+        publish(table, version)
+    assert table.grant("trainer") is None
+    assert table.versions_held == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_bytes", "fitting"), [(5, 1000, 5), (5, 499, 4), (5, 300, 3), (3, 10_000, 3)]
+)
+def test_slots_within_a_limit(slots: int, max_bytes: int, fitting: int) -> None:
+    assert slots_within(100, slots, max_bytes) == fitting
+
+
+def test_too_little_for_three_slots_is_an_error() -> None:
+    with pytest.raises(SlotError, match=r"over the limit of 299 bytes; raise weights\.max_bytes"):
+        slots_within(100, 5, 299)
 
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -54,8 +54,8 @@ from laminar.weights.transfer import write_tensors
 ITEM_BYTES = 2
 STEPS, STEPS_QUICK = 30, 17
 BACK = (1, 2, 4, 8, 16)  #: steps from a base to the last version
-ROUNDS = {1600: 6, 200: 3}  #: by rate of the hop, Mbit/s
-DELTAS = 5  #: sent in a round, for one full version
+ROUNDS = {1600: 4, 200: 2}  #: by rate of the hop, Mbit/s
+DELTAS = 10  #: sent in a round, for one full version
 SEQUENCES, TOKENS = 4, 32  #: of a training batch
 SENDER, RECEIVER = "127.0.0.2", "127.0.0.3"
 HEADER = struct.Struct("<IQ")  #: of a block on the wire: bytes of the payload, checksum

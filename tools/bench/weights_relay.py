@@ -10,6 +10,7 @@ version may be any function.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import multiprocessing as mp
 import queue
@@ -238,8 +239,14 @@ class _Stub:
             state = self.slots.state(report.slot)
             self.slots.abandon(getattr(state, "writer", ""))
         elif isinstance(report, Received):
-            writer = getattr(self.slots.state(report.slot), "writer", "")
-            self.slots.commit(report.slot, writer, report.manifest.version)
+            self._received(report.slot, report.manifest.version)
+
+    def _received(self, slot: int, version: int) -> None:
+        writer = getattr(self.slots.state(slot), "writer", "")
+        if version > (-1 if self.slots.latest is None else self.slots.latest):
+            self.slots.commit(slot, writer, version)
+        elif self.plane.forget(version):
+            self.slots.abandon(writer)
 
     def _grant_due(self) -> None:
         """A slot may have become free by whatever was just done."""
@@ -260,9 +267,7 @@ class _Stub:
         view = memoryview(self.memory[slot])
         like = draft(version, view.nbytes, chunk_bytes)
         bounds = mf.chunk_bounds(like)
-        sums = [
-            xxhash.xxh3_64_intdigest(view[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
+        sums = [xxhash.xxh3_64_intdigest(view[a:b]) for a, b in itertools.pairwise(bounds)]
         manifest = mf.seal(like, sums, digest_of(view))
         self.slots.commit(slot, "trainer", version)
         at = time.monotonic()

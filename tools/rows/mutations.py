@@ -35,10 +35,11 @@ NUMBERS = (
     b"\xc0",
     b"\xc1",  # never used
 )
-VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 2**63, 2**64 - 1, -(2**63), 0.5, math.nan, math.inf, "", "x" * 5_000, b"\xff",
-    [], [[]], [None] * 100, {}, {"type": "actor-left"},
+_VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 2**63, 2**64 - 1, -(2**63), 0.5, math.nan, math.inf,
+    "", "x" * 5_000, b"\xff", [], [[]], [None] * 100, {}, {"type": "actor-left"},
 )  # fmt: skip
+VALUES = tuple(map(msgspec.msgpack.encode, _VALUES))
 
 Mutation = Callable[[bytearray, random.Random], bytearray]
 
@@ -134,14 +135,19 @@ def _spoil_meaning(message: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 2))):
         where = _some_container(fields, chance)
         if isinstance(where, list):
-            where[int(chance.random() * len(where))] = chance.choice(VALUES)
+            where[int(chance.random() * len(where))] = _some_value(chance)
         elif chance.random() < 0.15:
             where.pop(chance.choice(list(where)), None)
         elif chance.random() < 0.15:
-            where[chance.choice(("type", "unknown", "", "to"))] = chance.choice(VALUES)
+            where[chance.choice(("type", "unknown", "", "to"))] = _some_value(chance)
         else:
-            where[chance.choice(list(where))] = chance.choice(VALUES)
+            where[chance.choice(list(where))] = _some_value(chance)
     return msgspec.msgpack.encode(fields)
+
+
+def _some_value(chance: random.Random) -> Any:
+    """A new object each time, for the next change may be made inside it."""
+    return msgspec.msgpack.decode(chance.choice(VALUES))
 
 
 def _some_container(fields: Any, chance: random.Random) -> Any:

@@ -27,7 +27,12 @@ from tests.storage import storage_samples as samples
 from tests.weights.test_manifest import PROBE, TENSORS, build
 
 FRAME_BYTES_MAX = 1 << 20
-SEEDS_MAX = 200  #: random worlds; far fewer show every event and command
+SEEDS_MAX = 200  #: random worlds; far fewer show every event and command, but for one
+MEMORY_FACTOR = 8
+UNTYPED_MEMORY_FACTOR = 96
+"""A prompt keeps the user's own columns: whatever MessagePack can hold, at worst a dict of 232
+bytes for three bytes. It comes from the run's own store, which read it from the user's data."""
+RARE = ev.VersionGone(version=3, held=(4, 5))
 
 
 class Target(NamedTuple):
@@ -38,6 +43,7 @@ class Target(NamedTuple):
     error: type[Exception]  #: the only one that it may raise
     encode: Callable[[Any], bytes]  #: what was decoded can be encoded again
     messages: tuple[bytes, ...]
+    memory_factor: int  #: bytes that decoding may take for one byte of input
 
 
 @functools.cache
@@ -62,7 +68,14 @@ def targets() -> tuple[Target, ...]:
         ("manifest", manifest.decode, manifest.ManifestError, manifest.encode, [build()]),
     ]
     return tuple(
-        Target(name, decode, error, encode, tuple(_distinct(encode, messages)))
+        Target(
+            name,
+            decode,
+            error,
+            encode,
+            messages=tuple(_distinct(encode, messages)),
+            memory_factor=UNTYPED_MEMORY_FACTOR if name == "prompt" else MEMORY_FACTOR,
+        )
         for name, decode, error, encode, messages in wire
     )
 
@@ -86,7 +99,7 @@ def _server_frame(data: bytes) -> frames.ServerFrame:
 
 def _seen_in_runs() -> tuple[list[Event], list[Command]]:
     """The shortest and the longest of every event and command of random runs."""
-    seen: dict[type, list[Any]] = {}
+    seen: dict[type, list[Any]] = {type(RARE): [RARE]}
     wanted = {*ev.ALL_EVENTS, *cmd.ALL_COMMANDS}
     for seed in range(SEEDS_MAX):
         for stamped, commands in random_world(seed).run().log:

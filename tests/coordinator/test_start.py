@@ -1,0 +1,94 @@
+"""A coordinator comes back: from a snapshot where it can, and says from which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from laminar.config import Config
+from laminar.coordinator.loop import Coordinator
+from laminar.core.state import digest
+from laminar.eventlog.record import MAX_HEADER_BYTES
+from laminar.eventlog.snapshot import snapshots
+from tests.coordinator.net_world import NetWorld
+from tests.core.random_worlds import random_world
+from tests.eventlog.memory_disk import MemoryDisk
+
+
+class SmallLogWorld(NetWorld):
+    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
+
+
+@pytest.fixture(scope="module")
+def world() -> NetWorld:
+    return random_world(4, SmallLogWorld).run()
+
+
+def run_dir_of(disk: MemoryDisk, run_dir: Path) -> Path:
+    (run_dir / "events").mkdir(parents=True)
+    for name, data in disk.files.items():
+        (run_dir / "events" / name).write_bytes(data)
+    return run_dir
+
+
+def start(
+    run_dir: Path, replay_from: int | None = None
+) -> tuple[Coordinator, list[int], list[dict[str, object]]]:
+    """The coordinator, the events that were replayed, and what was logged."""
+    seen: list[int] = []
+    with capture_logs() as logged:
+        coordinator = Coordinator(
+            Config(),
+            run_dir,
+            on_replayed=lambda stamped, commands, state: seen.append(stamped.seq),
+            on_event=lambda stamped, commands, state: None,
+            replay_from=replay_from,
+        )
+    return coordinator, seen, [dict(entry) for entry in logged]
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Logs that a test opened are closed behind it."""
+    opened: list[Coordinator] = []
+    init = Coordinator.__init__
+
+    def remember(self: Coordinator, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)  # type: ignore[arg-type]
+        opened.append(self)
+
+    monkeypatch.setattr(Coordinator, "__init__", remember)
+    yield
+    for coordinator in opened:
+        coordinator.tick.log.close()
+
+
+def test_the_newest_snapshot_is_where_it_begins(world: NetWorld, tmp_path: Path) -> None:
+    newest, _ = snapshots(world.disk).usable
+    coordinator, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"))
+    assert digest(coordinator.tick.machine.state) == digest(world.state)
+    assert seen == list(range(newest.seq + 1, world.state.seq + 1))
+    (started,) = logged
+    assert (started["event"], started["snapshot"]) == ("started", newest.name)
+    assert started["replayed_events"] == len(seen)
+
+
+def test_an_observer_can_ask_for_more(world: NetWorld, tmp_path: Path) -> None:
+    _, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"), replay_from=1)
+    assert seen == list(range(1, world.state.seq + 1))
+    assert logged[-1]["snapshot"] is None
+
+
+def test_a_snapshot_that_is_passed_over_is_reported(world: NetWorld, tmp_path: Path) -> None:
+    newest, older = snapshots(world.disk).usable
+    run_dir = run_dir_of(world.disk, tmp_path / "run")
+    file = run_dir / "events" / newest.name
+    file.write_bytes(file.read_bytes()[:-1])
+    _, _, logged = start(run_dir)
+    assert logged[0]["event"] == "snapshot-passed-over"
+    assert (logged[0]["file"], logged[0]["reason"]) == (newest.name, "it is damaged")
+    assert logged[1]["snapshot"] == older.name
+    assert not file.exists()

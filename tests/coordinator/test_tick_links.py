@@ -1,0 +1,84 @@
+"""Which links a turn looks at: those on which something came, goes, or is due."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.events import events as ev
+from laminar.events.codec import encode
+from laminar.net.session import RESEND_MIN_NS, LinkState, ServerLink
+from tests.coordinator.test_tick import Desk
+
+NAMES = ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0", "rollout-1")
+
+
+def desk_of_all() -> Desk:
+    desk = Desk()
+    for name in NAMES:
+        desk.client(name)
+    desk.talk()
+    return desk
+
+
+@pytest.fixture
+def polled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the clients whose links were polled."""
+    names: list[str] = []
+    poll = ServerLink.poll
+
+    def noted(link: ServerLink, now_ns: int) -> list[bytes]:
+        names.append(link.name)
+        return poll(link, now_ns)
+
+    monkeypatch.setattr(ServerLink, "poll", noted)
+    return names
+
+
+def test_quiet_links_cost_nothing(polled: list[str]) -> None:
+    desk = desk_of_all()
+    polled.clear()
+    desk.now += RESEND_MIN_NS // 2
+    assert desk.turn() == [] and polled == []
+    progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=0, waiting=0)
+    desk.links[b"rollout-1/a"].gauge(encode(progress))
+    desk.turn([(b"rollout-1/a", f) for f in desk.links[b"rollout-1/a"].poll(desk.now)])
+    assert polled == ["rollout-1"]
+
+
+def test_command_that_was_lost_goes_out_again_when_its_time_has_come(polled: list[str]) -> None:
+    """Nobody speaks meanwhile: the link wakes by itself, each time later."""
+    desk = desk_of_all()
+    ready = ev.ReplicaReady(max_num_seqs=8, kv_capacity_tokens=1)
+    loaded = ev.DataLoaded(num_train=4, num_eval=0, overlap=0, digest="")
+    trainer = ev.TrainerReady(num_parameters=1, weights_bytes=4)
+    for name, event in (
+        ("rollout-0", ready),
+        ("relay-0", ev.RelayReady(address="here")),
+        ("trainer-0", trainer),
+    ):
+        desk.links[f"{name}/a".encode()].send(encode(event))
+    desk.talk()
+    desk.links[b"store-0/a"].send(encode(loaded))
+    frames = [(b"store-0/a", f) for f in desk.links[b"store-0/a"].poll(desk.now)]
+    first = [frame for route, frame in desk.turn(frames) if route == b"trainer-0/a"]
+    assert len(first) == 1  # publish the first weights
+    polled.clear()
+    desk.now += RESEND_MIN_NS - 1
+    assert desk.turn() == [] and polled == []
+    desk.now += 1
+    assert desk.turn() == [(b"trainer-0/a", first[0])] and polled == ["trainer-0"]
+    desk.now += 2 * RESEND_MIN_NS - 1
+    assert desk.turn() == []
+    desk.now += 1
+    assert desk.turn() == [(b"trainer-0/a", first[0])]
+
+
+def test_replaced_process_is_told_at_once_though_it_says_nothing() -> None:
+    desk = desk_of_all()
+    old = desk.links.pop(b"rollout-0/a")
+    desk.client("rollout-0", "rollout-0/b")
+    frames = [(b"rollout-0/b", f) for f in desk.links[b"rollout-0/b"].poll(desk.now)]
+    for route, frame in desk.turn(frames):
+        (old if route == b"rollout-0/a" else desk.links[route]).receive(frame, desk.now)
+    assert old.state is LinkState.REFUSED
+    assert desk.links[b"rollout-0/b"].state is LinkState.UP

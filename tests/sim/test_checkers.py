@@ -1,0 +1,145 @@
+"""Each check can fail: what it looks at is falsified, and it says so by its name.
+
+Promises that a planted bug of the product breaks are in test_planted_bugs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from laminar.sim.checkers import Checks
+from laminar.sim.coordinator import SimCoordinator
+from laminar.sim.liveness import heals_in_time
+from laminar.sim.models.store import Store, tokens_of
+from laminar.sim.run import run_seed
+from laminar.sim.scenario import seconds
+from laminar.sim.violation import Violation
+from laminar.sim.world import World
+from tests.sim.worlds import calm, config, ran
+
+SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return ran(calm(**SMALL), seed=3)
+
+
+def broken(world: World, check: Callable[[Checks], object]) -> str:
+    with pytest.raises(Violation) as violation:
+        check(world.checks)
+    return violation.value.invariant
+
+
+def test_a_run_that_kept_everything_passes_again(world: World) -> None:
+    assert world.checks.finish(world.coordinator, world.rows)
+
+
+def test_row_without_an_end(world: World) -> None:
+    rows = dict(world.rows)
+    name = next(iter(rows))
+    rows[name] = rows[name]._replace(end=None)
+    state = world.coordinator.state
+    assert state is not None
+    assert broken(world, lambda checks: checks.books_are_closed(state, rows)) == "books_are_closed"
+
+
+@pytest.mark.parametrize("change", [{"num_tokens": 99_999}, {"end": "dropped"}, {"end": "trained"}])
+def test_books_that_differ(world: World, change: dict[str, object]) -> None:
+    """One row has other tokens, or another end: of a trained one, and of an evaluated one."""
+    purpose = "eval" if change.get("end") == "trained" else "train"
+    rows = dict(world.rows)
+    name = next(n for n, row in rows.items() if row.purpose == purpose and row.end != "dropped")
+    rows[name] = rows[name]._replace(**change)
+    state = world.coordinator.state
+    assert state is not None
+    assert broken(world, lambda checks: checks.two_books(state, rows)) == "two_books"
+
+
+def test_trajectory_that_the_store_does_not_know(world: World) -> None:
+    rows = dict(world.rows)
+    rows.popitem()
+    state = world.coordinator.state
+    assert state is not None
+    assert broken(world, lambda checks: checks.two_books(state, rows)) == "two_books"
+
+
+def test_work_that_is_missing() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.completed -= 1
+    assert broken(world, lambda checks: checks.work_is_done(state)) == "work_is_done"
+    state.completed += 1
+    state.evaluations.clear()
+    assert broken(world, lambda checks: checks.work_is_done(state)) == "work_is_done"
+
+
+def test_failure_without_a_loss() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.failure, state.exit_code = "store-0 is lost: it is said", 1
+    name = broken(world, lambda checks: checks.failure_has_a_reason(state))
+    assert name == "failure_has_a_reason"
+
+
+def test_state_that_the_log_does_not_lead_to() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.staleness_sum += 1
+    disk = world.coordinator.disk
+    assert broken(world, lambda checks: checks.replay_equal(disk, state)) == "replay_equal"
+
+
+def test_event_that_was_sent_otherwise() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    world.checks._sent["rollout-0/1"][2] = b"another"
+    assert broken(world, lambda checks: checks.events_once(world.coordinator.disk)) == "events_once"
+
+
+def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predecessor's state is changed behind its log's back just before it dies."""
+    kill = SimCoordinator.kill
+
+    def planted(coordinator: SimCoordinator) -> None:
+        if coordinator.state is not None:
+            coordinator.state.staleness_sum += 1
+        kill(coordinator)
+
+    monkeypatch.setattr(SimCoordinator, "kill", planted)
+    outcome = run_seed(config("coordinator-killed", **SMALL), 3)
+    assert outcome.invariant == "same_state_as_before"
+
+
+def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store loses the beginning of a response that goes on."""
+    monkeypatch.setattr(
+        "laminar.sim.models.rollout.s.tokens_of",
+        lambda seed, start, end: tokens_of(seed + (start > 0), start, end),
+    )
+    assert run_seed(calm(**SMALL), 3).invariant == "tokens_continue"
+
+
+def test_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers no EndTrajectories, and nothing gives up on it in time."""
+    monkeypatch.setattr(Store, "handle", lambda *_: None)
+    outcome = run_seed(calm(quiet_s=60.0, **SMALL), 3)
+    assert outcome.invariant == "progress" and "outstanding: end:" in outcome.details
+
+
+def test_endless_run() -> None:
+    outcome = run_seed(calm(events_max=100, **SMALL), 3)
+    assert outcome.invariant == "progress" and "within 100 events" in outcome.details
+
+
+def test_healing_that_takes_too_long() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    heals_in_time(world, calm(**SMALL))
+    world.healed_ns = 1
+    world.scheduler.now = seconds(5_000)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
+        heals_in_time(world, calm(**SMALL))

@@ -1,0 +1,107 @@
+"""Every kind of fault, alone: it happens, and no promise is broken by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, RECURRING, WEATHER
+from laminar.sim.run import Outcome, run_seed
+from laminar.sim.world import World
+from tests.sim.worlds import calm, config
+
+SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
+
+
+def run(kind: str, seed: int = 3) -> Outcome:
+    return run_seed(config(kind, **SMALL), seed)
+
+
+@pytest.mark.parametrize("kind", [*RECURRING, *RATES, "drain"])
+def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
+    outcomes = [run(kind, seed) for seed in (3, 4, 5)]
+    assert not [outcome.details for outcome in outcomes if outcome.invariant]
+    assert sum(outcome.marks.get(f"fault:{kind}", 0) for outcome in outcomes) > 0
+    assert {outcome.faults for outcome in outcomes} <= {(kind,), ()}
+
+
+@pytest.mark.parametrize("kind", WEATHER)
+def test_weather_breaks_nothing(kind: str) -> None:
+    world = World(config(kind, **SMALL), 3)
+    world.begin()
+    assert not world.network.weather.fair
+    outcome = run(kind)
+    assert not outcome.invariant, outcome.details
+    assert not outcome.failure
+
+
+def test_menu_is_complete() -> None:
+    assert set(KINDS) == {*RECURRING, *RATES, *WEATHER, *ONCE}
+
+
+def test_replicas_that_are_lost_are_replaced() -> None:
+    outcome = run("replica-dies")
+    processes = 4 + 4 + len(("node-0", "store-0", "relay-0", "trainer-0"))
+    assert outcome.marks["fault:replica-dies"] > 4
+    assert outcome.marks["event:ActorJoined"] > processes
+
+
+def test_zombies_meet_the_fence() -> None:
+    """A replica that nobody hears, or that was paused for longer than its lease, goes on writing
+    under a placement that somebody else has raised: the store refuses it."""
+    fenced = 0
+    for seed in range(4):
+        outcome = run_seed(config("replica-paused", "partition-one-way", **SMALL), seed)
+        assert not outcome.invariant, outcome.details
+        fenced += outcome.marks.get("store:append-fenced", 0)
+    assert fenced > 0
+
+
+@pytest.mark.parametrize("kind", ["coordinator-killed", "coordinator-cut", "disk-error"])
+def test_coordinator_comes_back(kind: str) -> None:
+    outcome = run(kind)
+    assert outcome.coordinators > 1 and not outcome.failure
+    assert outcome.marks["log:taken-over"] >= outcome.coordinators // 2
+
+
+def test_full_disk_is_survived() -> None:
+    outcome = run("disk-full")
+    assert outcome.coordinators > 1 and not outcome.failure
+
+
+def test_poisonous_prompt_ends_quarantined() -> None:
+    """It kills the replicas that run it, three times each sibling at most."""
+    outcome = run_seed(config("poison-prompt", replicas=4, total_steps=0, num_train=20), 3)
+    assert not outcome.invariant, outcome.details
+    assert outcome.marks.get("dropped:quarantined", 0) > 0
+
+
+def test_node_storm_joins_together() -> None:
+    stormy = World(config("node-storm", **SMALL), 3)
+    assert stormy.faults.storm and not World(calm(), 3).faults.storm
+    assert not run("node-storm").invariant
+
+
+@pytest.mark.parametrize("role", FATAL_ROLES)
+def test_loss_of_what_a_run_needs_ends_it(role: str) -> None:
+    """With a reason, a non-zero exit code and, where there is a store, closed books."""
+    lost = config("hangs", fatal_share=1.0, **SMALL)
+    seeds = (s for s in range(100) if World(lost, s).faults.fatal_role == role)
+    outcome = run_seed(lost, next(seeds))
+    assert not outcome.invariant, outcome.details
+    assert role in outcome.failure
+
+
+def test_nothing_goes_wrong_after_the_faults() -> None:
+    """What strikes, strikes before; the weather is fair, nobody is paused, slow or cut off."""
+    world = World(config("loss", "partition", "replica-paused", "replica-slow", **SMALL), 3)
+    world.begin()
+    while not world.faults.healed:
+        world.scheduler.step()
+    assert world.healed_ns == world.faults.until_ns
+    assert world.network.weather.fair
+    assert not any(process.paused or process.slow != 1.0 for process in world.rollouts)
+    struck = sum(n for name, n in world.marks.counts.items() if name.startswith("fault:"))
+    while not world.finished:
+        world.scheduler.step()
+    counts = world.marks.counts
+    assert struck == sum(n for name, n in counts.items() if name.startswith("fault:")) > 0

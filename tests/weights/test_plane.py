@@ -1,0 +1,276 @@
+"""A plane and what connects to its port: strangers, wrong relays, hostile bytes."""
+
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from laminar.weights import entrance, exit, wire
+from laminar.weights.entrance import Identity
+from laminar.weights.plane import Plane, PlaneError
+from laminar.weights.reports import (
+    NeighbourDown,
+    NeighbourUp,
+    PlaneFailed,
+    Report,
+    Side,
+    SlotWanted,
+    Trouble,
+)
+from laminar.weights.transport import _SO_MAX_PACING_RATE, connect
+from laminar.weights.wire import Header, Kind
+from tools.bench.weights_relay import draft
+
+WAIT_S = 20
+DIGEST = "0" * 32
+
+
+class Probe:
+    """A plane in this process, and its reports."""
+
+    def __init__(self, name: str, run: str = "run") -> None:
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        slots = [bytearray(4096) for _ in range(3)]
+        self.plane = Plane(
+            Identity(run, name, 1), lambda slot: memoryview(slots[slot]), self.reports.put
+        )
+        self.name = name
+        self.host, self.port = self.plane.start("127.0.0.1")
+
+    def wait(self, wanted: type[Report] | Callable[[Report], bool]) -> Any:
+        """The next report of this kind; others are passed over, but a fault of the plane."""
+        while True:
+            report = self.reports.get(timeout=WAIT_S)
+            assert not isinstance(report, PlaneFailed), report
+            if isinstance(report, wanted) if isinstance(wanted, type) else wanted(report):
+                return report
+
+    def feed(self, other: "Probe", chain: int = 1) -> None:
+        self.plane.set_successor(chain, (other.name, other.host, other.port))
+
+
+@pytest.fixture
+def probe() -> Iterator[Callable[..., Probe]]:
+    made: list[Probe] = []
+
+    def make(*args: Any) -> Probe:
+        made.append(Probe(*args))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.plane.close()
+        assert not any(isinstance(r, PlaneFailed) for r in drained(each))
+
+
+def drained(each: Probe) -> list[Report]:
+    found = []
+    while not each.reports.empty():
+        found.append(each.reports.get())
+    return found
+
+
+def ended(sock: socket.socket) -> bytes:
+    """What the other side said before it closed."""
+    said = b""
+    sock.settimeout(WAIT_S)
+    try:
+        while data := sock.recv(65536):
+            said += data
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def hello(**changes: Any) -> bytes:
+    fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1}
+    return wire.encode(wire.Hello(**(fields | changes)))
+
+
+def framed(header: Header, body: bytes = b"") -> bytes:
+    return wire.pack_header(header) + body
+
+
+STRANGERS = [
+    (b"GET / HTTP/1.1\r\nHost: relay-1:5555\r\n\r\n", "not-a-relay"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40), "not-a-relay"),
+    (framed(Header(Kind.MESSAGE, wire.GREETING_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
+    (framed(Header(Kind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
+    (framed(Header(Kind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
+    (wire.encode(wire.Seal(version=1, digest=DIGEST)), "no-hello"),
+    (wire.encode(wire.Done(version=1, digest=DIGEST)), "not-a-message"),
+    (hello(run="another"), "other-run"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), STRANGERS, ids=range(len(STRANGERS)))
+def test_a_stranger_is_sent_away_and_counted(
+    probe: Callable[..., Probe], data: bytes, reason: str
+) -> None:
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        sock.sendall(data)
+        said = ended(sock)
+    assert relay.plane.status().refused == {reason: 1}
+    assert (b"not of run another" in said) == (reason == "other-run")
+    assert drained(relay) == []  # a stranger cannot fill the log
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(
+    probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entrance, "GREETING_S", 0.0)
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        assert ended(sock) == b""
+    assert relay.plane.status().refused == {"no-hello": 1}
+
+
+def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
+    relay = probe("relay-0")
+    socks = [socket.create_connection((relay.host, relay.port)) for _ in range(12)]
+    refused = [sock for sock in socks[entrance.STRANGERS_MAX :] if ended(sock) == b""]
+    assert len(refused) == 4
+    assert relay.plane.status().refused == {"too-many": 4}
+    for sock in socks:
+        sock.close()
+    probe("relay-1").feed(relay)
+    relay.wait(NeighbourUp)
+
+
+HOSTILE = [
+    (hello(), "second-hello"),
+    (framed(Header(Kind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
+    (framed(Header(Kind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
+    (b"\0" * wire.HEADER_BYTES, "not-a-relay"),
+    (framed(Header(Kind.MESSAGE, 0, 0, 0, 0)), "damaged-message"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_predecessor_that_goes_wrong_is_reported(
+    probe: Callable[..., Probe], data: bytes, reason: str
+) -> None:
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        sock.sendall(hello())
+        assert b"welcome" in sock.recv(65536)
+        sock.sendall(data)
+        ended(sock)
+    assert relay.wait(NeighbourUp) == NeighbourUp(Side.PREDECESSOR, "relay-9", 1)
+    assert relay.wait(Trouble).kind == reason
+    down = relay.wait(NeighbourDown)
+    assert (down.side, down.name) == (Side.PREDECESSOR, "relay-9")
+    assert relay.plane.status().refused == {reason: 1}
+    probe("relay-1").feed(relay, 2)  # and it goes on with another one
+    assert relay.wait(NeighbourUp).name == "relay-1"
+
+
+def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe]) -> None:
+    relay = probe("relay-0")
+    offer = wire.Offer(number=1, draft=draft(1, 4096, 1024), checksums=b"", digest="", base=None)
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        sock.sendall(hello() + framed(Header(Kind.BLOCK, 8, 0, 3, 0), bytes(8)))
+        sock.sendall(framed(Header(Kind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
+        assert relay.wait(SlotWanted) == SlotWanted(1, 4096)
+
+
+def test_the_higher_chain_wins(probe: Callable[..., Probe]) -> None:
+    old, new, relay = probe("relay-1"), probe("relay-2"), probe("relay-0")
+    old.feed(relay, 4)
+    assert relay.wait(NeighbourUp).name == "relay-1"
+    new.feed(relay, 5)
+    assert relay.wait(NeighbourDown).reason == "relay-2 took its place"
+    assert relay.wait(NeighbourUp).name == "relay-2"
+    assert old.wait(NeighbourDown).name == "relay-0"
+    refused = old.wait(Trouble)  # it tries again, as if it had not heard
+    assert (refused.kind, "chain 4 is over" in refused.detail) == ("refused", True)
+    assert relay.plane.status().predecessor == "relay-2"
+    assert relay.plane.status().refused["old-chain"] >= 1
+
+
+def test_a_successor_at_another_ones_address_is_not_fed(probe: Callable[..., Probe]) -> None:
+    relay, other = probe("relay-0"), probe("relay-1")
+    relay.plane.set_successor(1, ("relay-7", other.host, other.port))
+    trouble = relay.wait(Trouble)
+    assert (trouble.kind, trouble.peer) == ("other-relay", "relay-7")
+
+
+def test_a_successor_that_is_not_there_is_reported_once_and_found_later(
+    probe: Callable[..., Probe],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        relay = probe("relay-0")
+        relay.plane.set_successor(1, ("relay-1", "127.0.0.1", port))
+        assert relay.wait(Trouble).kind == "unreachable"
+    late = probe("relay-1")
+    relay.feed(late, 2)
+    assert relay.wait(lambda r: not isinstance(r, Trouble)).name == "relay-1"
+    assert relay.plane.status().successor == "relay-1"
+    relay.plane.set_successor(3, None)
+    assert relay.wait(NeighbourDown).side == Side.SUCCESSOR
+    assert late.wait(NeighbourDown).name == "relay-0"
+
+
+def test_a_successor_that_is_no_relay_is_reported(
+    probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit, "RETRY_S_MAX", 0.05)
+    relay = probe("relay-0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay.plane.set_successor(1, ("relay-1", "127.0.0.1", server.getsockname()[1]))
+        for answer in (
+            b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\n",
+            wire.encode(wire.Done(version=1, digest=DIGEST)),
+            framed(Header(Kind.CHUNK, 8, 0, 0, 0), bytes(8)),
+        ):
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(answer)
+                ended(sock)
+        assert relay.wait(Trouble).kind == "not-a-relay"
+        server.accept()[0].close()  # it has counted the answer before it tried again
+    assert relay.plane.status().refused == {"not-a-relay": 1, "no-welcome": 1, "unasked-chunk": 1}
+
+
+def test_rate_and_congestion_control_are_set_before_anything_is_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with connect("127.0.0.1", port, "127.0.0.1", congestion="reno", rate=5_000_000) as sock:
+            name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            rate = sock.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
+            assert name.rstrip(b"\0") == b"reno"
+            assert int.from_bytes(rate, "little") == 5_000_000
+
+
+def test_a_mistake_of_the_user_is_one_sentence() -> None:
+    plane = Plane(Identity("run", "relay-0", 1), memoryview, print)
+    with pytest.raises(PlaneError, match=r"cannot listen for weights on relay-host:0 .*numeric"):
+        plane.start("relay-host")
+    plane.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        plane = Plane(Identity("run", "relay-0", 1), memoryview, print)
+        with pytest.raises(PlaneError, match=r"in use.*a free port"):
+            plane.start("127.0.0.1", server.getsockname()[1])
+        plane.close()
+
+
+def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe]) -> None:
+    failed: queue.SimpleQueue[Report] = queue.SimpleQueue()
+
+    def notify(report: Report) -> None:
+        if not isinstance(report, PlaneFailed):
+            raise RuntimeError("a bug")
+        failed.put(report)
+
+    plane = Plane(Identity("run", "relay-0", 1), memoryview, notify)
+    host, port = plane.start("127.0.0.1")
+    with socket.create_connection((host, port)) as sock:
+        sock.sendall(hello())
+        assert "a bug" in failed.get(timeout=WAIT_S).reason
+        ended(sock)
+    plane.close()

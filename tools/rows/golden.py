@@ -1,0 +1,177 @@
+"""Row 4: logs that were written once and kept still lead to the decisions that are in them.
+
+Reads   tests/golden: MANIFEST.json and a directory per log
+Gives   ROWS; Golden, `manifest`, `follow`, `problem` for the test and for tools/make_golden.py
+
+A log is followed as a coordinator would: from its first event, from every snapshot, and one step
+beyond its end. Some logs are there to be refused, and the reason must be the right one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from laminar.core.machine import LOGIC_VERSION, LogicError
+from laminar.core.state import digest
+from laminar.eventlog.reader import NotInHistory
+from laminar.eventlog.record import LogCorrupt
+from laminar.eventlog.replay import Replay, replay
+from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.snapshot import Snapshot, snapshots
+from laminar.eventlog.upcast import UPCASTS
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Stamped
+from laminar.ports import Disk
+from laminar.sim.disk import SimDisk
+from tools.rows.base import Figure, Gate, Row
+
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
+LOGS_MIN = 12
+
+
+class Refused(Exception):
+    """A coordinator does not go on from a log; the text says why."""
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replay of a whole log comes to."""
+
+    events: int
+    decisions: int  #: in the log, all of them made again
+    unlogged: int  #: made by the replay, and not in the log: a coordinator died before
+    hashes: int  #: of the state, in the log
+    snapshots: int  #: beside it, each of which leads to the same state
+    digest: str  #: of the last state
+
+
+class Golden(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One entry of the manifest."""
+
+    name: str  #: directory below tests/golden; the schema is its first part, or "refused"
+    what: str
+    facts: Facts | None = None  #: None: it must be refused
+    refusal: str = ""  #: part of the reason
+
+
+def manifest(folder: Path = GOLDEN) -> list[Golden]:
+    """Every log that must be there."""
+    return msgspec.json.decode((folder / "MANIFEST.json").read_bytes(), type=list[Golden])
+
+
+def disk_of(log: Path) -> SimDisk:
+    """The files of a log, where nothing that is done with them can change them."""
+    files = [*log.glob("events-*"), *log.glob("snapshot-*")]
+    return SimDisk({file.name: file.read_bytes() for file in sorted(files)})
+
+
+def problem(golden: Golden, disk: Disk) -> str:
+    """How a log is not what the manifest says; empty: it is."""
+    try:
+        facts = follow(disk)
+    except Refused as error:
+        expected = golden.facts is None and golden.refusal in str(error)
+        return "" if expected else f"{golden.name}: refused: {error}"
+    if golden.facts is None:
+        return f"{golden.name}: accepted, though it must be refused: {golden.what}"
+    return "" if facts == golden.facts else f"{golden.name}: {facts} instead of {golden.facts}"
+
+
+def follow(disk: Disk) -> Facts:
+    """Replay a log in every way, then take it over; raises Refused where that cannot be."""
+    try:
+        decided: list[int] = []
+        whole = _identical(replay(disk, observer=lambda _, made, state: decided.append(len(made))))
+        found = snapshots(disk)
+        for name, why in found.unusable.items():
+            raise Refused(f"{name}: {why}")
+        for snapshot in found.usable:
+            _same_state(whole, disk, snapshot)
+        facts = Facts(
+            whole.events,
+            whole.decisions,
+            sum(decided) - whole.decisions,
+            whole.hashes,
+            len(found.usable),
+            digest(whole.machine.state),
+        )
+        _go_on(disk)
+    except (LogCorrupt, LogicError, NotInHistory) as error:
+        raise Refused(str(error)) from error
+    return facts
+
+
+def _identical(found: Replay) -> Replay:
+    if found.difference is not None:
+        raise Refused(str(found.difference))
+    return found
+
+
+def _same_state(whole: Replay, disk: Disk, snapshot: Snapshot) -> None:
+    rest = _identical(replay(disk, snapshot=snapshot))
+    if digest(rest.machine.state) != digest(whole.machine.state):
+        raise Refused(f"from {snapshot.name} on it leads to another state")
+
+
+def _go_on(disk: Disk) -> None:
+    """What the next coordinator does first; LogicError where its rules are not those of the log."""
+    restored = restore(disk)
+    machine = _identical(restored.replay).machine
+    state = machine.state
+    take_over(disk, restored, logic=LOGIC_VERSION, run="golden", seed=0, config_hash="")
+    started = ev.CoordinatorStarted(
+        incarnation=restored.incarnation,
+        logic=LOGIC_VERSION,
+        settings=state.settings,
+        clock_ns=0,
+        config="",
+    )
+    machine.handle(
+        Stamped(
+            seq=state.seq + 1,
+            time_ns=state.time_ns,
+            peer=COORDINATOR,
+            incarnation=restored.incarnation,
+            peer_seq=0,
+            event=started,
+        )
+    )
+    _identical(replay(disk))
+
+
+def replay_all(gate: Gate) -> Figure:
+    """The same at both gates."""
+    goldens = manifest()
+    problems = [said for golden in goldens if (said := problem(golden, disk_of_golden(golden)))]
+    kept = [golden for golden in goldens if golden.facts is not None]
+    for schema in UPCASTS:
+        if not any(golden.name.startswith(f"schema_{schema}/") for golden in kept):
+            problems.append(f"there is no log of schema {schema}")
+    refused = len(goldens) - len(kept)
+    facts = [golden.facts for golden in kept if golden.facts is not None]
+    reached = (
+        f"{len(kept)} logs of {len(UPCASTS)} schemas, "
+        f"{sum(f.events for f in facts):,} events, {sum(f.decisions for f in facts):,} decisions, "
+        f"{sum(f.snapshots for f in facts)} snapshots; {refused} more that must be refused; "
+        f"{len(problems)} problems"
+    )
+    enough = len(kept) >= LOGS_MIN and refused > 0
+    return Figure(reached, enough and not problems, "\n".join(problems))
+
+
+def disk_of_golden(golden: Golden) -> SimDisk:
+    return disk_of(GOLDEN / golden.name)
+
+
+ROWS = (
+    Row(
+        4,
+        "old logs still replay",
+        "all goldens (12 or more); others must be refused",
+        "each released schema",
+        replay_all,
+    ),
+)

@@ -1,0 +1,363 @@
+"""Planted bugs: single rules of the product taken out or turned around, each under its name.
+
+Reads   nothing
+Gives   PLANTED: functions that put one bug into the running program, through a Planter
+
+A rule whose absence no simulated run notices is either not needed or not tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import laminar.coordinator.tick as tick
+import laminar.eventlog.replay as log_replay
+from laminar.actors.protocol import CommandFilter
+from laminar.coordinator.detector import FailureDetector
+from laminar.core import (
+    admission,
+    buffering,
+    dispatch,
+    evaluation,
+    invariants,
+    machine,
+    membership,
+    recovery,
+    siblings,
+    weights,
+)
+from laminar.core.state import Replica, State, Trajectory
+from laminar.core.turn import Turn
+from laminar.eventlog.writer import LogWriter
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.net.session import Inbox, Outbox, ServerLink
+from laminar.storage import rules
+from laminar.weights.slots import SlotTable
+
+
+class Planter(ExitStack):
+    """Puts bugs in; closing it takes them out again."""
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        self.enter_context(mock.patch.object(owner, name, value))
+
+    def replace_in(self, table: Mapping[Any, Any], key: Any, value: Any) -> None:
+        self.enter_context(mock.patch.dict(table, {key: value}))
+
+
+# --- why it cannot stand still ----------------------------------------------------------------
+
+
+def lost_work_only_to_admitting_replicas(plant: Planter) -> None:
+    place_for = recovery._place_for
+
+    def planted(state: State, trajectory: Trajectory, able: Any) -> Replica | None:
+        replica = place_for(state, trajectory, able)
+        return replica if replica is not None and admission.admits(state, replica) else None
+
+    plant.replace(recovery, "_place_for", planted)
+
+
+def closed_for_good_after_groups_per_version(plant: Planter) -> None:
+    refusal = admission.refusal
+
+    def planted(state: State, replica: Replica) -> str:
+        took_its_share = replica.took >= state.settings.groups_per_version
+        return "draining" if took_its_share else refusal(state, replica)
+
+    plant.replace(admission, "refusal", planted)
+
+
+def bound_counted_from_the_next_batch_on(plant: Planter) -> None:
+    """d >= s instead of d >= s - 1."""
+
+    def planted(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
+        return all(
+            sum(n for deadline, n in deadlines.items() if deadline <= d)
+            <= groups_per_step * (d - chosen + 1)
+            for d in deadlines
+            if d >= chosen
+        )
+
+    plant.replace(admission, "bound_holds", planted)
+    plant.replace(buffering, "bound_holds", planted)
+    plant.replace(invariants, "bound_holds", planted)
+
+
+def skipped_publish_is_not_owed(plant: Planter) -> None:
+    def planted(turn: Turn, event: ev.PublishSkipped) -> None:
+        """The trainer went on, and nothing is remembered."""
+
+    plant.replace_in(machine.HANDLERS, ev.PublishSkipped, planted)
+
+
+def owed_publish_is_not_paid(plant: Planter) -> None:
+    plant.replace(buffering, "publish_owed", lambda turn: None)
+
+
+def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
+    plant.replace(buffering, "preserves_bound", lambda state, batch: True)
+
+
+def dropped_group_keeps_its_place(plant: Planter) -> None:
+    """Called by drops only; batch choice has its own name for it."""
+    plant.replace(siblings, "unchosen_less", lambda state, group: None)
+
+
+def nobody_acts_when_a_batch_waits(plant: Planter) -> None:
+    plant.replace(recovery, "batch_wait_expired", lambda turn: None)
+
+
+def start_over_is_never_allowed(plant: Planter) -> None:
+    """Lost work waits for its own version, for ever."""
+
+    def planted(state: State, trajectory: Trajectory, able: Any) -> Replica | None:
+        heap = able.get(trajectory.version)
+        return heap[0][2] if heap else None
+
+    plant.replace(recovery, "_place_for", planted)
+
+
+def lost_evaluation_is_forgotten(plant: Planter) -> None:
+    plant.replace(evaluation, "group_lost", lambda turn, group: None)
+
+
+# --- placements, incarnations, quarantine -----------------------------------------------------
+
+
+def placement_is_not_raised(plant: Planter) -> None:
+    place_again = dispatch.place_again
+
+    def planted(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+        trajectory.placement -= 1
+        place_again(turn, trajectory, replica)
+
+    plant.replace(recovery, "place_again", planted)
+
+
+def old_placement_is_believed(plant: Planter) -> None:
+    def planted(turn: Turn, trajectory_id: Any, placement: int) -> Trajectory | None:
+        return turn.state.trajectories.get(trajectory_id)
+
+    plant.replace(machine, "_present", planted)
+
+
+def fenced_words_are_believed(plant: Planter) -> None:
+    def planted(turn: Turn) -> bool:
+        stamped = turn.stamped
+        actor = turn.state.actors.get(stamped.peer)
+        if actor is not None and stamped.peer_seq:
+            actor.last_peer_seq = stamped.peer_seq
+        return True
+
+    plant.replace(machine, "_from_known_sender", planted)
+    plant.replace(tick.Tick, "_fenced", lambda self, link: False)
+
+
+def killer_prompts_are_not_quarantined(plant: Planter) -> None:
+    plant.replace(recovery, "DEATHS_MAX", 1_000)
+
+
+def store_lets_lower_placements_write(plant: Planter) -> None:
+    plant.replace(rules, "_barred", lambda row, placement: None)
+
+
+def retry_goes_on_with_old_tokens(plant: Planter) -> None:
+    opened = rules.opened
+
+    def planted(row: Any, change: Any, asked: Any) -> Any:
+        return opened(row, "move" if change == "restart" else change, asked)
+
+    plant.replace(rules, "opened", planted)
+
+
+def rewards_of_a_lost_replica_are_forgotten(plant: Planter) -> None:
+    plant.replace(recovery, "plan_unscored", lambda turn: None)
+
+
+def draining_replica_is_not_emptied_before_a_pull(plant: Planter) -> None:
+    def planted(state: State, replica: Replica) -> bool:
+        return state.actor_alive(replica.name) and not replica.loading and state.newest >= 0
+
+    plant.replace(weights, "_can_pull", planted)
+
+
+def new_process_keeps_the_old_incarnation(plant: Planter) -> None:
+    on_joined = membership.on_actor_joined
+
+    def planted(turn: Turn, event: ev.ActorJoined) -> None:
+        known = turn.state.actors.get(event.name)
+        following = turn.state.next_incarnation
+        if known is not None:
+            turn.state.next_incarnation = known.incarnation
+        on_joined(turn, event)
+        turn.state.next_incarnation = max(following, turn.state.next_incarnation)
+
+    plant.replace_in(machine.HANDLERS, ev.ActorJoined, planted)
+
+
+# --- the tick, the log and the session --------------------------------------------------------
+
+
+def commands_leave_before_the_sync(plant: Planter) -> None:
+    plant.replace(tick.Tick, "_make_durable", lambda self: self.log.flush())
+
+
+def sync_is_left_out(plant: Planter) -> None:
+    plant.replace(LogWriter, "_sync", lambda self: None)
+
+
+def decisions_are_not_logged(plant: Planter) -> None:
+    """The second of an event is sent, and the log never hears of it."""
+    append = LogWriter.append
+
+    def planted(self: LogWriter, record: Any) -> None:
+        if getattr(record, "index", 0) == 0:
+            append(self, record)
+
+    plant.replace(LogWriter, "append", planted)
+
+
+def server_takes_a_number_twice(plant: Planter) -> None:
+    def planted(self: Inbox, seq: int) -> bool:
+        self.ack_due = True
+        self.delivered = max(self.delivered, seq)
+        return seq <= self.delivered
+
+    plant.replace(Inbox, "accept", planted)
+
+
+def nothing_is_sent_again(plant: Planter) -> None:
+    plant.replace(Outbox, "expired", lambda self, now_ns: False)
+
+
+def actor_forgets_its_commands(plant: Planter) -> None:
+    plant.replace(CommandFilter, "take", lambda self, command_id: True)
+
+
+def outstanding_commands_are_not_repeated(plant: Planter) -> None:
+    link = tick.Tick._link
+
+    def planted(self: tick.Tick, hello: Any, incarnation: int, last_seq: int, now: int) -> None:
+        outgoing = len(self._outgoing)
+        link(self, hello, incarnation, last_seq, now)
+        del self._outgoing[outgoing:]
+
+    plant.replace(tick.Tick, "_link", planted)
+
+
+def last_number_of_a_peer_is_not_restored(plant: Planter) -> None:
+    link = tick.Tick._link
+
+    def planted(self: tick.Tick, hello: Any, incarnation: int, last_seq: int, now: int) -> None:
+        link(self, hello, incarnation, 0, now)
+
+    plant.replace(tick.Tick, "_link", planted)
+
+
+def stale_server_is_believed(plant: Planter) -> None:
+    """An acknowledgement for a dead coordinator counts for its successor."""
+    plant.replace(ServerLink, "_resume", lambda self, first_seq: self.inbox.skip_to(first_seq - 1))
+
+
+def silence_is_judged_without_grace(plant: Planter) -> None:
+    def planted(self: FailureDetector, now_ns: int, socket_empty: bool) -> bool:
+        self._grace_from_ns = 0
+        return True
+
+    plant.replace(FailureDetector, "turn", planted)
+
+
+def replay_forgets_an_event(plant: Planter) -> None:
+    """Gauges are left out of a replay: the state then differs in what it has seen last."""
+    stamped = log_replay.stamped
+
+    def planted(record: Any) -> Any:
+        found = stamped(record)
+        if isinstance(found.event, ev.TokenProgress):
+            gauge = ev.TokenProgress(tokens_total=0, kv_used_tokens=0, running=0, waiting=0)
+            return type(found)(
+                seq=found.seq,
+                time_ns=found.time_ns,
+                peer=found.peer,
+                incarnation=found.incarnation,
+                peer_seq=found.peer_seq,
+                event=gauge,
+            )
+        return found
+
+    plant.replace(log_replay, "stamped", planted)
+
+
+def decision_depends_on_what_ran_before(plant: Planter) -> None:
+    """A counter of the process, not of the log, chooses among equal replicas."""
+    calls = [0]
+
+    def planted(replicas: list[Replica]) -> Replica:
+        calls[0] += 1
+        return replicas[calls[0] % len(replicas)]
+
+    plant.replace(recovery, "least_loaded", planted)
+
+
+# --- books ------------------------------------------------------------------------------------
+
+
+def tokens_of_restarts_are_not_counted(plant: Planter) -> None:
+    close = siblings.close
+
+    def planted(turn: Turn, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
+        close(turn, ending, num_tokens, 0)
+
+    plant.replace(siblings, "close", planted)
+
+
+def relay_leases_the_oldest(plant: Planter) -> None:
+    """Whatever version was asked for."""
+    lease = SlotTable.lease
+
+    def planted(self: SlotTable, version: int, reader: str, *, exact: bool) -> Any:
+        return lease(self, min(self.versions_held, default=version), reader, exact=True)
+
+    plant.replace(SlotTable, "lease", planted)
+
+
+PLANTED: tuple[Callable[[Planter], None], ...] = (
+    lost_work_only_to_admitting_replicas,
+    closed_for_good_after_groups_per_version,
+    bound_counted_from_the_next_batch_on,
+    skipped_publish_is_not_owed,
+    owed_publish_is_not_paid,
+    batch_chosen_without_preserving_the_bound,
+    dropped_group_keeps_its_place,
+    nobody_acts_when_a_batch_waits,
+    start_over_is_never_allowed,
+    lost_evaluation_is_forgotten,
+    placement_is_not_raised,
+    old_placement_is_believed,
+    fenced_words_are_believed,
+    killer_prompts_are_not_quarantined,
+    store_lets_lower_placements_write,
+    retry_goes_on_with_old_tokens,
+    rewards_of_a_lost_replica_are_forgotten,
+    draining_replica_is_not_emptied_before_a_pull,
+    new_process_keeps_the_old_incarnation,
+    commands_leave_before_the_sync,
+    sync_is_left_out,
+    decisions_are_not_logged,
+    server_takes_a_number_twice,
+    nothing_is_sent_again,
+    actor_forgets_its_commands,
+    outstanding_commands_are_not_repeated,
+    last_number_of_a_peer_is_not_restored,
+    stale_server_is_believed,
+    silence_is_judged_without_grace,
+    replay_forgets_an_event,
+    decision_depends_on_what_ran_before,
+    tokens_of_restarts_are_not_counted,
+    relay_leases_the_oldest,
+)
