@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from laminar.config import Config, ConfigError, dumps, known_keys, load
+from laminar.sim import config as sim_config
+from laminar.sim.faults import KINDS
 
 ROOT = Path(__file__).parents[1]
 GOOD = ["model.name=m", "data.dataset=spell_backward"]
@@ -39,7 +41,9 @@ def test_the_reference_file_has_every_key_with_its_default_and_a_comment() -> No
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
 def test_every_shipped_config_is_accepted(file: Path) -> None:
-    if file.name != "reference.toml":
+    if file.name.startswith("sim_"):
+        sim_config.load(file, KINDS)
+    elif file.name != "reference.toml":
         load([file])
 
 

@@ -59,12 +59,15 @@ class Checks:
         self._heard_ns: dict[str, int] = {}  #: by boot id
         self._placements: dict[str, int] = {}  #: highest that the store has accepted
         self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
-        self._placed: dict[str, int] = {}  #: highest placement that was decided
+        #: by trajectory: (event at which it was decided, placement), ascending
+        self._placed: dict[str, list[tuple[int, int]]] = {}
+        self._aborts: dict[str, int] = {}  #: decided, by trajectory
         self._acted: dict[int, int] = {}
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
-        self._kills: dict[str, int] = {}
+        self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
+        self._kills: dict[str, set[str]] = {}  #: processes, by trajectory
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
         self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
@@ -82,14 +85,15 @@ class Checks:
         """The coordinator has handled an event."""
         self.events += 1
         self._recent.append(stamped)
+        self.old_placement_has_no_effect(stamped, commands)
         self._note(stamped, commands)
         events, decisions = self._seen
         self._seen = (events + 1, decisions + len(commands))
         if commands or stamped.peer_seq:
             self._must = self._seen
         self.no_command_to_fenced(stamped, commands, state)
-        self.old_placement_has_no_effect(stamped, commands)
         self._learn_fences(stamped, state)
+        self._note_failure(stamped, state)
         self.lease_ran_out(stamped)
         self._invariants(stamped, state)
         self._note_progress(state)
@@ -101,11 +105,20 @@ class Checks:
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
+            self._note_placement(stamped, command)
         if stamped.peer_seq:
             boot_id, _ = self._boots.get((stamped.peer, stamped.incarnation), ("", 0))
             places = self._numbers.setdefault(boot_id, [])
             del places[stamped.peer_seq - 1 :]
             places.append(stamped.seq)
+
+    def _note_placement(self, stamped: Stamped, command: Command) -> None:
+        if isinstance(command, cmd.GenerateTrajectory):
+            placed = self._placed.setdefault(command.trajectory, [])
+            placed.append((stamped.seq, command.placement))
+        elif isinstance(command, cmd.AbortTrajectories):
+            for item in command.items:
+                self._aborts[item.trajectory] = self._aborts.get(item.trajectory, 0) + 1
 
     def _invariants(self, stamped: Stamped, state: State) -> None:
         self._until_full -= 1
@@ -138,12 +151,10 @@ class Checks:
         """Words about a placement that was replaced since lead to nothing."""
         trajectory = getattr(stamped.event, "trajectory", "")
         placement = getattr(stamped.event, "placement", 0)
-        if commands and trajectory and placement < self._placed.get(trajectory, 0):
+        _, newest = self._placed.get(trajectory, [(0, 0)])[-1]
+        if commands and trajectory and placement < newest:
             what = f"event {stamped.seq} is of placement {placement}, and was acted on"
             raise Violation("old_placement_has_no_effect", what, trajectory)
-        for command in commands:
-            if isinstance(command, cmd.GenerateTrajectory):
-                self._placed[command.trajectory] = command.placement
 
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
@@ -158,6 +169,11 @@ class Checks:
             self._fence((event.actor, event.actor_incarnation), "silent", stamped)
         elif isinstance(event, ev.ProcessExited) and event.boot_id in self._keys:
             self._fence(self._keys[event.boot_id], "dead", stamped)
+
+    def _note_failure(self, stamped: Stamped, state: State) -> None:
+        if state.failure and not self._failed[0]:
+            lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
+            self._failed = stamped.seq, lost
 
     def _boot(self, key: Key, boot_id: str, seq: int) -> None:
         self._boots[key] = (boot_id, seq)
@@ -265,8 +281,14 @@ class Checks:
         for places in self._numbers.values():
             while places and places[-1] > seq:
                 places.pop()
+        for trajectory, placed in list(self._placed.items()):
+            self._placed[trajectory] = [entry for entry in placed if entry[0] <= seq]
+            if not self._placed[trajectory]:
+                del self._placed[trajectory]
         for key in [k for k, (_, since) in self._fenced.items() if since > seq]:
             del self._fenced[key]
+        if self._failed[0] > seq:
+            self._failed = 0, []
         boots, self._boots, self._keys, self._newest = self._boots, {}, {}, {}
         for key, (boot_id, since) in boots.items():
             if since <= seq:
@@ -281,6 +303,7 @@ class Checks:
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """A successor replays the log; what its predecessor did not live to tell it decides."""
         self._note(stamped, commands)
+        self._note_failure(stamped, state)
 
     def same_state_as_before(self, state: State) -> None:
         """The log leads to the state that the dead coordinator had, as far as it goes."""
@@ -328,10 +351,16 @@ class Checks:
                 raise Violation("at_most_one_trained", what, trajectory)
             self.book[trajectory] = command.step
 
-    def poisoned(self, command: cmd.GenerateTrajectory) -> None:
-        """A prompt that kills replicas is quarantined after the third."""
-        kills = self._kills[command.trajectory] = self._kills.get(command.trajectory, 0) + 1
-        if kills > DEATHS_MAX:
+    def poisoned(self, command: cmd.GenerateTrajectory, boot_id: str) -> None:
+        """A prompt that kills replicas is quarantined after the third.
+
+        A death that is heard of after the trajectory was called back from the dying replica is not
+        counted against it, so each abort may cost one more.
+        """
+        processes = self._kills.setdefault(command.trajectory, set())
+        processes.add(boot_id)
+        kills = len(processes)
+        if kills > DEATHS_MAX + self._aborts.get(command.trajectory, 0):
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)
 
@@ -356,8 +385,7 @@ class Checks:
         """A run fails only for a process that it has really lost."""
         if not state.failure:
             return
-        lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
-        named = [name for name in lost if name in state.failure]
+        named = [name for name in self._failed[1] if name in state.failure]
         drained = state.draining and state.exit_code == 130
         replicas_gone = "no replica is left" in state.failure
         if state.exit_code not in (1, 130) or not (named or drained or replicas_gone):

@@ -85,7 +85,7 @@ def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
         machine.handle(stamped)
         if stamped.seq % hash_every == 0:
             writer.append(StateHashRecord(seq=stamped.seq, digest=digest(machine.state)))
-    writer.commit()
+        writer.commit()
     writer.close()
 
 

@@ -81,7 +81,7 @@ def three_segments() -> dict[str, bytes]:
     writer = begin(disk)
     for number in range(RECORDS // 2, RECORDS // 2 + 4):
         writer.append(record(number))
-    writer.commit()
+        writer.commit()
     return {name: disk.read(name) for name in disk.names()}
 
 

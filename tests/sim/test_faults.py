@@ -85,10 +85,10 @@ def test_node_storm_joins_together() -> None:
 def test_loss_of_what_a_run_needs_ends_it(role: str) -> None:
     """With a reason, a non-zero exit code and, where there is a store, closed books."""
     lost = config("hangs", fatal_share=1.0, **SMALL)
-    seeds = (s for s in range(100) if World(lost, s).faults.fatal_role == role)
-    outcome = run_seed(lost, next(seeds))
-    assert not outcome.invariant, outcome.details
-    assert role in outcome.failure
+    seeds = [s for s in range(100) if World(lost, s).faults.fatal_role == role]
+    outcomes = [run_seed(lost, seed) for seed in seeds[:5]]  # some end before it strikes
+    assert not [outcome.details for outcome in outcomes if outcome.invariant]
+    assert any(role in outcome.failure for outcome in outcomes)
 
 
 def test_nothing_goes_wrong_after_the_faults() -> None:

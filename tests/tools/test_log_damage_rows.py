@@ -41,10 +41,6 @@ def test_a_flip_in_every_byte_is_found_as_what_it_is() -> None:
     assert [said for at in range(len(log.data)) if (said := flip_at(log, at))] == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a hole in a write that was not synced is refused as damage when a frame follows it",
-)
 @pytest.mark.parametrize("scenario", [SCENARIO, REMOVING])
 def test_a_crash_in_every_disk_call_is_recovered_from(scenario: Scenario) -> None:
     assert problems_of_crashes(scenario) == []

@@ -99,6 +99,10 @@ def owed_publish_is_not_paid(plant: Planter) -> None:
     plant.replace(buffering, "publish_owed", lambda turn: None)
 
 
+def debt_is_paid_although_a_later_publish_is_on_its_way(plant: Planter) -> None:
+    plant.replace(buffering, "debt_due", lambda state: state.owed >= 0)
+
+
 def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
     plant.replace(buffering, "preserves_bound", lambda state, batch: True)
 
@@ -179,6 +183,13 @@ def rewards_of_a_lost_replica_are_forgotten(plant: Planter) -> None:
     plant.replace(recovery, "plan_unscored", lambda turn: None)
 
 
+def dead_replica_keeps_its_work(plant: Planter) -> None:
+    def planted(turn: Turn, name: str) -> None:
+        turn.state.replicas.pop(name, None)
+
+    plant.replace(recovery, "replica_lost", planted)
+
+
 def draining_replica_is_not_emptied_before_a_pull(plant: Planter) -> None:
     def planted(state: State, replica: Replica) -> bool:
         return state.actor_alive(replica.name) and not replica.loading and state.newest >= 0
@@ -231,6 +242,16 @@ def server_takes_a_number_twice(plant: Planter) -> None:
     plant.replace(Inbox, "accept", planted)
 
 
+def event_is_lost_between_link_and_machine(plant: Planter) -> None:
+    receive = ServerLink.receive
+
+    def planted(link: ServerLink, frame: bytes, now_ns: int) -> list[tuple[int, bytes]]:
+        bodies = receive(link, frame, now_ns)
+        return bodies[:0] if bodies and bodies[0][0] % 7 == 0 else bodies
+
+    plant.replace(ServerLink, "receive", planted)
+
+
 def nothing_is_sent_again(plant: Planter) -> None:
     plant.replace(Outbox, "expired", lambda self, now_ns: False)
 
@@ -262,6 +283,19 @@ def last_number_of_a_peer_is_not_restored(plant: Planter) -> None:
 def stale_server_is_believed(plant: Planter) -> None:
     """An acknowledgement for a dead coordinator counts for its successor."""
     plant.replace(ServerLink, "_resume", lambda self, first_seq: self.inbox.skip_to(first_seq - 1))
+
+
+def silence_is_judged_after_half_a_lease(plant: Planter) -> None:
+    lost = FailureDetector.lost
+
+    def planted(detector: FailureDetector, *args: Any) -> Any:
+        detector.lease_ns, lease_ns = detector.lease_ns // 2, detector.lease_ns
+        try:
+            return lost(detector, *args)
+        finally:
+            detector.lease_ns = lease_ns
+
+    plant.replace(FailureDetector, "lost", planted)
 
 
 def silence_is_judged_without_grace(plant: Planter) -> None:
@@ -332,6 +366,7 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     bound_counted_from_the_next_batch_on,
     skipped_publish_is_not_owed,
     owed_publish_is_not_paid,
+    debt_is_paid_although_a_later_publish_is_on_its_way,
     batch_chosen_without_preserving_the_bound,
     dropped_group_keeps_its_place,
     nobody_acts_when_a_batch_waits,
@@ -344,17 +379,20 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     store_lets_lower_placements_write,
     retry_goes_on_with_old_tokens,
     rewards_of_a_lost_replica_are_forgotten,
+    dead_replica_keeps_its_work,
     draining_replica_is_not_emptied_before_a_pull,
     new_process_keeps_the_old_incarnation,
     commands_leave_before_the_sync,
     sync_is_left_out,
     decisions_are_not_logged,
     server_takes_a_number_twice,
+    event_is_lost_between_link_and_machine,
     nothing_is_sent_again,
     actor_forgets_its_commands,
     outstanding_commands_are_not_repeated,
     last_number_of_a_peer_is_not_restored,
     stale_server_is_believed,
+    silence_is_judged_after_half_a_lease,
     silence_is_judged_without_grace,
     replay_forgets_an_event,
     decision_depends_on_what_ran_before,

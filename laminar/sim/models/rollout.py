@@ -116,7 +116,7 @@ class Rollout(Idle):
         )
         self.process.emit(started)
         if self.world.faults.poisonous(command):
-            self.world.checks.poisoned(command)
+            self.world.checks.poisoned(command, self.process.boot_id)
             self.process.after(seconds(0.1), self.process.die, EXIT_KILLED)
         elif self.world.faults.refuses(command):
             self._give_up(command.trajectory, "bad-logprobs")
