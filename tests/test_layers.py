@@ -27,8 +27,8 @@ OURS = {
 }  # fmt: skip
 THEIRS = {"msgspec", "msgpack", "xxhash", "zstandard"}
 STANDARD = {
-    "__future__", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools", "heapq",
-    "itertools", "operator", "re", "struct", "typing", "zlib",
+    "__future__", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools",
+    "heapq", "itertools", "operator", "re", "struct", "typing", "zlib",
 }  # fmt: skip
 
 

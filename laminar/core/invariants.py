@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar import ids
-from laminar.core.admission import admits, bound_holds, groups_wanted, serving
+from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
 from laminar.core.lookup import Lookup
 from laminar.core.state import RUNNING, State
@@ -114,6 +114,19 @@ def no_standstill(state: State) -> None:
     _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
 
 
+def lost_work_takes_room(state: State) -> None:
+    """Lost work goes on where its version is, whoever admits; after its wait on any newer one."""
+    if not state.lost:
+        return
+    able = {r.version for r in state.live_replicas() if serving(state, r) and room(r) > 0}
+    for name in state.lost:
+        trajectory = state.trajectories[ids.TrajectoryId(name)]
+        waits = f"resume:{name}" in state.timers and not trajectory.restart
+        newest = trajectory.version if waits else max(able, default=-1)
+        usable = {v for v in able if trajectory.version <= v <= newest}
+        _require(not usable, f"version {min(usable, default=-1)} has room for", name)
+
+
 def versions_monotonic(state: State) -> None:
     """Neither the relay nor a replica is ahead of what was allocated.
 
@@ -154,6 +167,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     commands_have_living_owners,
     every_wait_has_an_owner,
     no_standstill,
+    lost_work_takes_room,
     versions_monotonic,
     lookup_is_true,
 )

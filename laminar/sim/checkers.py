@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
 from laminar.core.state import State, digest
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
 DEATHS_MAX = 3
+WAITS_MAX = 3
 _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"
 Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
@@ -66,6 +68,7 @@ class Checks:
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
+        self._idle_waits = 0
         self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
         self._kills: dict[str, set[str]] = {}  #: processes, by trajectory
         self._last_seq = 0
@@ -95,6 +98,7 @@ class Checks:
         self._learn_fences(stamped, state)
         self._note_failure(stamped, state)
         self.lease_ran_out(stamped)
+        self.waiting_leads_to_something(stamped, commands, state)
         self._invariants(stamped, state)
         self._note_progress(state)
         self.world.marks.observe(stamped, commands, state)
@@ -181,6 +185,21 @@ class Checks:
 
     def _fence(self, key: Key, why: str, stamped: Stamped) -> None:
         self._fenced.setdefault(key, (why, stamped.seq))
+
+    def waiting_leads_to_something(
+        self, stamped: Stamped, commands: list[Command], state: State
+    ) -> None:
+        """Whenever the trainer has waited too long, somebody acts, or has one last chance."""
+        if commands:
+            self._idle_waits = 0
+        elif isinstance(stamped.event, ev.TimerFired) and stamped.event.timer == "batch-wait":
+            waits = [
+                g.id for g in state.groups.values() if g.status == "open" and g.purpose == ids.TRAIN
+            ]
+            self._idle_waits += bool(waits)
+            if self._idle_waits > WAITS_MAX:
+                what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
+                raise Violation("waiting_leads_to_something", what, *waits)
 
     def lease_ran_out(self, stamped: Stamped) -> None:
         """Only who was silent for a lease is given up."""
@@ -294,6 +313,7 @@ class Checks:
             if since <= seq:
                 self._boot(key, boot_id, since)
         self._machine = machine
+        self._idle_waits = 0
         self._recent.clear()
         disk = coordinator.disk
         self._offsets = {name: disk.durable_size(name) for name in disk.names()}

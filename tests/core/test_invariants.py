@@ -87,6 +87,10 @@ def no_clock_for_the_batch(state: State) -> None:
     del state.timers["batch-wait"]
 
 
+def lost_work_that_nobody_places(state: State) -> None:
+    state.lost[FIRST] = None
+
+
 def version_from_nowhere(state: State) -> None:
     state.newest = 99
 
@@ -117,6 +121,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     work_that_nobody_watches: invariants.every_wait_has_an_owner,
     loading_without_a_pull: invariants.every_wait_has_an_owner,
     no_clock_for_the_batch: invariants.no_standstill,
+    lost_work_that_nobody_places: invariants.lost_work_takes_room,
     version_from_nowhere: invariants.versions_monotonic,
     replica_ahead: invariants.versions_monotonic,
     batch_lost: invariants.versions_monotonic,

@@ -12,8 +12,10 @@ from memory_disk import MemoryDisk
 from laminar.eventlog.reader import read_log, read_raw, scan
 from laminar.eventlog.record import (
     FRAME,
+    KIND_KEY,
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
+    SETTLED,
     DecisionRecord,
     EventRecord,
     Header,
@@ -168,6 +170,16 @@ def test_a_cut_of_a_segment_that_was_taken_over_is_corruption() -> None:
         with pytest.raises(LogCorrupt) as caught:
             scan(MemoryDisk({**files, FIRST: files[FIRST][:cut]}))
         assert caught.value.segment == 1
+
+
+def test_a_mark_before_bytes_that_are_no_value_proves_nothing() -> None:
+    """Behind a torn frame: they look like a marked frame, whose body ends in the middle."""
+    data, records = one_segment()
+    body = b"\x83" + KIND_KEY
+    like = FRAME.pack(SETTLED | len(body), 0) + body
+    disk = MemoryDisk({FIRST: data + b"torn tail" + like})
+    assert read(disk) == records
+    assert scan(disk).torn_bytes == len(b"torn tail" + like)
 
 
 def test_zeros_are_no_records() -> None:
