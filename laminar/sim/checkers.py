@@ -10,6 +10,7 @@ state itself (core/invariants.py) are called from here as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,6 +70,7 @@ class Checks:
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
         self._idle_waits = 0
+        self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
         self._kills: dict[str, set[str]] = {}  #: processes, by trajectory
         self._last_seq = 0
@@ -150,6 +152,12 @@ class Checks:
         if why and commands and not isinstance(stamped.event, ev.ActorJoined):
             what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was acted on"
             raise Violation("no_command_to_fenced", what, stamped.peer)
+        name = f"{type(stamped.event).__name__}: fenced"
+        refused = state.ignored.get(name, 0)
+        if why and not isinstance(stamped.event, ev.ActorJoined) and refused <= self._refused[name]:
+            what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was believed"
+            raise Violation("no_command_to_fenced", what, stamped.peer)
+        self._refused[name] = refused
 
     def old_placement_has_no_effect(self, stamped: Stamped, commands: list[Command]) -> None:
         """Words about a placement that was replaced since lead to nothing."""
@@ -314,6 +322,7 @@ class Checks:
                 self._boot(key, boot_id, since)
         self._machine = machine
         self._idle_waits = 0
+        self._refused = Counter(machine.state.ignored if machine.started else {})
         self._recent.clear()
         disk = coordinator.disk
         self._offsets = {name: disk.durable_size(name) for name in disk.names()}
