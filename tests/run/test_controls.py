@@ -16,7 +16,7 @@ from laminar.events.base import Command, Event
 from laminar.events.codec import decode_command, decode_event
 from tests.run.conftest import SMALL, train
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 
 def history(run: Path) -> Iterator[Event | Command]:

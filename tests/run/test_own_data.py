@@ -12,7 +12,7 @@ import pytest
 
 from tests.run.conftest import ROOT, train
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

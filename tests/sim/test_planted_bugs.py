@@ -14,7 +14,7 @@ from tests.sim.worlds import config
 from tools.rows import planted
 from tools.rows.planted import Planter
 
-SEEDS = 60
+SEEDS = 30
 EVENTS_MAX = 8_000  #: several times what one of these runs needs
 
 
@@ -24,12 +24,9 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.sync_is_left_out, ()),
         (planted.event_is_lost_between_link_and_machine, ()),
         (planted.actor_forgets_its_commands, ("coordinator-killed",)),
-        (planted.store_lets_lower_placements_write, ("partition-one-way", "replica-paused")),
+        (planted.store_lets_lower_placements_write, ("partition-one-way",)),
         (planted.silence_is_judged_after_half_a_lease, ("partition",)),
-        (
-            planted.fenced_words_are_believed,
-            ("partition-one-way", "replica-paused", "coordinator-killed"),
-        ),
+        (planted.fenced_words_are_believed, ("replica-paused", "coordinator-paused")),
         (planted.lost_work_only_to_admitting_replicas, ("replica-dies",)),
         (planted.skipped_publish_is_not_owed, ("publish-skipped",)),
         (planted.debt_is_paid_although_a_later_publish_is_on_its_way, ("publish-skipped",)),

@@ -27,7 +27,7 @@ QUICK = (
     "closed_for_good_after_groups_per_version",
     "skipped_publish_is_not_owed",
     "dropped_group_keeps_its_place",
-    "placement_is_not_raised",
+    "nobody_acts_when_a_batch_waits",
     "commands_leave_before_the_sync",
     "server_takes_a_number_twice",
     "actor_forgets_its_commands",

@@ -34,7 +34,7 @@ from laminar.core.turn import Turn
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.session import Inbox, Outbox, ServerLink
+from laminar.net.session import NEVER_NS, Inbox, Outbox, ServerLink
 from laminar.storage import rules
 from laminar.weights.slots import SlotTable
 
@@ -254,6 +254,7 @@ def event_is_lost_between_link_and_machine(plant: Planter) -> None:
 
 def nothing_is_sent_again(plant: Planter) -> None:
     plant.replace(Outbox, "expired", lambda self, now_ns: False)
+    plant.replace(Outbox, "next_due_ns", lambda self: 0 if self._may_send() else NEVER_NS)
 
 
 def actor_forgets_its_commands(plant: Planter) -> None:
