@@ -35,6 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     events: int  #: logged, of all coordinators
+    happenings: int  #: calls of the scheduler
     virtual_s: float
     trajectories: int  #: issued
     coordinators: int
@@ -65,6 +66,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
     return Outcome(
         seed=seed,
         events=world.checks.events,
+        happenings=world.scheduler.made,
         virtual_s=world.scheduler.now / SECOND,
         trajectories=state.ledger.trajectories.issued if state is not None else 0,
         coordinators=world.coordinator.incarnations,
