@@ -57,6 +57,7 @@ class SimProcess:
     def __init__(self, world: World, name: str, role: str, node: str) -> None:
         self.world, self.name, self.role, self.node = world, name, role, node
         self.boot = 0
+        self.boot_id = f"{name}/0"
         self.alive = False
         self.paused = False
         self.slow = 1.0  #: factor on everything that it computes
@@ -74,10 +75,6 @@ class SimProcess:
         return self.boot_id
 
     @property
-    def boot_id(self) -> str:
-        return f"{self.name}/{self.boot}"
-
-    @property
     def key(self) -> tuple[str, int]:
         """Who it is for the coordinator."""
         return self.name, self.link.incarnation
@@ -87,6 +84,7 @@ class SimProcess:
     def start(self) -> None:
         """A new process of this name begins to look for the coordinator."""
         self.boot += 1
+        self.boot_id = f"{self.name}/{self.boot}"
         self.alive, self.paused, self.welcomed, self.stopping = True, False, False, False
         self.slow = 1.0
         self.link = ClientLink(

@@ -9,6 +9,7 @@ ordinary run need not remember anything for it.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -85,9 +86,10 @@ def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Ou
     """Many runs, in so many processes; outcomes as they come."""
     run = partial(run_seed, config)
     if jobs <= 1:
+        gc.freeze()  # the garbage collector need not look at the program in every run
         yield from map(run, seeds)
         return
-    with get_context("spawn").Pool(jobs) as pool:
+    with get_context("spawn").Pool(jobs, gc.freeze) as pool:
         yield from pool.imap_unordered(run, seeds, chunksize=4)
 
 
