@@ -123,13 +123,15 @@ class Tick:
                 ):
                     return
             link = self._links[boot_id]
-            for peer_seq, body in link.receive(frame, now_ns):
+            delivered = link.receive(frame, now_ns)
+            for peer_seq, body in delivered:
                 self._deliver(link, peer_seq, body, time_ns)
         except (WireError, KeyError):
             self.bad_frames += 1  # a peer that is unknown here will say hello when nobody answers
             return
         self._heard_ns[boot_id] = now_ns
-        self._awake[boot_id] = None
+        if not delivered or delivered[0][0]:  # a gauge wants no answer
+            self._awake[boot_id] = None
 
     def _hello_of(self, routing_id: bytes, frame: bytes) -> Hello | None:
         """A known route needs no second decoding, unless its peer introduces itself again."""
@@ -192,15 +194,23 @@ class Tick:
             event = decode_event(body)
         except WireError as error:
             self.bad_frames += 1
+            self._awake[link.boot_id] = None
             return link.refuse(f"it speaks another language: {error}")
-        self._apply(link.name, link.incarnation, peer_seq, event, time_ns)
+        self._apply(link.name, link.incarnation, peer_seq, event, time_ns, body)
 
     # --- deciding -----------------------------------------------------------------------------
 
     def _apply(
-        self, peer: str, incarnation: int, peer_seq: int, event: Event, time_ns: int
+        self,
+        peer: str,
+        incarnation: int,
+        peer_seq: int,
+        event: Event,
+        time_ns: int,
+        body: bytes | None = None,
     ) -> None:
-        """Let the machine handle one event, and log it with what was decided."""
+        """Let the machine handle one event, and log it, as `body` if that is its encoding, with
+        what was decided."""
         last = self.machine.state if self.machine.started else None
         stamped = Stamped(
             seq=last.seq + 1 if last else 1,
@@ -211,10 +221,10 @@ class Tick:
             event=event,
         )
         commands = self.machine.handle(stamped)
-        self._log(stamped, commands)
+        self._log(stamped, encode(event) if body is None else body, commands)
         self._observer(stamped, commands, self.machine.state)
 
-    def _log(self, stamped: Stamped, commands: list[Command]) -> None:
+    def _log(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
         self.log.append(
             EventRecord(
                 seq=stamped.seq,
@@ -222,7 +232,7 @@ class Tick:
                 peer=stamped.peer,
                 incarnation=stamped.incarnation,
                 peer_seq=stamped.peer_seq,
-                event=msgspec.Raw(encode(stamped.event)),
+                event=msgspec.Raw(body),
             )
         )
         for index, command in enumerate(commands):

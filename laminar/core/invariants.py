@@ -41,12 +41,11 @@ def trajectory_in_one_place(state: State) -> None:
             _require(trajectory_id not in seen, trajectory_id, seen.get(trajectory_id))
             seen[trajectory_id] = replica.name
             trajectory = state.trajectories[trajectory_id]
-            _require(trajectory.placement == placement, trajectory)
-            _require(trajectory.status in IN_ENGINE, trajectory)
-            _require(trajectory.version == replica.version, trajectory, replica)
+            as_placed = trajectory.placement == placement and trajectory.status in IN_ENGINE
+            _require(as_placed and trajectory.version == replica.version, trajectory, replica)
     for trajectory in state.trajectories.values():
-        in_engine = trajectory.status in IN_ENGINE
-        _require(in_engine == (trajectory.id in seen), trajectory)
+        if (trajectory.status in IN_ENGINE) != (trajectory.id in seen):
+            raise AssertionError(trajectory)
 
 
 def staleness_within_bound(state: State) -> None:

@@ -1,7 +1,7 @@
 """Reads the log back: all of its history, nothing else, and a refusal where that is impossible.
 
 Reads   segments through ports.Disk, one at a time and as a whole, compressed or not
-Gives   records with their positions; LogTail, where a new writer goes on
+Gives   History, records and where they are; LogTail, where a new writer goes on
 Raises  LogCorrupt; NotInHistory, before the first record, for a start that is not on the chain
 
 The history is a chain: the newest segment with a valid header names the segment and offset that
@@ -84,15 +84,25 @@ def read_log(
     With a `tail` from an earlier scan it ends exactly there, whatever was written since. With a
     `start` it begins exactly there.
     """
-    return iter(_History(disk, UPCASTS.get, tail, start))
+    history = records(disk, tail, start)
+    for record in history:
+        yield history.position, record
+
+
+def records(
+    disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
+) -> History[Record]:
+    """The same without the positions, which it knows, as it knows its tail at the end."""
+    return History(disk, UPCASTS.get, tail, start)
 
 
 def read_raw(
     disk: Disk, start: Takeover | None = None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(segment, offset, plain map) of every record, also of schemas that came after this code."""
-    for position, body in _History(disk, _any_schema, start=start):
-        yield position.segment, position.offset, body
+    history = History(disk, _any_schema, start=start)
+    for body in history:
+        yield *history.position, body
 
 
 def beginning(disk: Disk) -> Takeover | None:
@@ -100,18 +110,18 @@ def beginning(disk: Disk) -> Takeover | None:
     numbers = segment_numbers(disk.names())
     if numbers[:1] in ([], [1]):
         return None
-    chain = _History(disk, _any_schema, start=Takeover(numbers[0], 0, 0)).chain()
+    chain = History(disk, _any_schema, start=Takeover(numbers[0], 0, 0)).chain()
     return Takeover(chain[0].segment, 0, chain[0].seed) if chain else None
 
 
 def scan(disk: Disk, start: Takeover | None = None) -> LogTail:
     """Check the log (from `start`) and find its end; an empty directory is an empty history."""
-    history = _History(disk, UPCASTS.get, start=start)
+    history = records(disk, start=start)
     last_seq = None
-    for _, record in history:
+    for record in history:
         if isinstance(record, EventRecord):
             last_seq = record.seq
-    return LogTail(history.end, history.newest, last_seq, history.torn_bytes)
+    return history.tail(last_seq)
 
 
 def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
@@ -152,8 +162,8 @@ class _Span(NamedTuple):
         return place.segment == self.segment and (not self.end or place.offset <= self.end.offset)
 
 
-class _History(Generic[_T]):
-    """One pass over the log; the attributes are final once the iteration has ended."""
+class History(Generic[_T]):
+    """One pass over the log."""
 
     def __init__(
         self,
@@ -167,18 +177,28 @@ class _History(Generic[_T]):
         self._tail = tail
         self._start = start
         self._oldest = start.segment if start else 1  #: number of the first segment to read
-        self.end: Takeover | None = None
-        self.newest = 0
-        self.torn_bytes = 0
+        self._frames = Frames(self._oldest, b"", 0)  #: of the present segment
+        self._end: Takeover | None = None
+        self._newest = 0
+        self._torn_bytes = 0
 
-    def __iter__(self) -> Iterator[tuple[Position, _T]]:
+    @property
+    def position(self) -> Position:
+        """Of the record that the iteration gave last."""
+        return Position(self._frames.segment, self._frames.offset)
+
+    def tail(self, last_seq: int | None) -> LogTail:
+        """Where the history ends, once the iteration has; `last_seq`: of the last event in it."""
+        return LogTail(self._end, self._newest, last_seq, self._torn_bytes)
+
+    def __iter__(self) -> Iterator[_T]:
         chain = self.chain()
         if self._start and not (chain and chain[0].holds(self._start)):
             raise NotInHistory("the history ends before it, or passes it by")
         for span in chain:
             size = span.end.offset if span.end else -1
             data = read_segment(self._disk, span.segment, size)
-            frames = Frames(span.segment, data, span.seed)
+            self._frames = frames = Frames(span.segment, data, span.seed)
             if self._start and self._start.segment == span.segment:
                 self._skip_to_start(frames, self._start)
             yield from self._records(frames, self._decoders(span))
@@ -198,15 +218,14 @@ class _History(Generic[_T]):
             )
         return decoders
 
-    def _records(self, frames: Frames, decoders: Decoders[_T]) -> Iterator[tuple[Position, _T]]:
-        segment = frames.segment
+    def _records(self, frames: Frames, decoders: Decoders[_T]) -> Iterator[_T]:
         decode = decoders.later if frames.offset else decoders.header
-        for offset, body in frames:
+        for body in frames:
             try:
                 record = decode(body)
             except UNDECODABLE as error:
                 raise frames.corrupt("a readable record", str(error)) from error
-            yield Position(segment, offset), record
+            yield record
             decode = decoders.later
 
     def _close(self, frames: Frames, end: Takeover | None) -> None:
@@ -214,22 +233,22 @@ class _History(Generic[_T]):
         if end is None:
             if frames.continued():
                 raise frames.fault()
-            self.torn_bytes += frames.remaining()
+            self._torn_bytes += frames.remaining()
         elif len(frames.data) < end.offset:
             raise frames.corrupt(f"{end.offset} bytes before the takeover", f"{len(frames.data)}")
         elif frames.offset != end.offset:
             raise frames.fault()
         elif frames.crc != end.crc:
             raise frames.corrupt(f"CRC {end.crc:#010x} at the takeover", f"{frames.crc:#010x}")
-        self.end = Takeover(frames.segment, frames.offset, frames.crc)
+        self._end = Takeover(frames.segment, frames.offset, frames.crc)
 
     def chain(self) -> list[_Span]:
         """The takeovers, followed from the newest segment down to the start; oldest first."""
         if self._tail is None:
-            self.newest, end = self._newest(), None
+            self._newest, end = self._highest(), None
             number = self._newest_opened()
         else:
-            self.newest, end = self._tail.newest, self._tail.end
+            self._newest, end = self._tail.newest, self._tail.end
             number = end.segment if end else 0
         spans = []
         while number >= self._oldest:
@@ -239,7 +258,7 @@ class _History(Generic[_T]):
             number = end.segment if end else 0
         return spans[::-1]
 
-    def _newest(self) -> int:
+    def _highest(self) -> int:
         """The highest number of a segment; LogCorrupt when one from the start on is missing."""
         numbers = [n for n in segment_numbers(self._disk.names()) if n >= self._oldest]
         for expected, number in enumerate(numbers, self._oldest):
@@ -254,12 +273,12 @@ class _History(Generic[_T]):
         opening, and so may the next. Since a header is durable before anything follows it, a torn
         opening holds at most one.
         """
-        for number in range(self.newest, self._oldest - 1, -1):
+        for number in range(self._newest, self._oldest - 1, -1):
             frames, opening = _first(self._disk, number)
             too_long = len(frames.data) > _OPENING_BYTES
             if opening or too_long or frames.continued() or _is_other_record(frames):
                 return number
-            self.torn_bytes += len(frames.data)
+            self._torn_bytes += len(frames.data)
         return 0
 
     def _open(self, number: int) -> _Opening:

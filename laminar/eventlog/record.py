@@ -192,20 +192,22 @@ class Frames:
         self.offset = 0
         self.crc = seed
 
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """(offset, body) of each frame, up to the first that is not valid."""
+    def __iter__(self) -> Iterator[bytes]:
+        """The body of each frame, up to the first that is not valid; `offset` is its beginning."""
         data, size = self.data, len(self.data)
-        while (start := self.offset + FRAME.size) <= size:
-            word, stored = FRAME.unpack_from(data, self.offset)
+        unpack, head, crc32 = FRAME.unpack_from, FRAME.size, zlib.crc32
+        offset, crc = self.offset, self.crc
+        while (start := offset + head) <= size:
+            word, stored = unpack(data, offset)
             length = word & ~SETTLED
             end = start + length
             if not 0 < length <= MAX_BODY_BYTES or end > size:
                 return
             body = data[start:end]
-            if zlib.crc32(body, seeded(self.crc, word & SETTLED)) != stored:
+            if crc32(body, seeded(crc, word) if word & SETTLED else crc) != stored:
                 return
-            yield self.offset, body
-            self.offset, self.crc = end, stored
+            yield body
+            self.offset, self.crc = offset, crc = end, stored
 
     def skip(self, until: int) -> None:
         """Move over valid frames up to the offset `until`, or to the last one that ends before."""

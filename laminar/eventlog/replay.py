@@ -18,12 +18,13 @@ import msgspec
 
 from laminar.core.machine import LogicError, Machine
 from laminar.core.state import State, digest
-from laminar.eventlog.reader import read_log
+from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
     LogTail,
     Position,
+    Record,
     StateHashRecord,
 )
 from laminar.eventlog.snapshot import Snapshot
@@ -65,6 +66,8 @@ class Replay:
     difference: Difference | None = None
     #: of the last event, for the next coordinator to write
     unlogged: list[DecisionRecord] = field(default_factory=list)
+    #: where the log ends; None for a replay that did not come so far
+    tail: LogTail | None = None
 
 
 def stamped(record: EventRecord) -> Stamped:
@@ -92,37 +95,40 @@ def replay(
     Raises NotInHistory, before the observer has seen anything, for a snapshot of another history.
     """
     found = Replay(Machine(snapshot.restored() if snapshot else None))
+    history = records(disk, tail, snapshot.position if snapshot else None)
     expected: list[bytes] = []  # decisions of the last event
     index = 0  # of the next one to compare
     writer = 0  # incarnation of the coordinator whose records these are
-    for position, record in read_log(disk, tail, snapshot.position if snapshot else None):
+    for record in history:
         if isinstance(record, EventRecord):
             if index < len(expected):
-                found.difference = _missing(position, found, expected[index])
+                found.difference = _missing(history.position, found, expected[index])
                 return found
             if until is not None and record.seq > until:
                 return found
-            expected, index = _handle(found, position, record, observer), 0
+            expected, index = _handle(found, history, record, observer), 0
         elif isinstance(record, DecisionRecord):
-            found.difference = _compare_decision(position, found, record, expected, index)
+            if not _is_decided(found, record, expected, index):
+                found.difference = _other_decision(history.position, found, record, expected, index)
             index += 1
             found.decisions += 1
         elif isinstance(record, StateHashRecord):
-            found.difference = _compare_hash(position, found, record)
+            found.difference = _compare_hash(history.position, found, record)
         elif record.incarnation == writer:  # it went on in another segment, so it was whole
             if index < len(expected):
-                found.difference = _missing(position, found, expected[index])
+                found.difference = _missing(history.position, found, expected[index])
         else:
             writer = record.incarnation
             if not has_every_decision(record.schema):
                 expected, index = [], 0
         if found.difference is not None:
             return found
-    found.unlogged = _records(found.machine, expected, index)
+    found.unlogged = _owed(found.machine, expected, index)
+    found.tail = history.tail(found.machine.state.seq if found.events else None)
     return found
 
 
-def _records(machine: Machine, expected: list[bytes], index: int) -> list[DecisionRecord]:
+def _owed(machine: Machine, expected: list[bytes], index: int) -> list[DecisionRecord]:
     """The decisions from `index` on, as the tick would have logged them."""
     return [
         DecisionRecord(cause=machine.state.seq, index=place, command=msgspec.Raw(command))
@@ -131,13 +137,13 @@ def _records(machine: Machine, expected: list[bytes], index: int) -> list[Decisi
 
 
 def _handle(
-    found: Replay, position: Position, record: EventRecord, observer: Observer | None
+    found: Replay, history: History[Record], record: EventRecord, observer: Observer | None
 ) -> list[bytes]:
     try:
         event = stamped(record)
         commands = found.machine.handle(event)
     except (WireError, LogicError) as error:
-        found.difference = Difference(position, record.seq, "an event", str(error))
+        found.difference = Difference(history.position, record.seq, "an event", str(error))
         return []
     found.events += 1
     if observer is not None:
@@ -145,17 +151,24 @@ def _handle(
     return [encode(command) for command in commands]
 
 
-def _compare_decision(
+def _is_decided(found: Replay, record: DecisionRecord, expected: list[bytes], index: int) -> bool:
+    return (
+        index < len(expected)
+        and record.index == index
+        and record.cause == found.machine.state.seq
+        and bytes(record.command) == expected[index]
+    )
+
+
+def _other_decision(
     position: Position, found: Replay, record: DecisionRecord, expected: list[bytes], index: int
-) -> Difference | None:
+) -> Difference:
     seq = found.machine.state.seq
+    replayed = _shown(expected[index]) if index < len(expected) else "no further decision"
+    logged = _shown(record.command)
     if record.cause != seq or record.index != index or index >= len(expected):
-        replayed = _shown(expected[index]) if index < len(expected) else "no further decision"
-        logged = f"decision {record.index} of event {record.cause}: {_shown(record.command)}"
-        return Difference(position, seq, logged, replayed)
-    if bytes(record.command) != expected[index]:
-        return Difference(position, seq, _shown(record.command), _shown(expected[index]))
-    return None
+        logged = f"decision {record.index} of event {record.cause}: {logged}"
+    return Difference(position, seq, logged, replayed)
 
 
 def _compare_hash(position: Position, found: Replay, record: StateHashRecord) -> Difference | None:

@@ -48,18 +48,24 @@ def restore(
     whole = _is_whole(disk, found)
     for snapshot in _to_try(found.usable, observe_from, whole):
         try:
-            tail = scan(disk, snapshot.position)
+            return _replayed(disk, observer, snapshot, found.unusable)
         except NotInHistory as error:
             found.unusable[snapshot.name] = str(error)
-        else:
-            replayed = replay(disk, tail, observer=observer, snapshot=snapshot)
-            return Restored(replayed, tail, snapshot, found.unusable)
     if whole:
-        tail = scan(disk)
-        return Restored(replay(disk, tail, observer=observer), tail, None, found.unusable)
+        return _replayed(disk, observer, None, found.unusable)
     why = "; ".join(f"{name}: {fault}" for name, fault in found.unusable.items())
     hint = "restore the segments from a copy, or start a new run"
     raise LogCorrupt(1, 0, "the file, or a snapshot in its place", why or "neither", hint)
+
+
+def _replayed(
+    disk: Disk, observer: Observer | None, snapshot: Snapshot | None, unusable: dict[str, str]
+) -> Restored:
+    replayed = replay(disk, observer=observer, snapshot=snapshot)
+    tail = replayed.tail  # None: it stopped at a difference
+    if tail is None:
+        tail = scan(disk, snapshot.position if snapshot else None)
+    return Restored(replayed, tail, snapshot, unusable)
 
 
 def _to_try(usable: list[Snapshot], observe_from: int | None, whole: bool) -> list[Snapshot]:

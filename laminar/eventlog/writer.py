@@ -17,9 +17,6 @@ that the kernel has already thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 
 from laminar.core.state import State
@@ -131,21 +128,23 @@ class LogWriter:
 
     def flush(self) -> None:
         """Write what is buffered without making it durable: for a tick with nothing to send."""
-        with self._only_try():
-            self._write()
+        self._begin_try()
+        self._write()
+        self._failed = False
 
     def commit(self) -> None:
         """Make everything appended durable with one write and one sync; then it may be sent.
 
         Raises DiskError, and LogTaken when a newer segment shows that the log has a new owner.
         """
-        with self._only_try():
-            self._write()
-            self._sync()
-            if segment_numbers(self._disk.names())[-1:] != [self._header.segment]:
-                raise LogTaken(_taken(self._header.segment))
-            if self._offset > self._segment_bytes:
-                self._rotate()
+        self._begin_try()
+        self._write()
+        self._sync()
+        if segment_numbers(self._disk.names())[-1:] != [self._header.segment]:
+            raise LogTaken(_taken(self._header.segment))
+        if self._offset > self._segment_bytes:
+            self._rotate()
+        self._failed = False
 
     def snapshot(self, state: State) -> None:
         """Keep the state, which is that after the last event appended, when it is time to.
@@ -155,28 +154,26 @@ class LogWriter:
         if state.seq - self._snapshot_seq < self._snapshot_every:
             return
         self.commit()
-        with self._only_try():
-            end = Takeover(self._header.segment, self._offset, self._crc)
-            write_snapshot(self._disk, state, end)
-            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
-            self._snapshot_seq, self._snapshot_segment = state.seq, end.segment
+        self._begin_try()
+        end = Takeover(self._header.segment, self._offset, self._crc)
+        write_snapshot(self._disk, state, end)
+        tidy(self._disk, self._snapshot_segment, self._keep_bytes)
+        self._snapshot_seq, self._snapshot_segment = state.seq, end.segment
+        self._failed = False
 
     def close(self) -> None:
         """Close the file; what was not committed may be lost."""
         self._file.close()
 
-    @contextmanager
-    def _only_try(self) -> Iterator[None]:
-        """A body that raises is never entered again, by this call or another."""
+    def _begin_try(self) -> None:
+        """Failed until the caller has succeeded: what raised is never tried again."""
         if self._failed:
             raise DiskError("the event log failed before and is not tried again: end the process")
         self._failed = True
-        yield
-        self._failed = False
 
     def _write(self) -> None:
-        data = b"".join(self._pending)
-        if data:
+        if self._pending:
+            data = b"".join(self._pending)
             self._file.append(data)
             self._pending.clear()
             self._offset += len(data)

@@ -55,9 +55,8 @@ def decode_order(data: bytes) -> tuple[Order, Command]:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
-    size = memoryview(data).nbytes
-    if size > MESSAGE_BYTES_MAX:
-        raise WireError(f"message of {size} bytes is above the limit of {MESSAGE_BYTES_MAX}")
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise WireError(f"message of {len(data)} bytes is above the limit of {MESSAGE_BYTES_MAX}")
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

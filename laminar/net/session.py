@@ -149,6 +149,8 @@ class Outbox:
 
     def take(self, now_ns: int) -> list[tuple[int, bytes]]:
         """(number, body) of what must go now: what was never sent, or the window once more."""
+        if not self._bodies:
+            return []
         if self.expired(now_ns):
             wait_ns = min(2 * self._wait_ns, RESEND_MAX_NS)
             self.rewind()
@@ -236,17 +238,13 @@ class _Link:
         return now_ns - self._heard_ns
 
     def _sequenced(self, now_ns: int) -> list[bytes]:
-        ack = self.inbox.processed
-        frames = [
-            encode(Data(self.server_boot, seq, ack, body)) for seq, body in self.outbox.take(now_ns)
-        ]
-        if self.inbox.ack_due and not frames:
-            frames.append(encode(Ack(self.server_boot, ack)))
-        self.inbox.ack_due = False
-        return frames
-
-    def _sequenced_due_ns(self) -> int:
-        return 0 if self.inbox.ack_due else self.outbox.next_due_ns()
+        inbox, boot, due = self.inbox, self.server_boot, self.outbox.take(now_ns)
+        if not (due or inbox.ack_due):
+            return []
+        inbox.ack_due = False
+        if not due:
+            return [encode(Ack(boot, inbox.processed))]
+        return [encode(Data(boot, seq, inbox.processed, body)) for seq, body in due]
 
 
 class ClientLink(_Link):
@@ -322,8 +320,10 @@ class ClientLink(_Link):
         if self.state is LinkState.JOINING:
             return self._hello_ns
         if self.state is LinkState.UP:
-            heartbeat_ns = 0 if self._gauges else self._asked_ns + self._heartbeat_ns
-            return min(self._hello_ns, heartbeat_ns, self._sequenced_due_ns())
+            if self._gauges or self.inbox.ack_due:
+                return 0
+            heartbeat_ns = self._asked_ns + self._heartbeat_ns
+            return min(self._hello_ns, heartbeat_ns, self.outbox.next_due_ns())
         return 0 if self._bye_due else NEVER_NS
 
     def _welcomed(self, welcome: Welcome, now_ns: int) -> None:
@@ -365,8 +365,9 @@ class ClientLink(_Link):
         elif overdue and not say_hello:
             frames.append(encode(Heartbeat(self.server_boot, self.inbox.processed)))
             self._asked_ns = now_ns
-        frames += [encode(Gauge(body)) for body in self._gauges]
-        self._gauges.clear()
+        if self._gauges:
+            frames += [encode(Gauge(body)) for body in self._gauges]
+            self._gauges.clear()
         return frames
 
     def _hello(self, now_ns: int) -> list[bytes]:
@@ -453,7 +454,9 @@ class ServerLink(_Link):
         """When `poll` will give something if nothing else happens; 0: now."""
         if self._answer_due:
             return 0
-        return self._sequenced_due_ns() if self.state is LinkState.UP else NEVER_NS
+        if self.state is not LinkState.UP:
+            return NEVER_NS
+        return 0 if self.inbox.ack_due else self.outbox.next_due_ns()
 
     def _answer(self) -> bytes:
         if self.state is LinkState.REFUSED:

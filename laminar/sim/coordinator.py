@@ -61,6 +61,7 @@ class SimCoordinator:
         self._turn_ns = NEVER_NS  #: when the next turn is planned
         self._farewell_ns = NEVER_NS
         self._limits = Limits()
+        self._quantum_ns = world.scenario.quantum_ns
 
     @property
     def up(self) -> bool:
@@ -176,7 +177,9 @@ class SimCoordinator:
         if route in self._routes:
             self._inbox.append((route, frame))
             self._hear(route, frame)
-            self._plan(self.world.scheduler.now)
+            now = self.world.scheduler.now
+            if self._turn_ns - now > self._quantum_ns:  # else a turn is planned for this quantum
+                self._plan(now)
 
     def _hear(self, route: bytes, frame: bytes) -> None:
         """Who sends something readable on a connection where it has said who it is, is alive."""
@@ -194,7 +197,7 @@ class SimCoordinator:
 
     def _plan(self, when_ns: int) -> None:
         """A turn at the end of the quantum of this time, unless one is planned before."""
-        quantum = self.world.scenario.quantum_ns
+        quantum = self._quantum_ns
         when_ns = (max(when_ns, self.world.scheduler.now) // quantum + 1) * quantum
         if when_ns < self._turn_ns and self.tick is not None and not self.paused:
             self._turn_ns = when_ns

@@ -26,7 +26,7 @@ class Garbage(bytes):
     """A frame that nobody can read."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Weather:
     """What goes wrong on links, as probabilities per message."""
 
@@ -58,12 +58,20 @@ class Network:
 
     def __init__(self, scheduler: Scheduler, chance: random.Random, delay_ms: float) -> None:
         """`delay_ms`: mean one-way delay."""
-        self.weather = Weather()
         self.lost = 0
+        self.weather = Weather()
         self._scheduler = scheduler
         self._chance = chance
         self._delay_ns = delay_ms * MS
         self._links: dict[tuple[str, str], Link] = {}
+
+    @property
+    def weather(self) -> Weather:
+        return self._weather
+
+    @weather.setter
+    def weather(self, weather: Weather) -> None:
+        self._weather, self._fair = weather, weather.fair
 
     def link(self, source: str, target: str) -> Link:
         found = self._links.get((source, target))
@@ -77,17 +85,18 @@ class Network:
             self.lost += 1
         elif link.clogged:
             link.held.append((deliver, message))
-        elif self.weather.fair:
+        elif self._fair:
             self._deliver_in_order(link, deliver, message)
         else:
             self._send_in_bad_weather(link, deliver, message)
 
     def _deliver_in_order(self, link: Link, deliver: Deliver, message: Any) -> None:
-        when = self._scheduler.now + int(self._delay_ns * (0.5 + self._chance.random()))
+        scheduler = self._scheduler
+        when = scheduler.now + int(self._delay_ns * (0.5 + self._chance.random()))
         if when < link.last_ns:
             when = link.last_ns
         link.last_ns = when
-        self._scheduler.at(when, deliver, message)
+        scheduler.at(when, deliver, message)
 
     def _send_in_bad_weather(self, link: Link, deliver: Deliver, message: Any) -> None:
         weather, chance = self.weather, self._chance

@@ -57,6 +57,7 @@ class SimProcess:
     def __init__(self, world: World, name: str, role: str, node: str) -> None:
         self.world, self.name, self.role, self.node = world, name, role, node
         self.boot = 0
+        self.boot_id = f"{name}/0"
         self.alive = False
         self.paused = False
         self.slow = 1.0  #: factor on everything that it computes
@@ -74,10 +75,6 @@ class SimProcess:
         return self.boot_id
 
     @property
-    def boot_id(self) -> str:
-        return f"{self.name}/{self.boot}"
-
-    @property
     def key(self) -> tuple[str, int]:
         """Who it is for the coordinator."""
         return self.name, self.link.incarnation
@@ -87,6 +84,7 @@ class SimProcess:
     def start(self) -> None:
         """A new process of this name begins to look for the coordinator."""
         self.boot += 1
+        self.boot_id = f"{self.name}/{self.boot}"
         self.alive, self.paused, self.welcomed, self.stopping = True, False, False, False
         self.slow = 1.0
         self.link = ClientLink(
@@ -167,6 +165,7 @@ class SimProcess:
         """A new connection, if somebody listens: what was in flight on the old one is lost."""
         self.route = self.world.coordinator.accept(self)
         self._arrive = partial(self._due_frame, self.route)
+        self._leave_for = partial(self.world.coordinator.receive, self.route)
         self._flush_soon()
 
     def disconnect(self) -> None:
@@ -180,40 +179,49 @@ class SimProcess:
         body = encode(event)
         self.link.send(body)
         self.world.checks.sent(self, body)
-        self._flush_soon()
+        self._flush()
 
     def gauge(self, event: Event) -> None:
         self.link.gauge(encode(event))
-        self._flush_soon()
+        self._flush()
 
     def carry(self, frame: bytes) -> None:
         """A frame of the coordinator sets out to this process."""
         self.world.network.send(self._down, self._arrive, frame)
 
     def _flush_soon(self) -> None:
+        """Once everything that arrives at this instant has arrived."""
         if not self._flush_due:
             self._flush_due = True
-            self.after(0, self._flush)
+            self.after(0, self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush_due = False
+        self._flush()
 
     def _flush(self) -> None:
         """Send what is due, and wake up when more is."""
-        self._flush_due = False
-        link, now = self.link, self.world.scheduler.now
-        for frame in link.poll(now):
+        for frame in self.link.poll(self.world.scheduler.now):
             if self.route:
-                self.world.network.send(
-                    self._up, partial(self.world.coordinator.receive, self.route), frame
-                )
-        due = link.next_due_ns()
-        if due < self._wake_ns or self._wake_ns <= now:
-            self._wake_ns = max(due, now + 1)
-            if due != NEVER_NS:
+                self.world.network.send(self._up, self._leave_for, frame)
+        self._sleep(self.link.next_due_ns())
+
+    def _sleep(self, due_ns: int) -> None:
+        """Be awake when something is due; who wakes too early sleeps on."""
+        now = self.world.scheduler.now
+        if due_ns < self._wake_ns or self._wake_ns <= now:
+            self._wake_ns = max(due_ns, now + 1)
+            if due_ns != NEVER_NS:
                 self.after(self._wake_ns - now, self._wake, self._wake_ns)
 
     def _wake(self, when_ns: int) -> None:
         if when_ns == self._wake_ns and not self._flush_due:
             self._wake_ns = NEVER_NS
-            self._flush()
+            due_ns = self.link.next_due_ns()
+            if due_ns <= self.world.scheduler.now:
+                self._flush()
+            else:
+                self._sleep(due_ns)
 
     def _due_frame(self, route: bytes, frame: bytes) -> None:
         if not self.alive or route != self.route:
@@ -239,7 +247,11 @@ class SimProcess:
         if not self.welcomed and link.incarnation:
             self.welcomed = True
             self.model.start()
-        self._flush_soon()
+        due_ns = link.next_due_ns()
+        if due_ns <= self.world.scheduler.now:
+            self._flush_soon()
+        else:
+            self._sleep(due_ns)
 
     def _obey(self, body: bytes) -> None:
         order, command = decode_order(body)

@@ -9,6 +9,7 @@ ordinary run need not remember anything for it.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -35,6 +36,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     events: int  #: logged, of all coordinators
+    happenings: int  #: calls of the scheduler
     virtual_s: float
     trajectories: int  #: issued
     coordinators: int
@@ -65,6 +67,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
     return Outcome(
         seed=seed,
         events=world.checks.events,
+        happenings=world.scheduler.made,
         virtual_s=world.scheduler.now / SECOND,
         trajectories=state.ledger.trajectories.issued if state is not None else 0,
         coordinators=world.coordinator.incarnations,
@@ -83,9 +86,10 @@ def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Ou
     """Many runs, in so many processes; outcomes as they come."""
     run = partial(run_seed, config)
     if jobs <= 1:
+        gc.freeze()  # the garbage collector need not look at the program in every run
         yield from map(run, seeds)
         return
-    with get_context("spawn").Pool(jobs) as pool:
+    with get_context("spawn").Pool(jobs, gc.freeze) as pool:
         yield from pool.imap_unordered(run, seeds, chunksize=4)
 
 

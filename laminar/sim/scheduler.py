@@ -27,6 +27,11 @@ class Scheduler:
         self._heap: list[tuple[int, int, Action, tuple[Any, ...]]] = []
         self._order = 0
 
+    @property
+    def made(self) -> int:
+        """Calls so far."""
+        return self._order - len(self._heap)
+
     def at(self, when_ns: int, action: Action, *args: Any) -> None:
         """Call `action(*args)` at a time, or at once if that has passed."""
         self._order += 1

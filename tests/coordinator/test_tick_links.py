@@ -40,8 +40,11 @@ def test_quiet_links_cost_nothing(polled: list[str]) -> None:
     desk.now += RESEND_MIN_NS // 2
     assert desk.turn() == [] and polled == []
     progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=0, waiting=0)
-    desk.links[b"rollout-1/a"].gauge(encode(progress))
-    desk.turn([(b"rollout-1/a", f) for f in desk.links[b"rollout-1/a"].poll(desk.now)])
+    link = desk.links[b"rollout-1/a"]
+    link.gauge(encode(progress))
+    assert desk.turn([(b"rollout-1/a", f) for f in link.poll(desk.now)]) == [] and polled == []
+    link.send(encode(progress))
+    assert len(desk.turn([(b"rollout-1/a", f) for f in link.poll(desk.now)])) == 1
     assert polled == ["rollout-1"]
 
 
