@@ -12,7 +12,7 @@ from __future__ import annotations
 from laminar.core import lookup
 from laminar.core.state import Outstanding, State
 from laminar.events.base import Command, Stamped
-from laminar.events.commands import AnyCommand, Ending
+from laminar.events.commands import AnyCommand, Ending, RestartActor
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
@@ -48,6 +48,13 @@ class Turn:
             if timeout_ms:
                 self.set_timer(f"command:{key}", timeout_ms)
         self.commands.append(command)
+
+    def restart(self, name: str, reason: str) -> None:
+        """Have a node kill and start one of its actors."""
+        node = self.state.actors[name].node
+        if f"restart:{name}" not in self.state.commands:
+            order = RestartActor(to=node, actor=name, reason=reason)
+            self.command(order, key=f"restart:{name}")
 
     def done(self, key: str) -> Outstanding | None:
         """The ending event of an outstanding command has come (None: it was not outstanding)."""
