@@ -110,14 +110,14 @@ def _weights_are_on_their_way(state: State) -> None:
 
 def relay_chain_is_path(state: State) -> None:
     """Every relay that is ready is in the chain once, and was told to feed the one behind it."""
+    if ending(state):
+        return
     ready = {a.name for a in state.actors.values() if a.role == "relay" and a.alive and a.ready}
     _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
     _require(len(state.chain) == len(state.relays), state.chain)
     trainer = state.the("trainer")
     here = [state.relays[name].node == trainer.node for name in state.chain] if trainer else []
     _require(not any(here[1:]), "the chain does not begin at the trainer", state.chain)
-    if ending(state):
-        return
     for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
         relay = state.relays[name]
         _require(relay.incarnation == state.actors[name].incarnation, relay)

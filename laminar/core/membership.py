@@ -115,7 +115,7 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
     else:
         news = clear_timer(state, f"rejoin:{event.actor}") or news
-        if not _gone_for_good(turn, event.actor, why) and not news:
+        if not _gone_for_good(turn, event.actor, f"{event.actor}: {why}") and not news:
             turn.ignore("repeat")
 
 
@@ -137,21 +137,21 @@ def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
     elif not node_alive:
         turn.clear_timer(f"rejoin:{event.actor}")
-        _gone_for_good(turn, event.actor, reason)
+        _gone_for_good(turn, event.actor, f"{event.actor}: {reason}")
 
 
 def on_rejoin_expired(turn: Turn, name: str) -> None:
     """A restarted process did not come back."""
-    _gone_for_good(turn, name, "was restarted and never joined")
+    _gone_for_good(turn, name, f"{name} was restarted and never joined")
 
 
 def _gone_for_good(turn: Turn, name: str, why: str) -> bool:
     """Nobody starts it again. True if the run cannot go on without it, and ends."""
     if relays.indispensable(turn.state, name):
-        return lifecycle.fail(turn, f"{name} is lost: {why}", 1)
+        return lifecycle.fail(turn, f"the trainer's machine has no relay: {why}", 1)
     if relays.can_work(turn.state):
         return False
-    return lifecycle.fail(turn, f"no replica is left: {name}: {why}", 1)
+    return lifecycle.fail(turn, f"no replica is left: {why}", 1)
 
 
 def actor_lost(turn: Turn, name: str, reason: str) -> None:
@@ -184,7 +184,7 @@ def _machine_lost(turn: Turn, node: str, reason: str) -> None:
     for actor in there:
         actor_lost(turn, actor.name, f"its machine {node} is lost")
         turn.clear_timer(f"rejoin:{actor.name}")
-    _gone_for_good(turn, node, reason)
+    _gone_for_good(turn, node, f"{node}: {reason}")
 
 
 def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:

@@ -164,7 +164,7 @@ def _model_exported(state: State, peer: str) -> Iterator[Event]:
 
 
 def _relay_ready(state: State, peer: str) -> Iterator[Event]:
-    yield ev.RelayReady(address="here")
+    yield ev.RelayReady(address="here", bulk="here")
 
 
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
