@@ -18,8 +18,8 @@ from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
 from laminar.weights.chain import CHUNK_BYTES_MAX
+from laminar.weights.hashes import checksums
 from laminar.weights.slots import SlotError, SlotTable, VersionGone, slots_within
-from laminar.weights.transfer import checksums
 
 CHAIN = "chain"
 """As a writer: the relay before this one."""

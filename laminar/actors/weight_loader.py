@@ -27,7 +27,8 @@ from laminar.net.rpc import RpcError
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.transfer import WeightsCorrupt, read_tensors, verify
+from laminar.weights.hashes import WeightsCorrupt, verify
+from laminar.weights.transfer import read_tensors
 
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported."""

@@ -27,7 +27,8 @@ import torch
 
 from laminar.weights import manifest as mf
 from laminar.weights.arena import SHARED_MEMORY, Arena
-from laminar.weights.transfer import checksums, read_tensors, write_tensors
+from laminar.weights.hashes import checksums
+from laminar.weights.transfer import read_tensors, write_tensors
 
 CHUNK_BYTES = 1 << 20
 HIDDEN, KV, MLP = 1024, 256, 2816
