@@ -19,7 +19,7 @@ from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
-from laminar.events.index import ACTOR_ROLES, RELAY
+from laminar.events.index import ACTOR_ROLES, RELAY, TRAINER
 
 SINGLE_ROLES = ("store", "trainer")
 """Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
@@ -53,6 +53,8 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
     if event.role != RELAY:  # that is awaited until it is ready
         turn.clear_timer(f"rejoin:{event.name}")
     turn.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
+    if event.role == TRAINER:
+        relays.set_head(turn)
 
 
 def _refusal(turn: Turn, event: ev.ActorJoined) -> str:
@@ -216,9 +218,7 @@ def on_relay_ready(turn: Turn, event: ev.RelayReady) -> None:
 
 
 def on_trainer_ready(turn: Turn, event: ev.TrainerReady) -> None:
-    """Its machine is where the chain begins."""
-    if _ready(turn):
-        relays.set_head(turn)
+    _ready(turn)
 
 
 def _ready(turn: Turn) -> bool:

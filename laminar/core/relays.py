@@ -210,11 +210,11 @@ def receive_expired(turn: Turn, name: str) -> None:
 
 
 def on_transfer_trouble(turn: Turn, event: ev.TransferTrouble) -> None:
-    """Dealt with already; counted for whoever looks at this machine."""
+    """Dealt with already; noted for whoever looks at this machine."""
     relay = turn.state.relays.get(turn.stamped.peer)
     if relay is None:
         return turn.ignore("not-ready")
-    relay.troubles += 1
+    relay.trouble = event.kind
 
 
 # --- slow ones --------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Relay(msgspec.Struct, kw_only=True):
     newest_ns: int = -1  #: when that was
     lags: int = 0  #: transfers in a row that it held up
     unlinked: int = 0  #: orders in a row that it did not carry out in time
-    troubles: int = 0  #: reported by it
+    trouble: str = ""  #: kind of the last one that it reported
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

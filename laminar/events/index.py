@@ -96,7 +96,7 @@ INDEX: tuple[Row, ...] = (
         ev.TrainerReady,
         (TRAINER,),
         "membership.on_trainer_ready",
-        (cmd.PublishWeights, cmd.ForwardWeights),
+        (cmd.PublishWeights,),
     ),
     Row(
         ev.StepCompleted,
@@ -113,7 +113,7 @@ INDEX: tuple[Row, ...] = (
         ),
     ),
     Row(ev.PublishSkipped, (TRAINER,), "weights.on_publish_skipped", ()),
-    Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", ()),
+    Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", (cmd.PublishWeights,)),
     Row(
         ev.RelayReady,
         (RELAY,),

@@ -31,8 +31,8 @@ PHASES = (
     "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
 )  # fmt: skip
 LIVENESS = ("alive", "fenced", "unknown")
-#: Nothing changes and nothing is counted: a gauge whose value is the last one's.
-QUIET = (ev.TokenProgress,)
+#: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
+QUIET = (ev.TokenProgress, ev.TransferTrouble)
 #: Counted as ignored and yet not without effect: the default chooses this batch; the timer is gone.
 IGNORED_WITH_EFFECT = ("BatchProposed: unusable-proposal", "TimerFired: nothing-awaited")
 SPOILED_PER_SENDER = 40

@@ -29,7 +29,10 @@ LISTED: set[Pair] = {(row.event, command) for row in INDEX for command in row.co
 
 _ways = test_ways_to_lose
 STORIES: tuple[Callable[[], None], ...] = (
-    *(partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "relay-0") for w in _ways.WAYS),
+    *(
+        partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "trainer-0")
+        for w in _ways.WAYS
+    ),
     *(
         story
         for way in _ways.WAYS
