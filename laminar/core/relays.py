@@ -54,6 +54,8 @@ def join(turn: Turn, actor: Actor, bulk: str) -> Relay:
     turn.clear_timer(f"rejoin:{relay.name}")
     set_head(turn)
     await_newest(turn, relay)
+    if state.evaluation is not None:
+        turn.command(cmd.PinVersion(to=relay.name, version=state.evaluation.version))
     return relay
 
 
@@ -149,7 +151,7 @@ def on_weights_received(turn: Turn, event: ev.WeightsReceived) -> None:
     news = event.version > relay.newest
     if not hold(turn, relay, event.version, event.digest, event.held):
         return turn.ignore("repeat")
-    if news:
+    if relay.newest == event.version and news:
         _judge_speed(state, relay, event)
         turn.clear_timer(f"receive:{relay.name}")
         await_newest(turn, relay)
@@ -157,29 +159,27 @@ def on_weights_received(turn: Turn, event: ev.WeightsReceived) -> None:
 
 
 def hold(turn: Turn, relay: Relay, version: int, digest: str, held: tuple[int, ...]) -> bool:
-    """Enter what a relay says that it has; False if all of it was known."""
+    """Enter what a relay says that it has; False if all of it was known.
+
+    Other bytes under the number of the newest version are nothing to pull: it starts afresh.
+    """
     state = turn.state
+    if version == state.newest and digest != state.newest_digest:
+        return restart_for_other_bytes(turn, relay, digest)
     changed = lookup.set_held(state, relay, list(held))
     if version > relay.newest:
         changed = True
         relay.newest, relay.newest_digest = version, digest
         relay.newest_ns = turn.stamped.time_ns
         touch_replicas(turn, relay)
-        evaluation = state.evaluation
-        if evaluation is not None and evaluation.version == version:
-            turn.command(cmd.PinVersion(to=relay.name, version=version))
-    if changed:
-        check_digest(turn, relay)
     return changed
 
 
-def check_digest(turn: Turn, relay: Relay) -> None:
-    """Other bytes under the number of the newest version: this relay starts afresh."""
-    state = turn.state
-    if relay.newest == state.newest and relay.newest_digest != state.newest_digest:
-        given, published = relay.newest_digest, state.newest_digest
-        reason = f"its version {relay.newest} has digest {given}, but {published} was published"
-        turn.restart(relay.name, reason)
+def restart_for_other_bytes(turn: Turn, relay: Relay, digest: str) -> bool:
+    """False if that was decided before."""
+    newest, published = turn.state.newest, turn.state.newest_digest
+    reason = f"its version {newest} has digest {digest}, but {published} was published"
+    return turn.restart(relay.name, reason)
 
 
 def touch_replicas(turn: Turn, relay: Relay) -> None:

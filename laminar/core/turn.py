@@ -49,12 +49,16 @@ class Turn:
                 self.set_timer(f"command:{key}", timeout_ms)
         self.commands.append(command)
 
-    def restart(self, name: str, reason: str) -> None:
-        """Have a node kill and start one of its actors."""
+    def restart(self, name: str, reason: str) -> bool:
+        """Have a node kill and start one of its actors; False if it was told to already."""
         node = self.state.actors[name].node
-        if f"restart:{name}" not in self.state.commands:
-            order = RestartActor(to=node, actor=name, reason=reason)
-            self.command(order, key=f"restart:{name}")
+        if f"restart:{name}" in self.state.commands:
+            return False
+        self.command(
+            RestartActor(to=node, actor=name, reason=reason),
+            key=f"restart:{name}",
+        )
+        return True
 
     def done(self, key: str) -> Outstanding | None:
         """The ending event of an outstanding command has come (None: it was not outstanding)."""

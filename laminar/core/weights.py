@@ -66,8 +66,9 @@ def _expect_everywhere(turn: Turn) -> None:
     """A newer version is out: who has it already can be used, the others have a time to get it."""
     state = turn.state
     for relay in state.relays.values():
-        if relay.newest >= state.newest:
-            relays.check_digest(turn, relay)
+        if relay.newest == state.newest and relay.newest_digest != state.newest_digest:
+            relays.restart_for_other_bytes(turn, relay, relay.newest_digest)
+        elif relay.newest >= state.newest:
             relays.touch_replicas(turn, relay)
         else:
             relays.await_newest(turn, relay)

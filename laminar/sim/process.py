@@ -100,6 +100,7 @@ class SimProcess:
         self.filter = CommandFilter()
         self.client = Client(self)
         self.model: Model = self.world.make_model(self)
+        self.server.restarted()
         self._wake_ns = NEVER_NS
         self._flush_due = False
         self._backlog.clear()

@@ -36,7 +36,7 @@ class Client:
         self._retrying: dict[str, bool] = {}
 
     def call(self, server: str, request: Any, then: Then) -> None:
-        """Have `then(reply)` called, once; never if one of the two processes ends before."""
+        """Have `then(reply)` called, once, by whichever process of that name is there to answer."""
         number = self._numbers[server] = self._numbers.get(server, 0) + 1
         self._open.setdefault(server, {})[number] = (request, then)
         self._send(server, number, request)
@@ -79,6 +79,11 @@ class Server:
         self._process = process
         self._clients: dict[tuple[str, int], _Served] = {}
 
+    def restarted(self) -> None:
+        """A new process listens: what the one before had answered is asked again."""
+        for served in self._clients.values():
+            served.replies.clear()
+
     def receive(self, client: SimProcess, boot: int, message: Message) -> None:
         """A request arrives at the machine of this server."""
         self._process._due(self._process.boot, self._handle, (client, boot, message))
@@ -90,8 +95,9 @@ class Server:
         served = self._clients.get((client.name, boot))
         if served is None:
             served = self._clients[client.name, boot] = _Served()
-        if number == served.last + 1:
-            served.last = number
+        lost = first <= number <= served.last and number not in served.replies
+        if number == served.last + 1 or lost:
+            served.last = max(served.last, number)
             served.replies[number] = self._process.model.answer(client.name, request)
             for old in [n for n in served.replies if n < first]:
                 del served.replies[old]

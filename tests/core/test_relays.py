@@ -102,8 +102,8 @@ def test_replica_goes_on_with_its_version_until_its_relay_has_another() -> None:
     bench.complete(*bench.open_groups())
     bench.train()
     bench.complete(*bench.open_groups())
-    took = {name: bench.replica(name).took for name in bench.names}
-    assert took["rollout-0"] == 1 and took["rollout-1.0"] > 1
+    assert bench.pull_of("rollout-0") is not None
+    assert bench.replica("rollout-1.0").running and bench.replica("rollout-1.0").version == 0
 
 
 def test_version_that_arrives_before_the_word_of_its_publication_can_be_pulled() -> None:
@@ -216,7 +216,7 @@ def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:
     assert restarted(bench.wait(RECEIVE_TIMEOUT_MS)) == [("node-1", "relay-1")]
     bench.kill("relay-1")
     bench.link_all()
-    assert restarted(bench.wait(RECEIVE_TIMEOUT_MS)) == [("node-2", "relay-2")]
+    assert ("node-2", "relay-2") in restarted(bench.wait(RECEIVE_TIMEOUT_MS))
 
 
 def test_other_bytes_under_the_published_number_restart_the_relay() -> None:
