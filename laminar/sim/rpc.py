@@ -63,6 +63,10 @@ class Client:
                 self._send(server, number, request)
         self._process.after(RETRY_NS, self._retry, server, self._numbers[server])
 
+    def waits(self, server: str, number: int) -> bool:
+        """This request has no reply yet."""
+        return number in self._open[server]
+
     def answered(self, server: str, boot: int, number: int, reply: Any) -> None:
         """A reply arrives; a repeat, or one for an earlier boot, is nobody's."""
         if boot != self._boot:
@@ -95,8 +99,11 @@ class Server:
         served = self._clients.get((client.name, boot))
         if served is None:
             served = self._clients[client.name, boot] = _Served()
-        lost = first <= number <= served.last and number not in served.replies
-        if number == served.last + 1 or lost:
+        unanswered = number <= served.last and number not in served.replies
+        again = (
+            unanswered and client.boot == boot and client.client.waits(self._process.name, number)
+        )
+        if number == served.last + 1 or again:
             served.last = max(served.last, number)
             served.replies[number] = self._process.model.answer(client.name, request)
             for old in [n for n in served.replies if n < first]:
