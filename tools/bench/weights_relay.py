@@ -150,13 +150,15 @@ class RelayProcess:
         answer: tuple[float, float] = self._call("usage")
         return answer
 
-    def wait_for(self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S) -> Happened:
-        """The first report like this, from the start of the process on; TimeoutError."""
+    def wait_for(
+        self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S, since: float = 0.0
+    ) -> Happened:
+        """The first report like this, made at or after time.monotonic() `since`; TimeoutError."""
         deadline = time.monotonic() + timeout_s
         seen = 0
         while True:
             for happened in self.happened[seen:]:
-                if wanted(happened.report):
+                if happened.at >= since and wanted(happened.report):
                     return happened
             seen = len(self.happened)
             self._next_report(deadline)
