@@ -36,6 +36,8 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
         state.newest, state.newest_step = event.version, event.step
         state.newest_digest, state.newest_ns = event.digest, turn.stamped.time_ns
     known = not relays.hold(turn, relay, event.version, event.digest, event.held)
+    if relay.newest < event.version:  # it has other bytes, and starts afresh
+        return turn.ignore("repeat") if known else None
     if _settle_debt(turn, event.step) or not known or news:
         if event.version >= last_made(state):  # an older one, on its way, leaves the clock running
             turn.clear_timer("weights")

@@ -118,7 +118,7 @@ INDEX: tuple[Row, ...] = (
         ev.RelayReady,
         (RELAY,),
         "membership.on_relay_ready",
-        (cmd.PublishWeights, cmd.ForwardWeights),
+        (cmd.PublishWeights, cmd.ForwardWeights, cmd.PinVersion),
     ),
     Row(
         ev.WeightsPublished,

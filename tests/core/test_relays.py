@@ -136,7 +136,9 @@ def test_evaluation_waits_for_a_machine_that_has_its_version_and_pins_it_everywh
     bench.receive("relay-1", 1)
     pinned = only(cmd.PinVersion, bench.load("rollout-1.0"))
     assert [(p.to, p.version) for p in pinned] == [(f"relay-{i}", 1) for i in range(3)]
-    late = only(cmd.PinVersion, bench.receive("relay-2", 1))
+    bench.kill("relay-2")
+    bench.join("relay-2", "b")
+    late = only(cmd.PinVersion, bench.ready("relay-2"))
     assert [(p.to, p.version) for p in late] == [("relay-2", 1)]
 
 
