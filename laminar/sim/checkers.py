@@ -64,7 +64,7 @@ class Checks:
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
-        self._kills: dict[str, int] = {}
+        self._kills: dict[str, list[str]] = {}
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
         self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
@@ -328,9 +328,14 @@ class Checks:
                 raise Violation("at_most_one_trained", what, trajectory)
             self.book[trajectory] = command.step
 
-    def poisoned(self, command: cmd.GenerateTrajectory) -> None:
-        """A prompt that kills replicas is quarantined after the third."""
-        kills = self._kills[command.trajectory] = self._kills.get(command.trajectory, 0) + 1
+    def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
+        """A prompt that kills replicas is quarantined after the third.
+
+        Of a replica on a machine that was lost, too, nobody knows what it died of.
+        """
+        nodes = self._kills.setdefault(command.trajectory, [])
+        nodes.append(node)
+        kills = sum(self.world.processes[name].alive for name in nodes)
         if kills > DEATHS_MAX:
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)

@@ -93,8 +93,8 @@ class Server:
         self._process._due(self._process.boot, self._handle, (client, boot, message))
 
     def _handle(self, client: SimProcess, boot: int, message: Message) -> None:
-        if not self._process.welcomed:
-            return  # it does not listen yet
+        if not self._process.welcomed or not self._process.model.listens:
+            return
         number, first, request = message
         served = self._clients.get((client.name, boot))
         if served is None:

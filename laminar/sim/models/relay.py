@@ -132,9 +132,12 @@ class Relay(Idle):
         self._pin = -1
         self._feed: Feed | None = None
         self._order = self._order_in = 0
+        self.listens = False
         self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._ready)
 
     def _ready(self) -> None:
+        """Whoever gets an answer from it may know that it has said so."""
+        self.listens = True
         self.process.emit(ev.RelayReady(address=self.process.name, bulk=self.process.name))
 
     @property

@@ -117,19 +117,14 @@ class Rollout(Idle):
         )
         self.process.emit(started)
         if self.world.faults.poisonous(command):
-            self.process.after(seconds(0.1), self._die_of_it, command)
+            self.world.checks.poisoned(command, self.process.node)
+            self.process.after(seconds(0.1), self.process.die, EXIT_KILLED)
         elif self.world.faults.refuses(command):
             self._give_up(command.trajectory, "bad-logprobs")
         elif done >= total:
             self._on_finished([sequence.id])
         else:
             self.engine.add(sequence)
-
-    def _die_of_it(self, command: cmd.GenerateTrajectory) -> None:
-        """Without its node nobody sees what it died of."""
-        if self.world.processes[self.process.node].alive:
-            self.world.checks.poisoned(command)
-        self.process.die(EXIT_KILLED)
 
     def _give_up(self, trajectory: str, reason: str) -> None:
         running = self.running.pop(trajectory)
