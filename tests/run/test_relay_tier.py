@@ -60,9 +60,11 @@ def digests(run: Finished) -> dict[int, str]:
     return found
 
 
-def check_weights(run: Finished) -> None:
-    """Whatever a relay received or a replica loaded is what was published, bit for bit, and a
-    replica loads what the relay of its own machine holds."""
+def check_weights(run: Finished, *, killed: bool = False) -> None:
+    """What relays received and replicas loaded is what was published, bit for bit.
+
+    A replica loads what the relay of its machine holds (or held until it was killed).
+    """
     published = digests(run)
     held: dict[str, tuple[int, ...]] = dict.fromkeys(RELAYS, ())
     loads = dict.fromkeys(RELAYS, 0)
@@ -78,7 +80,8 @@ def check_weights(run: Finished) -> None:
         elif isinstance(event, ev.WeightsLoaded):
             assert event.digest == published[event.version], event
             machine = stamped.peer.removeprefix("rollout-").split(".")[0]
-            relay = f"relay-{machine}" if "." in stamped.peer else "relay-0"
+            relay = f"relay-{machine}" if "." in stamped.peer else RELAYS[0]
+            assert killed or event.version in held[relay], (event, held)
             loads[relay] += event.version in held[relay]
     assert all(loads.values()), loads
 
@@ -131,7 +134,7 @@ def test_relays_are_killed(tmp_path: Path, victims: tuple[str, ...]) -> None:
     assert run.code == 0, run.output
     after = run.summary["processes"]
     assert {name for name in before if after[name] != before[name]} == set(victims)
-    check_weights(run)
+    check_weights(run, killed=True)
     check_books(run)
     _came_back(run, victims)
     for index in range(MACHINES):
