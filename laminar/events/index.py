@@ -132,7 +132,6 @@ INDEX: tuple[Row, ...] = (
             cmd.ProposeBatch,
             cmd.ExportModel,
             cmd.PinVersion,
-            cmd.PublishWeights,
             cmd.RestartActor,
         ),
     ),

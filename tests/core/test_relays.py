@@ -165,6 +165,21 @@ def test_evaluation_moves_on_when_its_version_is_out_of_everybodys_reach() -> No
     assert bench.pull_of("rollout-2.0") is not None
 
 
+def test_evaluation_moves_on_when_its_version_was_evicted_on_its_arrival() -> None:
+    """A machine whose relay has just come back is the only one left, and it kept nothing."""
+    bench = together(num_eval=2, test_freq=1)
+    bench.kill("relay-1")
+    bench.come_back("relay-1")
+    bench.kill("rollout-2.0", restarting=False)
+    bench.train()
+    bench.load("rollout-0")
+    bench.kill("rollout-0", restarting=False)
+    assert bench.state.evaluation is not None
+    pins = only(cmd.PinVersion, bench.receive("relay-1", 1, held=()))
+    assert [p.version for p in pins] == [-1, -1, -1]
+    assert bench.state.evaluation_due == 1
+
+
 # --- repairs --------------------------------------------------------------------------------------
 
 
