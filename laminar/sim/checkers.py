@@ -64,7 +64,8 @@ class Checks:
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
-        self._kills: dict[str, list[str]] = {}
+        self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
+        self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
         self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
@@ -94,6 +95,9 @@ class Checks:
         self._invariants(stamped, state)
         self._note_progress(state)
         self.world.marks.observe(stamped, commands, state)
+        for command in commands:
+            if isinstance(command, cmd.AbortTrajectories):
+                self._taken.update((item.trajectory, item.placement) for item in command.items)
         self.world.observed(stamped, commands, state)
 
     def _note(self, stamped: Stamped, commands: list[Command]) -> None:
@@ -331,11 +335,15 @@ class Checks:
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.
 
-        Of a replica on a machine that was lost, too, nobody knows what it died of.
+        Nobody can know of a replica on a machine that was lost, too, nor of one that died of what
+        had been taken from it just before.
         """
-        nodes = self._kills.setdefault(command.trajectory, [])
-        nodes.append(node)
-        kills = sum(self.world.processes[name].alive for name in nodes)
+        found = self._kills.setdefault(command.trajectory, [])
+        found.append((command.placement, node))
+        kills = sum(
+            self.world.processes[node].alive and (command.trajectory, placement) not in self._taken
+            for placement, node in found
+        )
         if kills > DEATHS_MAX:
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)
