@@ -13,7 +13,16 @@ import pytest
 from laminar.actors.protocol import CommandFilter
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.tick import Tick
-from laminar.core import admission, buffering, machine, membership, recovery, siblings
+from laminar.core import (
+    admission,
+    buffering,
+    machine,
+    membership,
+    recovery,
+    relays,
+    siblings,
+    weights,
+)
 from laminar.core.state import Group, Replica, State
 from laminar.core.turn import Turn
 from laminar.events import events as ev
@@ -119,6 +128,32 @@ def dead_replica_keeps_its_work(patch: Patch) -> None:
     patch.setattr(membership.recovery, "replica_lost", planted)
 
 
+def splice_is_not_sent(patch: Patch) -> None:
+    """The predecessor of a lost relay never hears who comes next."""
+    forward = relays._forward
+
+    def planted(turn: Turn, *args: Any) -> None:
+        if isinstance(turn.stamped.event, ev.RelayReady):
+            forward(turn, *args)
+
+    patch.setattr(relays, "_forward", planted)
+
+
+def rejoined_relay_is_not_fed(patch: Patch) -> None:
+    forward = relays._forward
+
+    def planted(turn: Turn, *args: Any) -> None:
+        came_back = turn.state.newest >= 0 and isinstance(turn.stamped.event, ev.RelayReady)
+        if not came_back:
+            forward(turn, *args)
+
+    patch.setattr(relays, "_forward", planted)
+
+
+def owed_republish_is_forgotten(patch: Patch) -> None:
+    patch.setattr(weights, "owe_newest", lambda turn: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "faults"),
     [
@@ -135,6 +170,9 @@ def dead_replica_keeps_its_work(patch: Patch) -> None:
         (dropped_group_keeps_its_place, ("reward-fails",)),
         (poison_is_never_quarantined, ("poison-prompt",)),
         (dead_replica_keeps_its_work, ("replica-dies",)),
+        (splice_is_not_sent, ("relay-dies",)),
+        (rejoined_relay_is_not_fed, ("relay-dies",)),
+        (owed_republish_is_forgotten, ("relay-dies",)),
     ],
 )
 def test_planted_bug_is_found(
