@@ -147,6 +147,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     dtype: str = "auto"  #: published type: float32 on CPU, bfloat16 on GPU
     slots: int = 3  #: versions that the relay has room for
     max_bytes: int = 0  #: limit of the relay's shared memory; 0: half of the machine's memory
+    delta: bool = True  #: relays send what changed, where that is less than a whole version
+    rate_mbit: int = 0  #: of one relay to the next, in Mbit/s at most; 0: no limit
     probe_tolerance: float = 0.0  #: 0: 1e-3 for float32, 0.25 for bfloat16
 
 
@@ -287,6 +289,8 @@ MINIMA: dict[str, float] = {
     "trainer.batch_wait_s": 0.1,
     "trainer.threads": 1,
     "weights.slots": 3,
+    "weights.max_bytes": 0,
+    "weights.rate_mbit": 0,
     "coordinator.port": 0,
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,

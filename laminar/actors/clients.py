@@ -65,8 +65,17 @@ class RelayClient:
     async def close(self, flush_s: float = FLUSH_S) -> None:
         await self._rpc.close(flush_s)
 
-    async def ask(self, request: relay.Request, *answers: type[RelayAnswer]) -> RelayAnswer:
-        reply = relay.decode_reply(await self._rpc.call(relay.encode(request), RPC_TIMEOUT_S))
+    async def ask(
+        self,
+        request: relay.Request,
+        *answers: type[RelayAnswer],
+        timeout_s: float = RPC_TIMEOUT_S,
+    ) -> RelayAnswer:
+        """The answer of the relay, or of the one that was started in its place.
+
+        RpcError if it refuses, TimeoutError.
+        """
+        reply = relay.decode_reply(await self._rpc.call(relay.encode(request), timeout_s))
         for answer in answers:
             if isinstance(reply, answer):
                 return reply

@@ -1,9 +1,10 @@
 """The node actor: starts, watches and restarts the actor processes of one machine.
 
 Reads   RestartActor commands; exit codes of its children
+Writes  nothing; removes the shared memory of relays that were killed, when the run ends
 Emits   ProcessExited, once per process that ended
 
-A replica that dies is started again, up to recovery.max_restarts times; store, trainer and relay
+A replica or relay that dies is started again, up to recovery.max_restarts times; store and trainer
 are not, since their state is gone with them. A child that ends with the code of a user's mistake
 is never started again: the same mistake would meet it.
 """
@@ -23,12 +24,13 @@ from laminar.actors.host import EXIT_USER_ERROR, Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.weights.arena import remove_arenas
 
 GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
-RESTARTED_ROLES = ("rollout",)
+RESTARTED_ROLES = ("rollout", "relay")
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
 """Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
 virtual machine reports, such copies go through the cache at a little over half the speed."""
@@ -99,6 +101,7 @@ class Node:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        remove_arenas(self.host.run_dir, self.host.node)
 
     async def _launch(self, child: Child) -> None:
         child.boot = secrets.token_hex(8)

@@ -1,22 +1,27 @@
-"""The relay actor: the last weight versions of this machine, in shared memory.
+"""The relay actor: the last weight versions of this machine, from the relay before, to the next.
 
-Reads   slots that a trainer has written; PinVersion commands
+Reads   slots that a trainer has written; PinVersion and ForwardWeights commands; reports of the
+        bulk plane
 Writes  the arena file in shared memory, relay-N.json (its address)
-Emits   RelayReady, WeightsPublished
+Emits   RelayReady, WeightsPublished, WeightsReceived, RelayLinked, TransferTrouble
 
 A trainer writes a slot and goes on; checksums and digest are worked out here, in a thread, after
 the copy. Replicas lease a version while they load it. Weights never pass through a socket on one
-machine.
+machine; between machines the bulk plane moves them, in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 
 import psutil
 
+from laminar import ids
 from laminar.actors.host import Host
-from laminar.config import Config
+from laminar.actors.relay_slots import CHAIN, RelaySlots
+from laminar.config import Config, ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -24,166 +29,245 @@ from laminar.net.client import write_address
 from laminar.net.rpc import Batch, RpcError, RpcServer
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError, arena_path
-from laminar.weights.slots import SlotError, SlotTable, VersionGone
-from laminar.weights.transfer import checksums
+from laminar.weights.arena import ArenaError, arena_path, remove_arenas
+from laminar.weights.entrance import Identity
+from laminar.weights.plane import Plane, PlaneError, PlaneOptions
+from laminar.weights.reports import (
+    NeighbourDown,
+    NeighbourUp,
+    PlaneFailed,
+    Received,
+    Report,
+    Side,
+    SlotReturned,
+    SlotWanted,
+    Trouble,
+)
+from laminar.weights.slots import SlotError
 
-CHUNK_BYTES = 4 << 20
-"""Unit of checksums and of forwarding: 1-4 MiB keeps a core busy without large buffers."""
+SLOT_POLL_S = 0.02
+DELTA_SHARE = 4
+"""Deltas that are kept for the next relay may take this fraction of the arena's limit."""
+DETAIL_CHARS_MAX = 500
+_REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)
 
 
 class Relay:
-    """Slots, leases and manifests of one machine."""
+    """Slots, leases and the neighbours of one machine."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.config: Config = host.config
-        self.slots = SlotTable(self.config.weights.slots)
-        self.arena: Arena | None = None
-        self.manifests: dict[int, mf.Manifest] = {}
-        self._committing: set[int] = set()
-        self._granted: dict[str, int] = {}  #: by writer, until committed
-        self._path = arena_path(host.run_dir, host.node)
+        config: Config = host.config
+        self._max_bytes = config.weights.max_bytes or psutil.virtual_memory().total // 2
+        self.slots = RelaySlots(
+            arena_path(host.run_dir, host.node, host.boot_id),
+            config.weights.slots,
+            self._max_bytes,
+            lambda version: self.plane.forget(version),
+        )
+        self._opening: asyncio.Task[None] | None = None  #: the slots that a trainer asked for
+        self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
+        self._linked = False  #: the order was answered
         self.server = RpcServer(
             host.address,
             0,
             self._handle_batch,
             boot_id=host.boot_id,
-            lease_ms=self.config.coordinator.lease_ms,
-            on_peer_lost=self._peer_lost,
+            lease_ms=config.coordinator.lease_ms,
+            on_peer_lost=self.slots.reader_lost,
         )
 
     async def start(self) -> None:
-        Arena.unlink(self._path)  # left by a relay that was killed
+        remove_arenas(self.host.run_dir, self.host.node)
+        self.plane = self._make_plane()
+        try:
+            host, port = self.plane.start(self.host.address)
+        except PlaneError as error:
+            raise ConfigError(str(error)) from None
         await self.server.start()
         write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
         self.host.spawn(self.server.wait_closed())
-        self.host.emit(ev.RelayReady(address=self.server.address))
+        self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
-        for _, command in orders:
-            if isinstance(command, cmd.PinVersion):
-                if command.version < 0:
-                    self.slots.unpin()
-                else:
-                    self.slots.pin(command.version)
+    def _make_plane(self) -> Plane:
+        config, loop = self.host.config.weights, asyncio.get_running_loop()
+        identity = Identity(
+            run=f"{self.host.config.run.name}-{ids.hash64(str(self.host.run_dir.resolve())):016x}",
+            name=self.host.name,
+            incarnation=self.host.incarnation,
+        )
+        options = PlaneOptions(
+            delta_bytes_max=self._max_bytes // DELTA_SHARE if config.delta else 0,
+            send_rate=config.rate_mbit * 1_000_000 // 8,
+        )
+        notify = functools.partial(loop.call_soon_threadsafe, self._on_report)
+        return Plane(identity, self.slots.view, notify, options)
 
     async def stop(self) -> None:
         await self.server.close()
-        if self.arena is not None:
-            self.arena.close()
-        Arena.unlink(self._path)
+        if hasattr(self, "plane"):
+            await asyncio.to_thread(self.plane.close)
+        self.slots.close()
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        for order, command in orders:
+            if isinstance(command, cmd.PinVersion):
+                self.slots.pin(command.version)
+            elif isinstance(command, cmd.ForwardWeights):
+                self._forward(order, command)
+
+    def _forward(self, order: cmd.Order, command: cmd.ForwardWeights) -> None:
+        """Feed another successor from now on; an order that came late changes nothing."""
+        if self._order is not None and order.command_id <= self._order[0]:
+            return
+        self._order, self._linked = (order.command_id, command), False
+        facts = {"event_seq": order.cause, "successor": command.successor}
+        self.host.log.info("forward", address=command.address, **facts)
+        if command.successor:
+            host, _, port = command.address.rpartition(":")
+            self.plane.set_successor(order.command_id, (command.successor, host, int(port)))
+        else:
+            self.plane.set_successor(order.command_id, None)
+            self._report_linked()
+
+    def _report_linked(self) -> None:
+        """Once for each order."""
+        assert self._order is not None
+        self._linked = True
+        command_id, command = self._order
+        linked = ev.RelayLinked(command_id=command_id, successor=command.successor)
+        self.host.emit(linked, successor=command.successor)
+
+    # --- the bulk plane -----------------------------------------------------------------------
+
+    def _on_report(self, report: Report) -> None:
+        if isinstance(report, SlotWanted):
+            self.host.spawn(self._grant_to_chain(report))
+        elif isinstance(report, SlotReturned):
+            self.slots.abandon(CHAIN)
+        elif isinstance(report, Received):
+            self._received(report)
+        elif isinstance(report, Trouble):
+            self._trouble(report.kind, report.peer, report.version, report.detail)
+        elif isinstance(report, NeighbourUp):
+            self._neighbour_up(report)
+        elif isinstance(report, NeighbourDown):
+            self._neighbour_down(report)
+        else:
+            assert isinstance(report, PlaneFailed)
+            self.host.fail(f"the thread that moves weights failed: {report.reason}")
+
+    async def _grant_to_chain(self, wanted: SlotWanted) -> None:
+        """Find a slot for a version that is offered; a reader or a sender may take a while."""
+        try:
+            await self.slots.make(wanted.nbytes)
+        except (ArenaError, SlotError) as error:
+            return self.plane.deny(str(error))
+        while (slot := self.slots.grant_to_chain()) < 0:
+            await asyncio.sleep(SLOT_POLL_S)
+        self.plane.grant(slot)
+
+    def _received(self, report: Received) -> None:
+        manifest = report.manifest
+        if not self.slots.keep(CHAIN, report.slot, manifest):
+            self.plane.forget(manifest.version)
+            self.host.log.info("received-too-late", version=manifest.version)
+            return
+        now, duration_ns = time.monotonic_ns(), int(report.seconds * 1e9)
+        self.host.span("receiving", now - duration_ns, now, version=manifest.version)
+        received = ev.WeightsReceived(
+            version=manifest.version,
+            step=manifest.step,
+            digest=manifest.digest,
+            kind="delta" if report.by_delta else "full",
+            num_bytes=report.num_bytes,
+            duration_ms=duration_ns // 1_000_000,
+            held=self.slots.held,
+        )
+        self.host.emit(received, version=manifest.version, digest=manifest.digest)
+
+    def _neighbour_up(self, report: NeighbourUp) -> None:
+        who = {"name": report.name, "incarnation": report.incarnation}
+        self.host.log.info("neighbour-up", side=report.side, **who)
+        if report.side is Side.PREDECESSOR or self._order is None or self._linked:
+            return
+        _, command = self._order
+        if (report.name, report.incarnation) == (command.successor, command.incarnation):
+            self._report_linked()
+        elif report.name == command.successor:
+            detail = f"incarnation {report.incarnation} has its address, not {command.incarnation}"
+            self._trouble("other-relay", report.name, -1, detail)
+
+    def _neighbour_down(self, report: NeighbourDown) -> None:
+        facts = {"name": report.name, "reason": report.reason}
+        self.host.log.info("neighbour-down", side=report.side, **facts)
+        fed = self._order is not None and self._order[1].successor == report.name
+        if report.side is Side.SUCCESSOR and fed:
+            self._trouble("connection-lost", report.name, -1, report.reason)
+
+    def _trouble(self, kind: str, relay: str, version: int, detail: str) -> None:
+        detail = detail[:DETAIL_CHARS_MAX]
+        trouble = ev.TransferTrouble(kind=kind, relay=relay, version=version, detail=detail)
+        self.host.emit(trouble, kind=kind, relay=relay, detail=detail)
 
     # --- requests of this machine ---------------------------------------------------------------
 
     def _handle_batch(self, batch: Batch) -> list[bytes | RpcError]:
-        return [self._answer(peer, body) for peer, _, body in batch]
+        return [self._answer(boot_id, body) for boot_id, _, body in batch]
 
-    def _answer(self, peer: str, body: bytes) -> bytes | RpcError:
+    def _answer(self, boot_id: str, body: bytes) -> bytes | RpcError:
         try:
             request = m.decode_request(body)
             if isinstance(request, m.OpenArena):
                 reply: m.Reply = self._open_arena(request)
             elif isinstance(request, m.GrantSlot):
-                reply = self._grant(peer)
+                reply = self.slots.grant(boot_id, request)
             elif isinstance(request, m.CommitSlot):
-                reply = self._commit(peer, request)
+                reply = self._commit(boot_id, request)
             elif isinstance(request, m.LeaseVersion):
-                reply = self._lease(peer, request)
+                reply = self.slots.lease(boot_id, request)
             else:
-                reply = m.Released(valid=self.slots.release(request.lease_id))
+                reply = self.slots.release(request)
             return m.encode(reply)
-        except (m.RelayWireError, SlotError, ArenaError, mf.ManifestError) as error:
+        except _REFUSALS as error:
             return RpcError(str(error))
 
     def _open_arena(self, request: m.OpenArena) -> m.ArenaOpened:
-        limit = self.config.weights.max_bytes or psutil.virtual_memory().total // 2
-        wanted = request.version_bytes * self.config.weights.slots
-        if wanted > limit:
-            raise ArenaError(
-                f"{self.config.weights.slots} slots of {request.version_bytes} bytes are over the "
-                f"limit of {limit} bytes; raise weights.max_bytes"
-            )
-        if self.arena is None:
-            slots = self.config.weights.slots
-            self.arena = Arena.create(self._path, slots, request.version_bytes)
-        elif self.arena.slot_bytes < request.version_bytes:
-            raise ArenaError(f"the slots have {self.arena.slot_bytes} bytes, fewer than asked for")
-        return m.ArenaOpened(path=str(self._path))
+        """Make the slots if there are none; what went wrong is the answer to the next request."""
+        opened = self.slots.opened(request.version_bytes)
+        if opened is not None:
+            return opened
+        if self._opening is None:
+            self._opening = asyncio.create_task(self.slots.make(request.version_bytes))
+        elif self._opening.done():
+            failed, self._opening = self._opening, None
+            failed.result()
+        return m.ArenaOpened(arena="")
 
-    def _grant(self, writer: str) -> m.SlotGranted:
-        granted = self._granted.get(writer, -1)
-        if granted in self._committing:
-            return m.SlotGranted(slot=-1)  # the next one is granted when this one is digested
-        if granted >= 0:
-            return m.SlotGranted(slot=granted)
-        grant = self.slots.grant(writer)
-        if grant is None:
-            return m.SlotGranted(slot=-1)
-        if grant.evicted is not None:
-            self.manifests.pop(grant.evicted, None)
-        self._granted[writer] = grant.slot
-        return m.SlotGranted(slot=grant.slot)
-
-    def _commit(self, writer: str, request: m.CommitSlot) -> m.Committed:
-        if request.slot in self._committing or request.version in self.manifests:
-            return m.Committed()  # asked again after a reconnect
-        if self._granted.get(writer) != request.slot or self.arena is None:
-            raise SlotError(f"slot {request.slot} is not granted to {writer}")
-        if mf.check_tensors(request.tensors) > self.arena.slot_bytes:
-            raise SlotError(f"version {request.version} does not fit into a slot")
-        self._committing.add(request.slot)
-        self.host.spawn(self._digest(writer, request))
+    def _commit(self, boot_id: str, request: m.CommitSlot) -> m.Committed | m.OtherArena:
+        if self.slots.is_other(request.arena):
+            return m.OtherArena()
+        if self.slots.begin_commit(boot_id, request):
+            self.host.spawn(self._digest(boot_id, request))
+        elif (manifest := self.slots.manifest(request.version)) is not None:
+            self._announce(manifest)  # it is here, and somebody does not know
         return m.Committed()
 
-    async def _digest(self, writer: str, request: m.CommitSlot) -> None:
-        """Work out checksums off the loop, then announce the version."""
-        assert self.arena is not None
-        total = mf.check_tensors(request.tensors)
-        view = self.arena.slot(request.slot)
-        sums, digest = await asyncio.to_thread(checksums, view, total, CHUNK_BYTES)
-        version = request.version
-        manifest = mf.Manifest(
-            version=version,
-            step=request.step,
-            kind="full",
-            dtype=request.dtype,
-            total_bytes=total,
-            tensors=request.tensors,
-            parts=(mf.Part(rank=0, offset=0, nbytes=total),),
-            chunk_bytes=CHUNK_BYTES,
-            chunk_checksums=tuple(sums),
-            digest=digest,
-            probe=request.probe,
-        )
-        self.slots.commit(request.slot, writer, version)
-        self.manifests[version] = manifest
-        del self._granted[writer]
-        self._committing.discard(request.slot)
+    async def _digest(self, boot_id: str, request: m.CommitSlot) -> None:
+        manifest = await self.slots.digest(boot_id, request)
+        if manifest is not None:
+            self.plane.publish(manifest, request.slot)
+        else:
+            manifest = self.slots.manifest(request.version)
+        if manifest is not None:
+            self._announce(manifest)
+
+    def _announce(self, manifest: mf.Manifest) -> None:
+        """The version can be pulled here."""
+        facts = {"version": manifest.version, "step": manifest.step, "digest": manifest.digest}
         published = ev.WeightsPublished(
-            version=version,
-            step=request.step,
-            digest=digest,
-            num_bytes=total,
-            held=self.slots.versions_held,
+            **facts, num_bytes=manifest.total_bytes, held=self.slots.held
         )
-        self.host.emit(published, version=version, step=request.step, digest=digest)
-
-    def _lease(self, reader: str, request: m.LeaseVersion) -> m.Leased | m.Gone:
-        lease = self.slots.lease(request.version, reader, exact=request.exact)
-        if isinstance(lease, VersionGone):
-            return m.Gone(held=lease.held)
-        return m.Leased(
-            lease_id=lease.lease_id,
-            slot=lease.slot,
-            arena=str(self._path),
-            manifest=mf.encode(self.manifests[lease.version]),
-        )
-
-    def _peer_lost(self, name: str) -> None:
-        """Its leases end; what it was writing is given back, unless it is being digested."""
-        self.slots.revoke(name)
-        slot = self._granted.get(name)
-        if slot is not None and slot not in self._committing:
-            self.slots.abandon(name)
-            del self._granted[name]
+        self.host.emit(published, **facts)

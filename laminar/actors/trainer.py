@@ -4,9 +4,8 @@ Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel 
 Writes  slots of the relay's arena, trainer_book.jsonl, export/
 Emits   TrainerReady, StepCompleted, PublishSkipped, ModelExported
 
-Publishing costs the trainer one copy into a slot that was granted ahead; digests are the relay's
-work. Its own book is synced before a step is reported, so that what was trained can be audited
-against the log and the store.
+A step never waits for the relay: see weight_publisher.py. The trainer's own book is synced before a
+step is reported, so that what was trained can be audited against the log and the store.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import asyncio
 import json
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
 from laminar import ids
-from laminar.actors.clients import RPC_TIMEOUT_S, RelayClient, StoreClient
+from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
+from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -35,13 +34,7 @@ from laminar.training.export import export_hf
 from laminar.training.learner import Learner, StepResult
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.weights import manifest as mf
-from laminar.weights import messages as relay
-from laminar.weights.arena import Arena
-from laminar.weights.transfer import write_tensors
 
-SLOT_POLL_S = 0.02
-SLOT_WAIT_S = 240.0
-"""For an owed publish; shorter than the coordinator's deadline for the same command."""
 PROBE_SEQUENCES, PROBE_LENGTH = 4, 16
 """Enough to show a wrong tensor (every layer and the head act on each token), cheap to score."""
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
@@ -56,10 +49,8 @@ class Trainer:
         self.config = host.config
         self.device = torch.device(_device(self.config.trainer.device))
         self.store = StoreClient(host.client("store-0"))
-        self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
         self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
         self.book = open(host.run_dir / TRAINER_BOOK_FILE, "a")  # noqa: SIM115
-        self.slot = -1  # granted ahead
         self._waiting_from_ns = time.monotonic_ns()
 
     async def start(self) -> None:
@@ -75,17 +66,13 @@ class Trainer:
         total = config.trainer.total_training_steps
         self.learner = Learner(config, policy, reference=reference, total_steps=total)
         self.probe_ids = _probe_sequences(policy.vocab_limit)
-        self._lay_out(policy)
         await self.store.start()
-        await self.relay.start()
-        opened = await self.relay.ask(
-            relay.OpenArena(version_bytes=self.version_bytes), relay.ArenaOpened
-        )
-        self.arena = Arena.attach(Path(opened.path))
-        await self._request_slot()
+        self.publisher = self._make_publisher(policy)
+        await self.publisher.start()
         self.host.spawn(self._work())
         parameters = sum(t.numel() for _, t in named_weights(policy.model))
-        ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=self.version_bytes)
+        weights_bytes = self.publisher.version_bytes
+        ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=weights_bytes)
         self.host.emit(ready, parameters=parameters)
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
@@ -94,7 +81,8 @@ class Trainer:
 
     async def stop(self) -> None:
         await self.store.close()
-        await self.relay.close()
+        if hasattr(self, "publisher"):
+            await self.publisher.close()
         self.book.close()
 
     async def _work(self) -> None:
@@ -106,7 +94,7 @@ class Trainer:
             if isinstance(command, cmd.TrainStep):
                 await self._train(order, command)
             elif isinstance(command, cmd.PublishWeights):
-                await self._publish(command.version, command.step, wait=True)
+                await self.publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
                 await self._export(order, command)
             self._waiting_from_ns = time.monotonic_ns()
@@ -122,12 +110,7 @@ class Trainer:
         result = await asyncio.to_thread(self.learner.train_step, samples, command.step)
         done = time.monotonic_ns()
         self.host.span("busy", received, done, step=command.step)
-        published = await self._publish(command.version, command.step + 1, wait=False)
-        if not published:
-            skipped = ev.PublishSkipped(
-                version=command.version, step=command.step + 1, reason="no slot was free"
-            )
-            self.host.emit(skipped, event_seq=order.cause, version=command.version)
+        await self.publisher.publish(command.version, command.step + 1, order.cause)
         self._enter_in_book(command, result)
         metrics = result.metrics | _by_origin(result) | {"timing_s/step": (done - started) / 1e9}
         completed = ev.StepCompleted(
@@ -156,43 +139,12 @@ class Trainer:
 
     # --- publishing ---------------------------------------------------------------------------
 
-    def _lay_out(self, policy: LoadedPolicy) -> None:
-        """The layout of every version of this run."""
+    def _make_publisher(self, policy: LoadedPolicy) -> WeightPublisher:
         name = self.config.weights.dtype
-        self.dtype = name if name != "auto" else _weights_dtype(self.device)
-        shapes = [(name, tuple(t.shape)) for name, t in named_weights(policy.model)]
-        self.specs = mf.layout(shapes, self.dtype)
-        self.version_bytes = mf.check_tensors(self.specs)
-        given = self.config.weights.probe_tolerance
-        self.tolerance = given or PROBE_TOLERANCE[self.dtype]
-
-    async def _publish(self, version: int, step: int, *, wait: bool) -> bool:
-        """Copy the weights into a slot and hand it over; False when no slot was free."""
-        started = time.monotonic_ns()
-        if self.slot < 0:
-            await self._request_slot(SLOT_WAIT_S if wait else 0.0)
-        if self.slot < 0:
-            self.host.span("publishing", started, time.monotonic_ns(), step=step, skipped=True)
-            return False
-        weights = named_weights(self.learner.policy.model)
-        view = self.arena.slot(self.slot)
-        await asyncio.to_thread(write_tensors, view, self.specs, weights)
-        written = time.monotonic_ns()
-        self.host.span("publishing", started, written, step=step, version=version)
-        probe = await asyncio.to_thread(self._probe)
-        self.host.span("probe", written, time.monotonic_ns(), step=step)
-        request = relay.CommitSlot(
-            slot=self.slot,
-            version=version,
-            step=step,
-            dtype=self.dtype,
-            tensors=self.specs,
-            probe=probe,
-        )
-        self.slot = -1
-        await self.relay.ask(request, relay.Committed)
-        self.host.spawn(self._request_slot(SLOT_WAIT_S))
-        return True
+        dtype = name if name != "auto" else _weights_dtype(self.device)
+        self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
+        relay = RelayClient(self.host.client(ids.actor_name("relay", self.host.node, 0)))
+        return WeightPublisher(self.host, relay, policy.model, dtype, self._probe)
 
     def _probe(self) -> mf.Probe:
         """What these weights say about a few fixed sequences: an engine must say the same."""
@@ -202,17 +154,6 @@ class Trainer:
             logprobs=tuple(tuple(s) for s in scores),
             tolerance=self.tolerance,
         )
-
-    async def _request_slot(self, wait_s: float = RPC_TIMEOUT_S) -> None:
-        """Ask for the next slot; it is granted as soon as no reader needs the oldest version."""
-        deadline = time.monotonic() + wait_s
-        while self.slot < 0:
-            granted = await self.relay.ask(relay.GrantSlot(), relay.SlotGranted)
-            self.slot = granted.slot
-            if time.monotonic() >= deadline:
-                return
-            if self.slot < 0:
-                await asyncio.sleep(SLOT_POLL_S)
 
     # --- exporting ----------------------------------------------------------------------------
 
@@ -226,7 +167,7 @@ class Trainer:
         reloaded = await asyncio.to_thread(self._load, str(directory))
         policy.model.load_state_dict(reloaded.model.state_dict())
         self.host.span("exporting", started, time.monotonic_ns())
-        if not await self._publish(command.version, command.step, wait=True):
+        if not await self.publisher.publish_owed(command.version, command.step):
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
         self.host.emit(exported, event_seq=order.cause, version=command.version)

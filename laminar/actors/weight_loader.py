@@ -6,10 +6,14 @@ Emits   WeightsLoaded, WeightsRejected, VersionGone
 Two proofs: the digest of the bytes that were loaded, taken after the load (a slot must not have
 changed under the reader), and the probe: the engine scores a few fixed sequences and must agree
 with the trainer. A right digest with a wrong probe is a tensor in the wrong place.
+
+The relay may die at any moment, and come back with another arena and without versions: what was
+read of the old one and has its digest is good, all else is asked for again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -19,13 +23,17 @@ from laminar.engines.protocol import Engine, EngineError
 from laminar.engines.runner import EngineRunner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.net.rpc import RpcError
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena
-from laminar.weights.transfer import WeightsCorrupt, read_tensors, verify
+from laminar.weights.arena import Arena, ArenaError
+from laminar.weights.hashes import WeightsCorrupt, verify
+from laminar.weights.transfer import read_tensors
 
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported."""
+RELEASE_S = 5.0
+"""A relay that does not answer must not keep a replica that has its weights from serving."""
 
 
 class WeightLoader:
@@ -36,32 +44,57 @@ class WeightLoader:
         self.digest = ""
         self.probe_diff = 0.0
         self._arena: Arena | None = None
+        self._arena_path = ""  #: a relay that was started again has another
 
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
         started = time.monotonic_ns()
         failure = ""
         for _ in range(LOADS_MAX):
-            request = m.LeaseVersion(version=command.version, exact=command.exact)
-            lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
+            lease = await self._lease(command)
             if isinstance(lease, m.Gone):
                 gone = ev.VersionGone(version=command.version, held=lease.held)
                 return self.host.emit(gone, event_seq=order.cause, version=command.version)
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest) if reloaded else ""
-            released = await self.relay.ask(m.ReleaseLease(lease_id=lease.lease_id), m.Released)
-            if released.valid and not failure:
+            valid = await self._release(lease)
+            if valid and not failure:
                 return self._loaded(order, manifest, started, reloaded)
             self.digest = ""
             failure = failure or "the lease was revoked while the slot was read"
         rejected = ev.WeightsRejected(version=manifest.version, reason=failure[:500])
         self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
 
+    async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
+        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing."""
+        request = m.LeaseVersion(version=command.version, exact=command.exact)
+        try:
+            lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
+            if isinstance(lease, m.Leased) and self._arena_path != lease.arena:
+                self._arena = await asyncio.to_thread(Arena.attach, Path(lease.arena))
+                self._arena_path = lease.arena
+        except (RpcError, TimeoutError, ArenaError) as error:
+            self.host.log.warning("not-leased", version=command.version, reason=str(error))
+            return m.Gone(held=())
+        return lease
+
+    async def _release(self, lease: m.Leased) -> bool:
+        """Whether nobody can have written into the slot while it was read.
+
+        Nobody writes into what a relay leaves behind when it dies; and if it is only slow, the
+        digest, which was checked after the load, has the last word.
+        """
+        request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
+        try:
+            released = await self.relay.ask(request, m.Released, m.OtherArena, timeout_s=RELEASE_S)
+        except TimeoutError:
+            return True
+        return isinstance(released, m.OtherArena) or released.valid
+
     async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
         """Load from the slot and check; returns why it failed, or nothing."""
-        if self._arena is None:
-            self._arena = Arena.attach(Path(lease.arena))
+        assert self._arena is not None
         view = self._arena.slot(lease.slot)
 
         def load(engine: Engine) -> float:

@@ -112,7 +112,8 @@ def _detail(state: State, replica: Replica | None, reason: str) -> str:
     if reason == PULLING:
         return _pull(state, replica)
     if reason == NO_WEIGHTS:
-        held = "the relay holds none yet" if state.newest < 0 else "it rejected what it loaded"
+        none_here = state.newest_for(replica) < 0
+        held = "its relay holds none yet" if none_here else "it rejected what it loaded"
         return f"it has no weights: {held}"
     if reason == STALENESS_BOUND:
         return _bound(state, replica.step) + _newer(state, replica)
@@ -155,10 +156,12 @@ def _bound(state: State, step: int) -> str:
 def _newer(state: State, replica: Replica) -> str:
     """What it would need instead: newer weights."""
     making = state.commands.get("train")
-    if state.newest > replica.version or making is None:
+    if state.newest_for(replica) > replica.version or making is None:
         return ""
+    if state.newest > replica.version:
+        return f"; v{state.newest} is out, and has not come to {replica.relay} yet"
     step = state.batch.step if state.batch else state.completed
     return (
-        f"; the relay holds nothing newer than its v{replica.version}, the trainer has been "
+        f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
         f"working on step {step} since #{making.cause}"
     )

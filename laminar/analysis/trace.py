@@ -85,6 +85,7 @@ HAPPENINGS = (
     ev.ActorFailed,
     ev.ProcessExited,
     ev.PublishSkipped,
+    ev.TransferTrouble,
     ev.WeightsRejected,
     ev.VersionGone,
     ev.TrajectoryFailed,
@@ -140,8 +141,7 @@ class Trace:
         self._actors: dict[str, None] = {}
         self._phase = ""
         self._evaluation: Span | None = None
-        self._held: list[int] = []
-        self._relay = "relay-0"
+        self._held: dict[str, list[int]] = {}  #: versions by relay
         self._orders: dict[Span, str] = {}  #: open work and pulls, by key in state.commands
         self._publishing: dict[int, Span] = {}  #: by version
         self._scoring: dict[str, Span] = {}  #: by trajectory
@@ -241,12 +241,12 @@ class Trace:
                 del self._orders[span]
                 self._tracks.end(span, us, event=stamped.seq, ended_by=_tag(stamped.event))
         for command in commands:
-            self._ordered(command, stamped.seq, us)
+            self._ordered(command, stamped.seq, us, state)
         event = stamped.event
         if isinstance(event, ev.StepCompleted | ev.ModelExported):
             self._unpublished(stamped.peer, event.version, us, state)
 
-    def _ordered(self, command: Command, seq: int, us: float) -> None:
+    def _ordered(self, command: Command, seq: int, us: float, state: State) -> None:
         if isinstance(command, cmd.TrainStep):
             size = len(command.trajectories)
             facts = {"version": command.version, "trajectories": size}
@@ -260,7 +260,7 @@ class Trace:
             span: Span = (command.to, PULL, f"pull:{command.to}")
             name = f"pull v{command.version}" + ("" if command.exact else " or newer")
             self._begin_order(span, seq, us, name, {"purpose": command.purpose})
-            version = self._version_span(command.version)
+            version = state.replicas[command.to].relay, VERSION, str(command.version)
             if version in self._tracks:
                 self._tracks.arrow("pull", us, version, span)
 
@@ -279,18 +279,33 @@ class Trace:
             self._tracks.begin(span, us, f"publish v{version}", event=state.seq)
 
     def _versions(self, stamped: Stamped, us: float, state: State) -> None:
-        if isinstance(stamped.event, ev.WeightsPublished):
-            self._relay = stamped.peer
-        if state.held != self._held:
-            for version in [v for v in self._held if v not in state.held]:
-                self._tracks.end(self._version_span(version), us, event=stamped.seq)
-            for version in [v for v in state.held if v not in self._held]:
-                span = self._version_span(version)
-                self._tracks.begin(span, us, f"v{version}", event=stamped.seq)
-                self._published(version, span, us)
-            self._held = list(state.held)
+        gone = [name for name in self._held if name not in state.relays]
+        for name in [*gone, *state.relays]:
+            before = self._held.get(name, [])
+            held = state.relays[name].held if name in state.relays else []
+            if held != before:
+                self._held[name] = held
+                self._holdings(name, before, held, us, state)
+        for name in gone:
+            del self._held[name]
         for version in [v for v in self._publishing if v <= state.newest]:
             self._tracks.end(self._publishing.pop(version), us, event=stamped.seq)
+
+    def _holdings(
+        self, relay: str, before: list[int], held: list[int], us: float, state: State
+    ) -> None:
+        """What a relay has evicted, and what it has got since."""
+        for version in [v for v in before if v not in held]:
+            self._tracks.end((relay, VERSION, str(version)), us, event=state.seq)
+        for version in [v for v in held if v not in before]:
+            span = relay, VERSION, str(version)
+            self._tracks.begin(span, us, f"v{version}", event=state.seq)
+            place = state.chain.index(relay)
+            if not place:
+                self._published(version, span, us)
+            elif version in self._held.get(state.chain[place - 1], ()):
+                source = state.chain[place - 1], VERSION, str(version)
+                self._tracks.arrow("broadcast", us, source, span)
 
     def _published(self, version: int, span: Span, us: float) -> None:
         """From what made it: the publish under way, or the work that is not reported yet."""
@@ -298,9 +313,6 @@ class Trace:
         source = self._publishing.get(version) or next(iter(work), None)
         if source is not None:
             self._tracks.arrow("publish", us, source, span)
-
-    def _version_span(self, version: int) -> Span:
-        return self._relay, VERSION, str(version)
 
     # --- the coordinator, and what it refuses -----------------------------------------------------
 

@@ -18,6 +18,7 @@ from laminar import ids
 from laminar.actors.host import run_actor
 from laminar.actors.node import Node
 from laminar.config import ConfigError, load
+from laminar.net.transport import loopback
 from laminar.rundir import CONFIG_FILE
 
 ROLES = ("store", "relay", "trainer", "rollout")
@@ -35,10 +36,11 @@ def main() -> None:
         default = f"store,relay,trainer,rollout:{config.rollout.replicas}"
         roles = parse_roles(arguments.roles or default)
         check_roles(arguments.name, roles)
+        address = loopback(arguments.host)
     except ConfigError as error:
         print(f"laminar-node: {error}", file=sys.stderr)
         sys.exit(2)
-    name, address = arguments.name, arguments.host
+    name = arguments.name
     make = functools.partial(Node, roles=roles)
     sys.exit(run_actor(arguments.run_dir, name, "node", name, address, make))
 

@@ -54,7 +54,7 @@ def refusal(state: State, replica: Replica) -> str:
     """Why this replica takes no new group now; empty when it does.
 
     Asked afresh each time, never latched: a replica that took its share goes on with its version
-    as long as the relay holds nothing newer.
+    as long as the relay of its machine holds nothing newer.
     """
     if state.phase != RUNNING or state.draining:
         return "run-ending"
@@ -62,7 +62,8 @@ def refusal(state: State, replica: Replica) -> str:
         return "not-serving"
     if groups_wanted(state) <= 0:
         return "no-data"
-    if replica.took >= state.settings.groups_per_version and state.newest > replica.version:
+    took_its_share = replica.took >= state.settings.groups_per_version
+    if took_its_share and state.newest_for(replica) > replica.version:
         return "draining"
     if not bound_allows(state, replica.step + state.settings.max_staleness):
         return "staleness-bound"

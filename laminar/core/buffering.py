@@ -227,8 +227,9 @@ def _wait_for_batch(turn: Turn) -> None:
 
 
 def debt_due(state: State) -> bool:
-    """A publish was skipped, and no later one that would make up for it is on its way."""
-    return state.owed >= 0 and "weights" not in state.timers
+    """A publish is owed, no later one that would make up for it is on its way, and there is a relay
+    to take it."""
+    return state.owed >= 0 and "weights" not in state.timers and state.master() is not None
 
 
 def publish_owed(turn: Turn) -> None:

@@ -4,7 +4,7 @@ Reads   weight versions as they are published and loaded; settings
 Writes  state.evaluation, state.evaluation_due, state.evaluations
 Emits   GenerateTrajectory, PinVersion
 
-A due evaluation binds to the version that the next replica loads and pins it at the relay until it
+A due evaluation binds to the version that the next replica loads and pins it at the relays until it
 is done, so that a lost replica's share can run again on the same weights. One version at a time; a
 later due one waits, or moves on to the next version published. The last one runs on the export.
 """
@@ -71,8 +71,8 @@ def _may_evaluate(state: State) -> bool:
     return not state.draining and state.phase not in (ENDING, STOPPING, ENDED)
 
 
-def version_wanted(turn: Turn) -> int:
-    """The version that an empty replica should load for an evaluation; -1: none.
+def version_wanted(turn: Turn, replica: Replica) -> int:
+    """The version that an empty replica should load for an evaluation; -1: none that it can.
 
     A due one needs somebody to pull; a running one only if its work has no live replica left.
     """
@@ -83,20 +83,25 @@ def version_wanted(turn: Turn) -> int:
     if evaluation is None:
         due = state.evaluation_due
         somebody_pulls = due >= 0 and any(r.loading for r in state.live_replicas())
-        return -1 if somebody_pulls else due
+        return -1 if somebody_pulls or state.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
     helpers = [r for r in state.live_replicas() if r.version == evaluation.version]
     if helpers and not (evaluation.final and state.phase == FINAL_EVALUATION):
         return -1
-    if not helpers and evaluation.version not in state.held:
+    if not helpers and not _in_reach(state, evaluation.version):
         _move_on(turn)
-        return state.evaluation_due
-    return evaluation.version
+        return version_wanted(turn, replica)
+    return evaluation.version if evaluation.version in state.held_for(replica) else -1
+
+
+def _in_reach(state: State, version: int) -> bool:
+    """Some live replica can pull it."""
+    return any(version in state.held_for(replica) for replica in state.live_replicas())
 
 
 def _move_on(turn: Turn) -> None:
-    """The relay had evicted the version before it was pinned: evaluate the newest instead."""
+    """It was evicted before it was pinned, or went with a machine: evaluate the newest instead."""
     state = turn.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):
@@ -163,6 +168,6 @@ def _finish(turn: Turn, evaluation: Evaluation) -> None:
 
 
 def _pin(turn: Turn, version: int) -> None:
-    relay = turn.state.the("relay")
-    assert relay is not None, "a run without its relay is ending, and evaluates nothing"
-    turn.command(cmd.PinVersion(to=relay.name, version=version))
+    """At every relay: a lost share may be run again on any machine."""
+    for name in turn.state.relays:
+        turn.command(cmd.PinVersion(to=name, version=version))

@@ -15,8 +15,13 @@ from laminar import ids
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
 from laminar.core.lookup import Lookup
+from laminar.core.relays import ending
 from laminar.core.state import RUNNING, State
 from laminar.core.transitions import IN_ENGINE
+from laminar.events import commands as cmd
+
+WEIGHTS_TIMERS = ("weights", "receive:", "rejoin:relay")
+"""Replicas that have nothing to do may be waiting for new weights."""
 
 
 def check(state: State) -> None:
@@ -81,6 +86,48 @@ def every_wait_has_an_owner(state: State) -> None:
             _require(_being_scored(state, key, trajectory.group), trajectory)
     for replica in state.live_replicas():
         _require(replica.loading == (f"pull:{replica.name}" in state.commands), replica)
+    if not ending(state):
+        _weights_are_on_their_way(state)
+
+
+def _weights_are_on_their_way(state: State) -> None:
+    """Every relay gets the newest version within a time, and every lost one has a time to return.
+
+    The head has it from the trainer, each other from the one before it.
+    """
+    master = state.master()
+    for relay in state.relays.values():
+        if relay is not master and relay.newest < state.newest:
+            _require(f"receive:{relay.name}" in state.timers, relay)
+    if master is not None and master.newest < state.newest:
+        _require(state.owed >= 0 or "weights" in state.timers, "the head is not fed", master)
+    trainer = state.the("trainer")
+    if master is None and trainer is not None and state.newest >= 0:
+        awaited = any(name.startswith("rejoin:relay") for name in state.timers)
+        _require(awaited, "the trainer's machine has no relay, and nobody waits for one")
+
+
+def relay_chain_is_path(state: State) -> None:
+    """Every relay that is ready is in the chain once, and was told to feed the one behind it."""
+    if ending(state):
+        return
+    ready = {a.name for a in state.actors.values() if a.role == "relay" and a.alive and a.ready}
+    _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
+    _require(len(state.chain) == len(state.relays), state.chain)
+    trainer = state.the("trainer")
+    here = [state.relays[name].node == trainer.node for name in state.chain] if trainer else []
+    _require(not any(here[1:]), "the chain does not begin at the trainer", state.chain)
+    for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
+        relay = state.relays[name]
+        _require(relay.incarnation == state.actors[name].incarnation, relay)
+        _require(relay.successor == following, relay, following)
+        outstanding = state.commands.get(f"forward:{name}")
+        if outstanding is not None:
+            command = outstanding.command
+            _require(isinstance(command, cmd.ForwardWeights), command)
+            told = getattr(command, "successor", ""), getattr(command, "incarnation", 0)
+            asked = state.relays[following].incarnation if following else 0
+            _require(told == (following, asked), command, following)
 
 
 def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
@@ -101,13 +148,13 @@ def no_standstill(state: State) -> None:
     live = [r for r in state.live_replicas() if serving(state, r)]
     under_way = any(r.running or r.loading for r in state.live_replicas())
     under_way = under_way or any(k.startswith(("score:", "propose")) for k in state.commands)
-    under_way = under_way or "weights" in state.timers
+    under_way = under_way or any(t.startswith(WEIGHTS_TIMERS) for t in state.timers)
     if not live or under_way or state.lost:
         return
     _require(not batch_size(state), "a batch is finished and nobody trains it")
     unchosen = sum(state.deadlines.values())
     if unchosen < state.settings.groups_per_step and groups_wanted(state) > 0:
-        newest = [r for r in live if r.version >= state.newest]
+        newest = [r for r in live if r.version >= state.newest_for(r)]
         _require(any(admits(state, r) for r in newest), "the newest version does not admit")
         _require(False, "an empty replica that admits was given nothing")
     _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
@@ -127,11 +174,13 @@ def lost_work_takes_room(state: State) -> None:
 
 
 def versions_monotonic(state: State) -> None:
-    """Neither the relay nor a replica is ahead of what was allocated.
+    """Neither a relay nor a replica is ahead of what was allocated.
 
-    A replica may be ahead of the relay: its word of a load can arrive before the relay's of the
+    A replica may be ahead of its relay: its word of a load can arrive before the relay's of the
     version."""
     _require(state.newest < state.next_version or state.newest == -1, state.newest)
+    for relay in state.relays.values():
+        _require(relay.newest < max(state.next_version, 1), relay)
     for replica in state.replicas.values():
         _require(replica.version < state.next_version, replica)
     in_training = 1 if state.batch else 0
@@ -146,6 +195,9 @@ def lookup_is_true(state: State) -> None:
     _require(kept.num_alive == made.num_alive, "alive", kept.num_alive)
     addressed = {to: keys for to, keys in kept.commands.items() if keys}
     _require(addressed == made.commands, "commands", addressed)
+    served = {relay: names for relay, names in kept.served.items() if names}
+    _require(served == made.served, "served", served)
+    _require(kept.held == made.held, "held", kept.held)
     held = {replica: found for replica, found in kept.trajectories.items() if found}
     _require(held == made.trajectories, "trajectories", held)
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
@@ -164,6 +216,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     trajectory_in_one_place,
     staleness_within_bound,
     commands_have_living_owners,
+    relay_chain_is_path,
     every_wait_has_an_owner,
     no_standstill,
     lost_work_takes_room,

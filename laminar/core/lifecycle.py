@@ -59,16 +59,19 @@ def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
 
 
 def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
-    if event.version != turn.state.exported or turn.done("export") is None:
+    ordered = turn.done("export") if event.version == turn.state.exported else None
+    if ordered is None:
         return turn.ignore("not-exporting")
     turn.state.export_path = event.path
-    weights.expect_version(turn, event.version)
+    weights.expect_version(turn, event.version, ordered.cause)
 
 
 def on_start_timeout(turn: Turn) -> None:
     """Name what the start is waiting for."""
     state = turn.state
-    missing = [role for role in ("store", "relay", "trainer") if not _ready(state, role)]
+    missing = [role for role in ("store", "trainer") if not _ready(state, role)]
+    if not state.relays or (state.the("trainer") is not None and state.master() is None):
+        missing.insert(1, "relay")
     if not state.replicas:
         missing.append("rollout")
     waited = ", ".join(missing) or "the first weights to be published"
@@ -87,9 +90,9 @@ def _starting(turn: Turn) -> bool:
         turn.clear_timer("start")
         turn.touch_all()
         return True
-    all_ready = _ready(state, "store") and _ready(state, "relay") and _ready(state, "trainer")
     trainer = state.the("trainer")
-    if not all_ready or trainer is None or state.next_version > 0:
+    all_ready = _ready(state, "store") and _ready(state, "trainer") and state.master() is not None
+    if not all_ready or trainer is None or "publish" in state.commands:
         return False
     state.next_version = 1
     turn.command(cmd.PublishWeights(to=trainer.name, version=0, step=0), key="publish")
@@ -127,13 +130,10 @@ def _data_ended(turn: Turn) -> bool:
 def _exporting(turn: Turn) -> bool:
     state = turn.state
     trainer = state.the("trainer")
-    if trainer is None or state.batch is not None or "publish" in state.commands:
+    if trainer is None or state.batch is not None or _publishes(turn):
         return False
-    last_version = state.next_version - 1
     if state.exported < 0:
-        if buffering.debt_due(state):
-            buffering.publish_owed(turn)
-        if state.newest < last_version:
+        if state.newest < weights.last_made(state):
             return False  # the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
@@ -143,7 +143,7 @@ def _exporting(turn: Turn) -> bool:
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
-    if "export" in state.commands or state.newest < state.exported:
+    if state.newest < state.exported:
         return False
     if state.num_eval and not state.draining:
         state.phase = FINAL_EVALUATION
@@ -153,10 +153,22 @@ def _exporting(turn: Turn) -> bool:
     return True
 
 
+def _publishes(turn: Turn) -> bool:
+    """The trainer is about to hand over weights; True also when it is told to pay what it owes."""
+    state = turn.state
+    if "publish" in state.commands or "export" in state.commands:
+        return True
+    if not buffering.debt_due(state):
+        return False
+    buffering.publish_owed(turn)
+    return True
+
+
 def _final_evaluation(turn: Turn) -> bool:
     state = turn.state
     finished = any(result.final for result in state.evaluations)
     if not finished and not state.draining:
+        _publishes(turn)  # the machine of the trainer may have lost its copy
         return False
     _begin_ending(turn)
     return True

@@ -1,9 +1,9 @@
 """What the state implies, kept at hand, so that no decision has to walk through all of it.
 
 Reads   State
-Writes  state.actors, actor.alive, state.commands, state.timers, state.ready, state.lost,
-        trajectory.replica, each together with what is looked up in it; nothing else in the core
-        changes them
+Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
+        state.ready, state.lost, trajectory.replica, each together with what is looked up in it;
+        nothing else in the core changes them
 Gives   Lookup (`state.lookup`)
 
 Nothing here is a fact: a Lookup is made from a state when it is first asked for, is no part of its
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from laminar.ids import TrajectoryId
 
 if TYPE_CHECKING:
-    from laminar.core.state import Actor, Group, Outstanding, State, Trajectory
+    from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 
 STALE_TIMERS_MAX = 64
 """Cleared timers stay in the heap until they are due, or until there are so many and half of it."""
@@ -42,6 +42,10 @@ class Lookup:
         self.ready: list[tuple[int, int, str]] = sorted(
             (*_rank(state.groups[g]), g) for g in state.ready
         )
+        #: names of replicas by the relay of their machine
+        self.served: dict[str, dict[str, None]] = {}
+        #: by version, how many relays hold it
+        self.held: dict[int, int] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
         #: lost work, most urgent first: (deadline, order, number of the loss, id)
@@ -52,6 +56,11 @@ class Lookup:
             self.num_alive += actor.alive
         for key, outstanding in state.commands.items():
             self.commands.setdefault(outstanding.command.to, {})[key] = None
+        for replica in state.replicas.values():
+            self.served.setdefault(replica.relay, {})[replica.name] = None
+        for relay in state.relays.values():
+            for version in relay.held:
+                self.held[version] = self.held.get(version, 0) + 1
         for trajectory in state.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
         for trajectory_id in state.lost:
@@ -85,6 +94,41 @@ def end_actor(state: State, name: str) -> None:
     lookup, actor = state.lookup, state.actors[name]
     lookup.num_alive -= actor.alive
     actor.alive = False
+
+
+def add_replica(state: State, replica: Replica) -> None:
+    served = state.lookup.served
+    state.replicas[replica.name] = replica
+    served.setdefault(replica.relay, {})[replica.name] = None
+
+
+def remove_replica(state: State, replica: Replica) -> None:
+    served = state.lookup.served
+    del state.replicas[replica.name]
+    del served[replica.relay][replica.name]
+
+
+# --- relays -------------------------------------------------------------------------------------
+
+
+def remove_relay(state: State, relay: Relay) -> None:
+    set_held(state, relay, [])
+    del state.relays[relay.name]
+
+
+def set_held(state: State, relay: Relay, held: list[int]) -> bool:
+    """These versions can be pulled there; True if that is news."""
+    holders = state.lookup.held
+    if relay.held == held:
+        return False
+    for version in relay.held:
+        holders[version] -= 1
+        if not holders[version]:
+            del holders[version]
+    for version in held:
+        holders[version] = holders.get(version, 0) + 1
+    relay.held = held
+    return True
 
 
 # --- commands and timers ----------------------------------------------------------------------

@@ -29,6 +29,7 @@ from laminar.core import (
     lookup,
     membership,
     recovery,
+    relays,
     siblings,
     weights,
 )
@@ -205,6 +206,8 @@ def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
         recovery.watch_progress(turn, subject)
     elif kind == "rejoin":
         membership.on_rejoin_expired(turn, subject)
+    elif kind == "receive":
+        relays.receive_expired(turn, subject)
     else:
         _command_expired(turn, subject)
 
@@ -220,8 +223,10 @@ def _command_expired(turn: Turn, key: str) -> None:
     elif isinstance(command, cmd.StopActor):
         turn.done(key)
         lookup.end_actor(state, command.to)
+    elif isinstance(command, cmd.ForwardWeights):
+        relays.link_expired(turn, command.to, command.successor)
     elif command.to in state.replicas:
-        weights.restart(turn, command.to, f"{what} was not done in time")
+        turn.restart(command.to, f"{what} was not done in time")
     else:
         lifecycle.fail(turn, f"{command.to} did not finish {what} in time", 1)
 
@@ -250,9 +255,10 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
     state = turn.state
     if state.batch is None or state.batch.step != event.step:
         return turn.ignore("repeat")
-    turn.done("train")
+    ordered = turn.done("train")
+    assert ordered is not None, "a batch is outstanding as long as the trainer has it"
     buffering.step_completed(turn)
-    weights.expect_version(turn, event.version)
+    weights.expect_version(turn, event.version, ordered.cause)
     turn.touch_all()
 
 
@@ -343,6 +349,9 @@ HANDLERS: dict[type[Event], Handler] = {
     ev.ModelExported: lifecycle.on_model_exported,
     ev.RelayReady: membership.on_relay_ready,
     ev.WeightsPublished: weights.on_weights_published,
+    ev.WeightsReceived: relays.on_weights_received,
+    ev.RelayLinked: relays.on_relay_linked,
+    ev.TransferTrouble: relays.on_transfer_trouble,
     ev.ReplicaReady: membership.on_replica_ready,
     ev.WeightsLoaded: weights.on_weights_loaded,
     ev.WeightsRejected: weights.on_weights_rejected,

@@ -2,7 +2,7 @@
 
 Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, ReplicaReady, ...Ready
 Writes  state.actors, state.replicas
-Emits   AcceptActor, RefuseActor, and through recovery whatever a loss calls for
+Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so words from
 a dead or paused process carry a smaller number and are refused. Nothing here measures time: silence
@@ -11,16 +11,17 @@ arrives as HeartbeatLost.
 
 from __future__ import annotations
 
-from laminar.core import lifecycle, recovery
-from laminar.core.lookup import add_actor, end_actor
+from laminar import ids
+from laminar.core import lifecycle, recovery, relays, weights
+from laminar.core.lookup import add_actor, add_replica, clear_timer, end_actor
 from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
-from laminar.events.index import ACTOR_ROLES
+from laminar.events.index import ACTOR_ROLES, RELAY, TRAINER
 
-SINGLE_ROLES = ("store", "trainer", "relay")
+SINGLE_ROLES = ("store", "trainer")
 """Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
 
 
@@ -49,17 +50,30 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
     )
     add_actor(state, actor)
     turn.done(f"restart:{event.name}")
-    turn.clear_timer(f"rejoin:{event.name}")
+    if event.role != RELAY:  # that is awaited until it is ready
+        turn.clear_timer(f"rejoin:{event.name}")
     turn.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
+    if event.role == TRAINER:
+        relays.set_head(turn)
 
 
 def _refusal(turn: Turn, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
+    if event.role == RELAY and event.name != _relay_of(event.node):
+        return f"{event.name!r} is no name for the relay of {event.node!r}"
     if turn.state.phase in (ENDING, STOPPING, ENDED):
         return "the run is ending"
     return ""
+
+
+def _relay_of(node: str) -> str:
+    """Name of the relay of a machine; empty for what is no name of one."""
+    try:
+        return ids.actor_name(RELAY, node, 0)
+    except ValueError:
+        return ""
 
 
 def on_actor_left(turn: Turn, event: ev.ActorLeft) -> None:
@@ -101,12 +115,10 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
         actor_lost(turn, event.actor, why)
     if event.restarting:
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
-    elif not state.live_replicas() and lifecycle.fail(
-        turn, f"no replica is left: {event.actor}: {why}", 1
-    ):
-        return
-    elif not news:
-        turn.ignore("repeat")
+    else:
+        news = clear_timer(state, f"rejoin:{event.actor}") or news
+        if not _gone_for_good(turn, event.actor, f"{event.actor}: {why}") and not news:
+            turn.ignore("repeat")
 
 
 def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
@@ -125,12 +137,23 @@ def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
             key=f"restart:{event.actor}",
         )
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
+    elif not node_alive:
+        turn.clear_timer(f"rejoin:{event.actor}")
+        _gone_for_good(turn, event.actor, f"{event.actor}: {reason}")
 
 
 def on_rejoin_expired(turn: Turn, name: str) -> None:
     """A restarted process did not come back."""
-    if not turn.state.live_replicas():
-        lifecycle.fail(turn, f"no replica is left: {name} was restarted and never joined", 1)
+    _gone_for_good(turn, name, f"{name} was restarted and never joined")
+
+
+def _gone_for_good(turn: Turn, name: str, why: str) -> bool:
+    """Nobody starts it again. True if the run cannot go on without it, and ends."""
+    if relays.indispensable(turn.state, name):
+        return lifecycle.fail(turn, f"the trainer's machine has no relay: {why}", 1)
+    if relays.can_work(turn.state):
+        return False
+    return lifecycle.fail(turn, f"no replica is left: {why}", 1)
 
 
 def actor_lost(turn: Turn, name: str, reason: str) -> None:
@@ -141,12 +164,29 @@ def actor_lost(turn: Turn, name: str, reason: str) -> None:
     actor.ready = False
     if actor.role == "rollout":
         recovery.replica_lost(turn, name)
+    elif actor.role == RELAY:
+        relays.leave(turn, name)
     for key in list(state.lookup.commands.get(name, ())):
         turn.done(key)
     if state.phase in (STOPPING, ENDED):
         return
-    if actor.role in SINGLE_ROLES or actor.role == "node":
+    if actor.role in SINGLE_ROLES:
         lifecycle.fail(turn, f"{name} is lost: {reason}", 1)
+    elif actor.role == "node":
+        _machine_lost(turn, name, reason)
+
+
+def _machine_lost(turn: Turn, node: str, reason: str) -> None:
+    """Nobody watches its processes any more: they are lost with it."""
+    state = turn.state
+    there = [a for a in state.actors.values() if a.node == node and a.alive]
+    if any(a.role in SINGLE_ROLES for a in there):
+        lifecycle.fail(turn, f"{node} is lost: {reason}", 1)
+        return
+    for actor in there:
+        actor_lost(turn, actor.name, f"its machine {node} is lost")
+        turn.clear_timer(f"rejoin:{actor.name}")
+    _gone_for_good(turn, node, f"{node}: {reason}")
 
 
 def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:
@@ -155,27 +195,40 @@ def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:
     if name in state.replicas:
         return turn.ignore("repeat")
     state.actors[name].ready = True
-    state.replicas[name] = Replica(
-        name=name, capacity=event.max_num_seqs, progress_ns=turn.stamped.time_ns
+    node = state.actors[name].node
+    replica = Replica(
+        name=name,
+        relay=_relay_of(node),
+        capacity=event.max_num_seqs,
+        progress_ns=turn.stamped.time_ns,
     )
+    add_replica(state, replica)
+    if replica.relay not in state.relays and f"rejoin:{replica.relay}" not in state.timers:
+        turn.set_timer(f"rejoin:{replica.relay}", state.settings.start_timeout_ms)
     turn.set_timer(f"progress:{name}", state.settings.stall_ms)
     turn.touch(name)
 
 
 def on_relay_ready(turn: Turn, event: ev.RelayReady) -> None:
-    _ready(turn)
+    """It takes its place in the chain; that of the trainer's machine needs what the trainer has."""
+    if _ready(turn):
+        relay = relays.join(turn, turn.state.actors[turn.stamped.peer], event.bulk)
+        if relay is turn.state.master():
+            weights.owe_newest(turn)
 
 
 def on_trainer_ready(turn: Turn, event: ev.TrainerReady) -> None:
     _ready(turn)
 
 
-def _ready(turn: Turn) -> None:
-    """The sender can do its work."""
+def _ready(turn: Turn) -> bool:
+    """The sender can do its work; False if that was known."""
     actor = turn.state.actors[turn.stamped.peer]
     if actor.ready:
-        return turn.ignore("repeat")
+        turn.ignore("repeat")
+        return False
     actor.ready = True
+    return True
 
 
 def on_data_loaded(turn: Turn, event: ev.DataLoaded) -> None:

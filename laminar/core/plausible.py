@@ -65,8 +65,12 @@ def _weights(state: State, event: ev.PublishSkipped | ev.WeightsLoaded) -> bool:
     return _allocated(state, event.version, event.step)
 
 
-def _published(state: State, event: ev.WeightsPublished) -> bool:
+def _published(state: State, event: ev.WeightsPublished | ev.WeightsReceived) -> bool:
     return _allocated(state, event.version, event.step) and _all_allocated(state, event.held)
+
+
+def _received(state: State, event: ev.WeightsReceived) -> bool:
+    return _published(state, event) and _count(event.num_bytes) and _count(event.duration_ms)
 
 
 def _gone(state: State, event: ev.VersionGone) -> bool:
@@ -93,6 +97,7 @@ _CHECKS: dict[type[Event], Callable[[State, Any], bool]] = {
     ev.StepCompleted: _step,
     ev.PublishSkipped: _weights,
     ev.WeightsPublished: _published,
+    ev.WeightsReceived: _received,
     ev.ReplicaReady: _replica,
     ev.WeightsLoaded: _weights,
     ev.VersionGone: _gone,

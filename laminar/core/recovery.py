@@ -15,7 +15,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heapreplace
 
 from laminar import ids
-from laminar.core import buffering, evaluation, siblings, weights
+from laminar.core import buffering, evaluation, lookup, siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import least_loaded, lose, place_again
 from laminar.core.state import Group, Replica, State, Trajectory
@@ -33,12 +33,11 @@ EVALUATION_ATTEMPTS_MAX = 3
 def replica_lost(turn: Turn, name: str) -> None:
     """Everything that ran or was scored there needs another place."""
     state = turn.state
-    replica = state.replicas.pop(name, None)
+    replica = state.replicas.get(name)
     turn.clear_timer(f"progress:{name}")
     state.touched.pop(name, None)
     if replica is None:
         return
-    state.replicas[name] = replica  # so that `lose` can take its work from it
     for trajectory_id in list(replica.running):
         trajectory = state.trajectories[trajectory_id]
         trajectory.deaths += 1
@@ -48,7 +47,7 @@ def replica_lost(turn: Turn, name: str) -> None:
             siblings.drop_sibling(turn, trajectory, "quarantined")
         else:
             lose(turn, trajectory_id)
-    del state.replicas[name]
+    lookup.remove_replica(state, replica)
     for trajectory in _generated_on(state, name):
         turn.done(siblings.score_key(state, trajectory))
         state.unscored[trajectory.id] = None
@@ -120,7 +119,7 @@ def _place_for(state: State, trajectory: Trajectory, able: _Able) -> Replica | N
     """The least loaded replica of its version; once that was waited for, of the newest one."""
     version = trajectory.version
     if version not in able:
-        waiting = f"resume:{trajectory.id}" in state.timers and version in state.held
+        waiting = f"resume:{trajectory.id}" in state.timers and version in state.lookup.held
         version = max(able)
         if version < trajectory.version or (waiting and not trajectory.restart):
             return None
@@ -191,6 +190,6 @@ def watch_progress(turn: Turn, name: str) -> None:
     stall_ms = state.settings.stall_ms
     silent_ms = (turn.stamped.time_ns - replica.progress_ns) // 1_000_000
     if replica.running and silent_ms >= stall_ms:
-        weights.restart(turn, name, f"sampled nothing for {silent_ms} ms with work to do")
+        turn.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
         replica.progress_ns = turn.stamped.time_ns
     turn.set_timer(f"progress:{name}", stall_ms)

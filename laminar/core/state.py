@@ -51,6 +51,7 @@ class Replica(msgspec.Struct, kw_only=True):
     """One inference engine. It serves one weight version at a time."""
 
     name: str
+    relay: str  #: name of the relay of its machine, whether there is one or not
     capacity: int  #: trajectories it runs at a time
     version: int = -1  #: loaded; -1 before the first load
     step: int = -1  #: the step that made the loaded version
@@ -62,6 +63,24 @@ class Replica(msgspec.Struct, kw_only=True):
     tokens_total: int = 0
     progress_ns: int = 0  #: when it last sampled, loaded or took work
     failed_loads: int = 0
+
+
+class Relay(msgspec.Struct, kw_only=True):
+    """The relay of one machine, ready: a place in the chain."""
+
+    name: str
+    node: str
+    bulk: str  #: host:port for the relay before it
+    incarnation: int
+    ready_seq: int  #: of the event that said so
+    successor: str = ""  #: whom it was told to feed; empty: nobody
+    held: list[int] = []  #: versions that can be pulled here, ascending
+    newest: int = -1  #: highest that it has reported
+    newest_digest: str = ""
+    newest_ns: int = -1  #: when that was
+    lags: int = 0  #: transfers in a row that it held up
+    unlinked: int = 0  #: orders in a row that it did not carry out in time
+    trouble: str = ""  #: kind of the last one that it reported
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -155,6 +174,10 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     #: processes by name; role "rollout" has an entry in replicas once it is ready
     actors: dict[str, Actor] = {}
     replicas: dict[str, Replica] = {}
+    #: relays that are ready, by name
+    relays: dict[str, Relay] = {}
+    #: their names in the order in which weights pass through them
+    chain: list[str] = []
 
     num_train: int = -1  #: -1 until the store has loaded the data
     num_eval: int = 0
@@ -178,12 +201,13 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
     proposal_failed: bool = False  #: fall back to the default for this batch
 
-    newest: int = -1  #: highest version that the relay holds
+    newest: int = -1  #: highest version that was published
     newest_step: int = -1
     newest_digest: str = ""
-    held: list[int] = []  #: versions that can be pulled
+    newest_ns: int = -1  #: when that was
+    fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
-    owed: int = -1  #: version whose publish was skipped, -1: none
+    owed: int = -1  #: version whose publish was skipped, or whose only copy is gone; -1: none
     owed_step: int = -1
     exported: int = -1  #: version number of the export
     export_path: str = ""
@@ -220,11 +244,29 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         return [r for r in self.replicas.values() if self.actor_alive(r.name)]
 
     def the(self, role: str) -> Actor | None:
-        """The live actor of a role of which there is one (store, trainer, relay)."""
+        """The live actor of a role of which there is one (store, trainer)."""
         for name in self.lookup.roles.get(role, ()):
             if self.actors[name].alive:
                 return self.actors[name]
         return None
+
+    def master(self) -> Relay | None:
+        """The relay of the trainer's machine, if it is ready: there every version begins."""
+        trainer = self.the("trainer")
+        if trainer is None or not self.chain:
+            return None
+        head = self.relays[self.chain[0]]
+        return head if head.node == trainer.node else None
+
+    def newest_for(self, replica: Replica) -> int:
+        """The newest version that this replica can pull; -1: none."""
+        relay = self.relays.get(replica.relay)
+        return -1 if relay is None else relay.newest
+
+    def held_for(self, replica: Replica) -> list[int]:
+        """All versions that this replica can pull."""
+        relay = self.relays.get(replica.relay)
+        return [] if relay is None else relay.held
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from laminar.core import lookup
 from laminar.core.state import Outstanding, State
 from laminar.events.base import Command, Stamped
-from laminar.events.commands import AnyCommand, Ending
+from laminar.events.commands import AnyCommand, Ending, RestartActor
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
@@ -48,6 +48,17 @@ class Turn:
             if timeout_ms:
                 self.set_timer(f"command:{key}", timeout_ms)
         self.commands.append(command)
+
+    def restart(self, name: str, reason: str) -> bool:
+        """Have a node kill and start one of its actors; False if it was told to already."""
+        node = self.state.actors[name].node
+        if f"restart:{name}" in self.state.commands:
+            return False
+        self.command(
+            RestartActor(to=node, actor=name, reason=reason),
+            key=f"restart:{name}",
+        )
+        return True
 
     def done(self, key: str) -> Outstanding | None:
         """The ending event of an outstanding command has come (None: it was not outstanding)."""

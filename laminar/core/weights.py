@@ -1,16 +1,17 @@
 """Weight versions: which exist, who pulls which, and when.
 
 Reads   WeightsPublished, PublishSkipped, WeightsLoaded, WeightsRejected, VersionGone
-Writes  state.newest, state.held, state.owed, replica.version
-Emits   PullWeights, PublishWeights, RestartActor
+Writes  state.newest, state.owed, relay.held, replica.version
+Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
-A number is allocated with the step that makes the weights and never used again.
+A number is allocated with the step that makes the weights and never used again. A replica pulls
+from the relay of its own machine and from no other.
 """
 
 from __future__ import annotations
 
-from laminar.core import buffering, evaluation, lifecycle
+from laminar.core import buffering, evaluation, lifecycle, lookup, relays
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -23,36 +24,89 @@ FAILED_LOADS_MAX = 2
 
 
 def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
-    """Whatever is newest is what an empty replica pulls next."""
+    """Whatever is newest is what an empty replica pulls next, once its relay has it."""
     state = turn.state
-    evicted = state.held != list(event.held)
-    state.held = list(event.held)
-    if event.version <= state.newest:
-        return None if evicted else turn.ignore("repeat")
-    previous_step = state.newest_step
-    if event.version == state.exported and event.digest != state.newest_digest:
-        trained = state.newest_digest
-        reason = f"the export read back has digest {event.digest}, but {trained} was trained"
-        if not (lifecycle.fail(turn, reason, 1) or evicted):
-            turn.ignore("run-ending")
-        return
-    state.newest, state.newest_step = event.version, event.step
-    state.newest_digest = event.digest
-    if state.owed >= 0 and event.step >= state.owed_step:
+    relay = state.master()
+    if relay is None or relay.name != turn.stamped.peer:
+        return turn.ignore("not-the-head")
+    previous_step, news = state.newest_step, event.version > state.newest
+    if news and event.version == state.exported and event.digest != state.newest_digest:
+        return _export_differs(turn, event)
+    if news:
+        state.newest, state.newest_step = event.version, event.step
+        state.newest_digest, state.newest_ns = event.digest, turn.stamped.time_ns
+    known = not relays.hold(turn, relay, event.version, event.digest, event.held)
+    if relay.newest < event.version:  # it has other bytes, and starts afresh
+        return turn.ignore("repeat") if known else None
+    if _settle_debt(turn, event.step) or not known or news:
+        if event.version >= last_made(state):  # an older one, on its way, leaves the clock running
+            turn.clear_timer("weights")
+    else:
+        turn.ignore("repeat")
+    if news:
+        evaluation.version_published(turn, event.version, event.step, previous_step)
+        _expect_everywhere(turn)
+
+
+def _export_differs(turn: Turn, event: ev.WeightsPublished) -> None:
+    trained = turn.state.newest_digest
+    reason = f"the export read back has digest {event.digest}, but {trained} was trained"
+    if not lifecycle.fail(turn, reason, 1):
+        turn.ignore("run-ending")
+
+
+def _settle_debt(turn: Turn, step: int) -> bool:
+    """A publish of this step is known: it ends the order to publish, unless a later one is owed."""
+    state = turn.state
+    settled = state.owed >= 0 and step >= state.owed_step
+    if settled:
         state.owed = state.owed_step = -1
-    if state.owed < 0:  # else it is an older one, and the owed one is still asked for
-        turn.done("publish")
-    made = (state.batch.version if state.batch else state.next_version) - 1
-    if event.version >= made:  # an older one that was still on its way leaves the clock running
-        turn.clear_timer("weights")
-    evaluation.version_published(turn, event.version, event.step, previous_step)
-    turn.touch_all()
+    return (state.owed < 0 and turn.done("publish") is not None) or settled
 
 
-def expect_version(turn: Turn, version: int) -> None:
-    """A step is complete: its weights are published, owed, or due at the relay within a time."""
-    if turn.state.newest < version and turn.state.owed < version:
+def _expect_everywhere(turn: Turn) -> None:
+    """A newer version is out: who has it already can be used, the others have a time to get it."""
+    state = turn.state
+    for relay in state.relays.values():
+        if relay.newest == state.newest and relay.newest_digest != state.newest_digest:
+            relays.restart_for_other_bytes(turn, relay, relay.newest_digest)
+        elif relay.newest >= state.newest:
+            relays.touch_replicas(turn, relay)
+        else:
+            relays.await_newest(turn, relay)
+
+
+def last_made(state: State) -> int:
+    """Number of the weights that the trainer has now."""
+    if state.batch is not None:
+        return state.batch.version - 1
+    return state.exported - 1 if "export" in state.commands else state.next_version - 1
+
+
+def expect_version(turn: Turn, version: int, ordered_seq: int) -> None:
+    """What was ordered then is made: its weights are published, owed, or due within a time.
+
+    They may have been handed to a process of the relay that is gone; then they are owed.
+    """
+    state = turn.state
+    master = state.master()
+    if state.owed >= version or (master is not None and master.newest >= version):
+        return
+    if master is None or master.ready_seq > ordered_seq:
+        owe_newest(turn)
+    else:
         turn.set_timer("weights", buffering.PUBLISH_TIMEOUT_MS)
+
+
+def owe_newest(turn: Turn) -> None:
+    """The relay of the trainer's machine lacks what the trainer has: it is published again."""
+    state, made = turn.state, last_made(turn.state)
+    master = state.master()
+    if state.newest < 0 or (master is not None and master.newest >= made):
+        return
+    state.owed, state.owed_step = made, state.completed
+    turn.done("publish")
+    turn.clear_timer("weights")
 
 
 def on_publish_skipped(turn: Turn, event: ev.PublishSkipped) -> None:
@@ -86,27 +140,25 @@ def on_weights_rejected(turn: Turn, event: ev.WeightsRejected) -> None:
     replica.failed_loads += 1
     turn.touch(replica.name)
     if replica.failed_loads >= FAILED_LOADS_MAX:
-        restart(turn, replica.name, f"rejected weights {event.version}: {event.reason}")
+        turn.restart(replica.name, f"rejected weights {event.version}: {event.reason}")
 
 
 def on_version_gone(turn: Turn, event: ev.VersionGone) -> None:
-    """The relay has evicted it: decide again with what it holds now."""
+    """The relay has evicted it: decide again without it.
+
+    What the relay has got since, it has told itself; what it had before and has no more is gone.
+    """
     state = turn.state
     replica = state.replicas.get(turn.stamped.peer)
     if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
         return turn.ignore("not-pulling")
     replica.loading = False
-    state.held = list(event.held)
+    relay = state.relays.get(replica.relay)
+    if relay is not None:
+        latest = max(event.held, default=event.version)
+        left = [v for v in relay.held if v in event.held or v > latest]
+        lookup.set_held(state, relay, left)
     turn.touch_all()
-
-
-def restart(turn: Turn, name: str, reason: str) -> None:
-    """Have a node kill and start one of its actors."""
-    actor = turn.state.actors[name]
-    if f"restart:{name}" not in turn.state.commands:
-        turn.command(
-            cmd.RestartActor(to=actor.node, actor=name, reason=reason), key=f"restart:{name}"
-        )
 
 
 def pull(turn: Turn, replica: Replica, version: int, exact: bool, purpose: str) -> None:
@@ -124,10 +176,10 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
     state = turn.state
     if not _can_pull(state, replica):
         return
-    wanted = _version_of_lost_work(state)
+    wanted = _version_of_lost_work(state, replica)
     if wanted >= 0 and wanted != replica.version:
         return pull(turn, replica, wanted, exact=True, purpose="resume")
-    wanted = evaluation.version_wanted(turn)
+    wanted = evaluation.version_wanted(turn, replica)
     if wanted >= 0 and wanted != replica.version:
         pull(turn, replica, wanted, exact=state.evaluation is not None, purpose="evaluation")
 
@@ -135,26 +187,28 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
 def plan_pull(turn: Turn, replica: Replica) -> None:
     """An empty replica pulls what is newer: had it admitted, it would have been given a group."""
     state = turn.state
-    if not _can_pull(state, replica) or state.newest <= replica.version:
+    newest = state.newest_for(replica)
+    if newest <= replica.version or not _can_pull(state, replica):
         return
     purpose = "start" if replica.version < 0 else "newer"
-    pull(turn, replica, state.newest, exact=False, purpose=purpose)
+    pull(turn, replica, newest, exact=False, purpose=purpose)
 
 
 def _can_pull(state: State, replica: Replica) -> bool:
     """Alive, empty, not loading; and not one that waits to be restarted for rejecting weights."""
     if replica.running or replica.loading or replica.failed_loads >= FAILED_LOADS_MAX:
         return False
-    return state.newest >= 0 and state.actor_alive(replica.name)
+    return state.newest_for(replica) >= 0 and state.actor_alive(replica.name)
 
 
-def _version_of_lost_work(state: State) -> int:
-    """A held version that lost work needs and that no live replica has or loads; -1: none."""
+def _version_of_lost_work(state: State, replica: Replica) -> int:
+    """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
+    held = state.held_for(replica)
     served: set[int] = set()
     for trajectory_id in state.lost:
         trajectory = state.trajectories[trajectory_id]
         version = trajectory.version
-        if trajectory.restart or version in served or version not in state.held:
+        if trajectory.restart or version in served or version not in held:
             continue
         if not _somebody_has(state, version):
             return version

@@ -85,6 +85,17 @@ class PinVersion(Command, frozen=True, kw_only=True):
     version: int
 
 
+class ForwardWeights(Command, frozen=True, kw_only=True):
+    """Send every newer version to this relay from now on, and to no other; empty: to nobody.
+
+    The command's id numbers the order: a relay keeps to the highest that it has seen.
+    """
+
+    successor: str  #: name of the relay, or empty
+    address: str  #: its host:port for weights, or empty
+    incarnation: int  #: of the successor, 0 for none: another process at the address is refused
+
+
 # --- rollout ----------------------------------------------------------------------------------
 
 
@@ -188,6 +199,7 @@ ENDED_BY: dict[type[Command], tuple[type[Event], ...]] = {
     TrainStep: (ev.StepCompleted,),
     ExportModel: (ev.ModelExported,),
     PinVersion: (),
+    ForwardWeights: (ev.RelayLinked,),
     PullWeights: (ev.WeightsLoaded, ev.WeightsRejected, ev.VersionGone),
     GenerateTrajectory: (ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoriesEnded),
     ScoreTrajectories: (ev.TrajectoryRewarded, ev.TrajectoryFailed, ev.TrajectoriesEnded),
@@ -207,6 +219,7 @@ AnyCommand: TypeAlias = (
     | TrainStep
     | ExportModel
     | PinVersion
+    | ForwardWeights
     | PullWeights
     | GenerateTrajectory
     | ScoreTrajectories

@@ -38,6 +38,7 @@ _LOSS: _Commands = (
     cmd.ProposeBatch,
     cmd.ExportModel,
     cmd.StopActor,
+    cmd.ForwardWeights,
 )
 
 
@@ -91,7 +92,12 @@ INDEX: tuple[Row, ...] = (
     Row(ev.ProcessExited, (NODE,), "membership.on_process_exited", _LOSS),
     Row(ev.DataLoaded, (STORE,), "membership.on_data_loaded", (cmd.PublishWeights,)),
     Row(ev.TrajectoriesEnded, (STORE,), "machine.on_trajectories_ended", (cmd.StopActor,)),
-    Row(ev.TrainerReady, (TRAINER,), "membership.on_trainer_ready", (cmd.PublishWeights,)),
+    Row(
+        ev.TrainerReady,
+        (TRAINER,),
+        "membership.on_trainer_ready",
+        (cmd.PublishWeights,),
+    ),
     Row(
         ev.StepCompleted,
         (TRAINER,),
@@ -107,8 +113,13 @@ INDEX: tuple[Row, ...] = (
         ),
     ),
     Row(ev.PublishSkipped, (TRAINER,), "weights.on_publish_skipped", ()),
-    Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", ()),
-    Row(ev.RelayReady, (RELAY,), "membership.on_relay_ready", (cmd.PublishWeights,)),
+    Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", (cmd.PublishWeights,)),
+    Row(
+        ev.RelayReady,
+        (RELAY,),
+        "membership.on_relay_ready",
+        (cmd.PublishWeights, cmd.ForwardWeights, cmd.PinVersion),
+    ),
     Row(
         ev.WeightsPublished,
         (RELAY,),
@@ -120,8 +131,24 @@ INDEX: tuple[Row, ...] = (
             cmd.TrainStep,
             cmd.ProposeBatch,
             cmd.ExportModel,
+            cmd.PinVersion,
+            cmd.RestartActor,
         ),
     ),
+    Row(
+        ev.WeightsReceived,
+        (RELAY,),
+        "relays.on_weights_received",
+        (
+            cmd.PullWeights,
+            cmd.PinVersion,
+            cmd.ForwardWeights,
+            cmd.RestartActor,
+            cmd.GenerateTrajectory,
+        ),
+    ),
+    Row(ev.RelayLinked, (RELAY,), "relays.on_relay_linked", ()),
+    Row(ev.TransferTrouble, (RELAY,), "relays.on_transfer_trouble", ()),
     Row(
         ev.ReplicaReady,
         (ROLLOUT,),

@@ -1,7 +1,7 @@
 """Request and reply over a session: the client that awaits, the server that commits in groups.
 
 Reads   requests of peers (server), replies (client)
-Emits   requests (client); replies, and the names of lost peers (server)
+Emits   requests (client); replies, and which processes were lost (server)
 
 A server takes the requests of one turn together, so that a store makes them durable with one
 commit; they are acknowledged and answered after it. A request may reach the handler again after a
@@ -208,7 +208,7 @@ class _Peer:
             self.replies.popleft()
 
 
-Batch = list[tuple[str, int, bytes]]  #: (peer name, request id, body)
+Batch = list[tuple[str, int, bytes]]  #: (boot id of the peer, request id, body)
 
 
 class RpcServer:
@@ -226,7 +226,7 @@ class RpcServer:
         max_message: int = STORE_MAX_BYTES,
     ) -> None:
         """`handle_batch`: one reply per request, in order; when it returns, all are durable.
-        `on_peer_lost(name)`: the last link of that name said Bye or was silent for `lease_ms`.
+        `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`.
         """
         self._socket = ServerSocket(host, port, max_message)
         self._limits = Limits(max_frame=max_message)
@@ -333,7 +333,7 @@ class RpcServer:
                 peer.requests.clear()
         if not taken:
             return
-        replies = self._handle_batch([(p.link.name, r.id, r.body) for p, _, r in taken])
+        replies = self._handle_batch([(p.link.boot_id, r.id, r.body) for p, _, r in taken])
         for (peer, seq, request), reply in zip(taken, replies, strict=True):
             peer.replies.append(self._reply(request.id, reply))
             peer.link.processed(seq)
@@ -365,8 +365,7 @@ class RpcServer:
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.link.name, peer.link.boot_id]
         del self._routes[peer.route]
-        if all(name != peer.link.name for name, _ in self._peers):
-            self._on_peer_lost(peer.link.name)
+        self._on_peer_lost(peer.link.boot_id)
 
     def _end(self, error: Exception | None) -> None:
         self._socket.close(LINGER_MS)

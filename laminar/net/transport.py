@@ -135,7 +135,7 @@ class ServerSocket(_Socket):
     def __init__(self, host: str, port: int, max_message: int = CONTROL_MAX_BYTES) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
         connection of their sender. ConfigError if the port is taken or the host not loopback."""
-        ip = _loopback(host)
+        ip = loopback(host)
         super().__init__(zmq.ROUTER, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -202,7 +202,7 @@ class ClientSocket(_Socket):
         return self._send([frame])
 
 
-def _loopback(host: str) -> str:
+def loopback(host: str) -> str:
     """`host` as a loopback IP; ConfigError for any other, since nobody is authenticated yet."""
     if host == "localhost":
         return "127.0.0.1"

@@ -66,7 +66,6 @@ class Checks:
         self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
         #: by trajectory: (event at which it was decided, placement), ascending
         self._placed: dict[str, list[tuple[int, int]]] = {}
-        self._aborts: dict[str, int] = {}  #: decided, by trajectory
         self._acted: dict[int, int] = {}
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
@@ -74,7 +73,8 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
-        self._kills: dict[str, set[str]] = {}  #: processes, by trajectory
+        self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
+        self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
         self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
@@ -125,8 +125,7 @@ class Checks:
             placed = self._placed.setdefault(command.trajectory, [])
             placed.append((stamped.seq, command.placement))
         elif isinstance(command, cmd.AbortTrajectories):
-            for item in command.items:
-                self._aborts[item.trajectory] = self._aborts.get(item.trajectory, 0) + 1
+            self._taken.update((item.trajectory, item.placement) for item in command.items)
 
     def _invariants(self, stamped: Stamped, state: State) -> None:
         self._until_full -= 1
@@ -382,16 +381,19 @@ class Checks:
                 raise Violation("at_most_one_trained", what, trajectory)
             self.book[trajectory] = command.step
 
-    def poisoned(self, command: cmd.GenerateTrajectory, boot_id: str) -> None:
+    def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.
 
-        A death that is heard of after the trajectory was called back from the dying replica is not
-        counted against it, so each abort may cost one more.
+        Nobody can know of a replica on a machine that was lost, too, nor of one that died of what
+        had been taken from it just before.
         """
-        processes = self._kills.setdefault(command.trajectory, set())
-        processes.add(boot_id)
-        kills = len(processes)
-        if kills > DEATHS_MAX + self._aborts.get(command.trajectory, 0):
+        found = self._kills.setdefault(command.trajectory, [])
+        found.append((command.placement, node))
+        kills = sum(
+            self.world.processes[node].alive and (command.trajectory, placement) not in self._taken
+            for placement, node in found
+        )
+        if kills > DEATHS_MAX:
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)
 

@@ -30,7 +30,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     """The run that is simulated; names as in configs/reference.toml where they are the same."""
 
     replicas: Ints = (4, 8, 16)
-    nodes: Ints = (1, 2, 4)  #: machines; the replicas are spread over them
+    nodes: Ints = (1, 2, 4, 8)  #: machines; the replicas are spread over them
     slots: Ints = (4, 8, 16)  #: trajectories that an engine runs at a time
     group_size: Ints = (2, 4)
     groups_per_step: Ints = (2, 4, 8)
@@ -58,6 +58,7 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     lease_ms: Ints = 8_000
     progress_ms: Ints = 500  #: between two reports of a replica
     start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
+    transfer_s: Floats = (0.05, 0.5, 3.0)  #: weights from one machine to the next
     load_s: Floats = (0.05, 0.5)  #: loading weights into an engine
     train_s: Floats = (0.2, 1.0, 3.0)  #: one step of the trainer
     score_s: Floats = (0.01, 0.2)  #: one reward

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
 RATES = (
-    "weights-corrupt", "publish-skipped", "reward-fails", "sibling-refused", "hangs",
+    "weights-corrupt", "chunk-damaged", "publish-skipped", "reward-fails", "sibling-refused",
+    "hangs",
 )  # fmt: skip
-ONCE = ("poison-prompt", "node-storm", "drain")
+ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
+"""Of the first machine. Its relay may die and come back, but somebody must start it again."""
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
 
@@ -68,6 +70,7 @@ class Faults:
             self.poison = (chance.randrange(world.scenario.num_train),)
         self._disk_full = False
         self._disk_fault = ""
+        self._dead: set[str] = set()  #: asked for membership only, never walked
 
     def begin(self) -> None:
         """Make the weather, and plan the first fault of each kind."""
@@ -80,6 +83,9 @@ class Faults:
         if "drain" in self.active:
             when = seconds(self._chance("drain").uniform(0.1, 60))
             self.world.scheduler.at(when, self._drain)
+        if "machine-lost" in self.active:
+            when = seconds(self._chance("machine").uniform(0.1, self.until_ns / 1e9))
+            self.world.scheduler.at(when, self._machine_lost)
         if self.fatal_role:
             when = seconds(self._chance("fatal").uniform(0.1, self.until_ns / 1e9))
             self.world.scheduler.at(when, self._lose_for_good)
@@ -109,6 +115,13 @@ class Faults:
 
     def refuses(self, command: cmd.GenerateTrajectory) -> bool:
         return self._strikes("sibling-refused")
+
+    def damages_chunk(self) -> bool:
+        return self._strikes("chunk-damaged")
+
+    def dead_for_good(self, process: SimProcess) -> bool:
+        """Its node gives up on it."""
+        return process.name in self._dead
 
     def corrupts_weights(self) -> bool:
         return self._strikes("weights-corrupt")
@@ -212,8 +225,11 @@ class Faults:
 
     def _replica_slow(self, chance: random.Random) -> None:
         if (process := self._replica(chance)) is not None:
-            self._speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
-            self._later(chance.uniform(1, 20), self._speed, process, 1.0)
+            self._slow_for_a_while(process, chance)
+
+    def _slow_for_a_while(self, process: SimProcess, chance: random.Random) -> None:
+        self._speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
+        self._later(chance.uniform(1, 20), self._speed, process, 1.0)
 
     def _rack_lost(self, chance: random.Random) -> None:
         """A quarter of the replicas, in the same instant."""
@@ -226,6 +242,40 @@ class Faults:
             process.model.pause()
             process.slow = slow
             process.model.resume()
+
+    # --- relays and machines --------------------------------------------------------------------
+
+    def _relay(self, chance: random.Random) -> SimProcess | None:
+        relays = [p for p in self.world.processes.values() if p.role == "relay"]
+        living = [p for p in relays if p.alive and not p.stopping]
+        return chance.choice(living) if living else None
+
+    def _relay_dies(self, chance: random.Random) -> None:
+        if (process := self._relay(chance)) is not None:
+            process.die(EXIT_KILLED)
+
+    def _relay_replaced(self, chance: random.Random) -> None:
+        if (process := self._relay(chance)) is not None:
+            process.replace()
+
+    def _relay_paused(self, chance: random.Random) -> None:
+        """Longer than its lease: it wakes up fenced, and its successor has another predecessor."""
+        if (process := self._relay(chance)) is not None:
+            self._pause(process, self._lease_s * chance.uniform(0.5, 3.0))
+
+    def _relay_slow(self, chance: random.Random) -> None:
+        if (process := self._relay(chance)) is not None:
+            self._slow_for_a_while(process, chance)
+
+    def _machine_lost(self) -> None:
+        """All processes of a machine, at once and for good; never those of the first."""
+        machines = [p for p in self.world.processes.values() if p.role == "node"][1:]
+        if self.healed or self.world.finished or not machines:
+            return
+        self.world.marks.hit("fault:machine-lost")
+        node = self._chance("machine").choice(machines)
+        for process in (node, *self.world.children_of(node.name)):
+            process.die(EXIT_KILLED)
 
     # --- single processes -----------------------------------------------------------------------
 
@@ -252,6 +302,7 @@ class Faults:
             return
         self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         process = self.world.processes[f"{self.fatal_role}-0"]
+        self._dead.add(process.name)
         process.die(EXIT_KILLED)
 
     @property
@@ -297,8 +348,11 @@ class Faults:
         process = chance.choice(list(self.world.processes.values()))
         replica = process.role == "rollout"
         if replica and chance.random() < 0.3:
-            other = chance.choice(["store-0", "relay-0"])
+            other = chance.choice(["store-0", ids.actor_name("relay", process.node, 0)])
             return process.name, other, self._lease_s * chance.uniform(0.1, 2.0)
+        if process.role == "relay" and chance.random() < 0.5:
+            relays = [p.name for p in self.world.processes.values() if p.role == "relay"]
+            return process.name, chance.choice(relays), self._lease_s * chance.uniform(0.1, 2.0)
         longest = 2.0 if replica else SHORT
         return process.name, COORDINATOR, self._lease_s * chance.uniform(0.05, longest)
 
@@ -370,6 +424,10 @@ RECURRING: dict[str, Strike] = {
     "replica-paused": Faults._replica_paused,
     "replica-slow": Faults._replica_slow,
     "rack-lost": Faults._rack_lost,
+    "relay-dies": Faults._relay_dies,
+    "relay-replaced": Faults._relay_replaced,
+    "relay-paused": Faults._relay_paused,
+    "relay-slow": Faults._relay_slow,
     "single-paused": Faults._single_paused,
     "coordinator-killed": Faults._coordinator_killed,
     "coordinator-cut": Faults._coordinator_cut,

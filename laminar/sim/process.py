@@ -34,6 +34,8 @@ EXIT_FAILED, EXIT_ABSENT, EXIT_KILLED = 1, 3, -9
 class Model(Protocol):
     """What a role does: the part of a real actor that is left when I/O is taken away."""
 
+    listens: bool  #: it answers requests
+
     def start(self) -> None:
         """The coordinator has welcomed the process: get ready and report it."""
 
@@ -98,6 +100,7 @@ class SimProcess:
         self.filter = CommandFilter()
         self.client = Client(self)
         self.model: Model = self.world.make_model(self)
+        self.server.restarted()
         self._wake_ns = NEVER_NS
         self._flush_due = False
         self._backlog.clear()

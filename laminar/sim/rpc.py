@@ -36,7 +36,7 @@ class Client:
         self._retrying: dict[str, bool] = {}
 
     def call(self, server: str, request: Any, then: Then) -> None:
-        """Have `then(reply)` called, once; never if one of the two processes ends before."""
+        """Have `then(reply)` called, once, by whichever process of that name is there to answer."""
         number = self._numbers[server] = self._numbers.get(server, 0) + 1
         self._open.setdefault(server, {})[number] = (request, then)
         self._send(server, number, request)
@@ -63,6 +63,10 @@ class Client:
                 self._send(server, number, request)
         self._process.after(RETRY_NS, self._retry, server, self._numbers[server])
 
+    def waits(self, server: str, number: int) -> bool:
+        """This request has no reply yet."""
+        return number in self._open[server]
+
     def answered(self, server: str, boot: int, number: int, reply: Any) -> None:
         """A reply arrives; a repeat, or one for an earlier boot, is nobody's."""
         if boot != self._boot:
@@ -79,19 +83,28 @@ class Server:
         self._process = process
         self._clients: dict[tuple[str, int], _Served] = {}
 
+    def restarted(self) -> None:
+        """A new process listens: what the one before had answered is asked again."""
+        for served in self._clients.values():
+            served.replies.clear()
+
     def receive(self, client: SimProcess, boot: int, message: Message) -> None:
         """A request arrives at the machine of this server."""
         self._process._due(self._process.boot, self._handle, (client, boot, message))
 
     def _handle(self, client: SimProcess, boot: int, message: Message) -> None:
-        if not self._process.welcomed:
-            return  # it does not listen yet
+        if not self._process.welcomed or not self._process.model.listens:
+            return
         number, first, request = message
         served = self._clients.get((client.name, boot))
         if served is None:
             served = self._clients[client.name, boot] = _Served()
-        if number == served.last + 1:
-            served.last = number
+        unanswered = number <= served.last and number not in served.replies
+        again = (
+            unanswered and client.boot == boot and client.client.waits(self._process.name, number)
+        )
+        if number == served.last + 1 or again:
+            served.last = max(served.last, number)
             served.replies[number] = self._process.model.answer(client.name, request)
             for old in [n for n in served.replies if n < first]:
                 del served.replies[old]

@@ -46,6 +46,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int
     progress_ns: int
     start_s: float
+    transfer_s: float
     load_s: float
     train_s: float
     score_s: float
@@ -105,6 +106,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         lease_ms=pick(time.lease_ms),
         progress_ns=pick(time.progress_ms) * MS,
         start_s=pick(time.start_s),
+        transfer_s=pick(time.transfer_s),
         load_s=pick(time.load_s),
         train_s=pick(time.train_s),
         score_s=pick(time.score_s),

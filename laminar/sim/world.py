@@ -67,14 +67,16 @@ class World:
     def _make_processes(self) -> None:
         nodes = [f"node-{index}" for index in range(self.scenario.nodes)]
         for node in nodes:
-            self._make("node", node, ids.node_index(node), node)
-        for role in ("store", "relay", "trainer"):
-            self._make(role, f"{role}-0", 0, FIRST_NODE)
+            self._make("node", node, node)
+        for role in ("store", "trainer"):
+            self._make(role, f"{role}-0", FIRST_NODE)
+        for node in nodes:
+            self._make("relay", ids.actor_name("relay", node, 0), node)
         for number in range(self.scenario.replicas):
             node, index = nodes[number % len(nodes)], number // len(nodes)
-            self._make("rollout", ids.actor_name("rollout", node, index), index, node)
+            self._make("rollout", ids.actor_name("rollout", node, index), node)
 
-    def _make(self, role: str, name: str, index: int, node: str) -> None:
+    def _make(self, role: str, name: str, node: str) -> None:
         process = self.processes[name] = SimProcess(self, name, role, node)
         if role != "node":
             self._children.setdefault(node, []).append(process)
@@ -135,7 +137,7 @@ class World:
 
     def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
         """Its node sees it; the relay, after a lease, too."""
-        self.scheduler.after(self.scenario.lease_ns, self._peer_lost, process.name)
+        self.scheduler.after(self.scenario.lease_ns, self._peer_lost, process)
         if process.role != "node":
             node = self.processes[process.node]
             if node.alive:
@@ -143,11 +145,11 @@ class World:
                 assert isinstance(model, Node)
                 node.after(0, model.child_ended, process, boot_id, code)
 
-    def _peer_lost(self, name: str) -> None:
-        relay = self.processes["relay-0"]
+    def _peer_lost(self, process: SimProcess) -> None:
+        relay = self.processes[ids.actor_name("relay", process.node, 0)]
         if relay.alive and relay.welcomed:
             assert isinstance(relay.model, Relay)
-            relay.model.peer_lost(name)
+            relay.model.peer_lost(process.name)
 
     # --- connections --------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Reads   a path below /dev/shm (or another directory), the number of slots and their size
 Writes  that file: one page of header, then the slots
-Gives   Arena, arena_path; ArenaError with one sentence for a user
+Gives   Arena, arena_path, remove_arenas; ArenaError with one sentence for a user
 
 The file is filled with pages once, at the start of the run, because the first touch of a page costs
 about nine times the copy of its bytes. multiprocessing.SharedMemory is not used: its tracker
@@ -34,13 +34,25 @@ class ArenaError(RuntimeError):
     """The arena cannot be made or mapped; one sentence with the path, the reason and the fix."""
 
 
-def arena_path(run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> Path:
-    """One file name per run directory and node; the same again when the node restarts.
+def arena_path(run_dir: Path, node: str, boot_id: str, directory: Path = SHARED_MEMORY) -> Path:
+    """One file name per run directory, node and relay process.
 
-    The directory's full path is in the name as a hash, since two users may both have a "run".
+    A relay that starts again makes another file: readers of the former one keep what they have
+    mapped, and nothing is written there any more.
     """
-    identity = hash64(str(run_dir.resolve()), node)
-    return directory / f"laminar-{run_dir.name}-{identity:016x}"
+    return directory / f"{_prefix(run_dir, node)}{hash64(boot_id):016x}"
+
+
+def remove_arenas(run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> list[Path]:
+    """Unlink what killed relays of this node have left behind; which files those were."""
+    prefix = _prefix(run_dir, node)
+    left = [path for path in directory.iterdir() if path.name.startswith(prefix)]
+    return [path for path in left if Arena.unlink(path)]
+
+
+def _prefix(run_dir: Path, node: str) -> str:
+    """The directory's full path is in it as a hash, since two users may both have a "run"."""
+    return f"laminar-{run_dir.name}-{hash64(str(run_dir.resolve()), node):016x}-"
 
 
 class Arena:
@@ -100,11 +112,7 @@ class Arena:
 
     @staticmethod
     def unlink(path: Path) -> bool:
-        """Remove the file of a run that is over; False if there was none.
-
-        Processes that have it mapped keep their memory. The creator calls this first, for what an
-        earlier process of the same node left behind when it was killed.
-        """
+        """Remove the file; False if there was none. Processes that have it mapped keep it."""
         try:
             path.unlink()
         except FileNotFoundError:

@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OpenArena(Message, frozen=True, kw_only=True):
-    """A trainer says how large a version is; the relay makes its slots once."""
+    """A trainer says how large a version is; the relay makes its slots once, in the background."""
 
     version_bytes: int
 
@@ -39,10 +39,13 @@ class OpenArena(Message, frozen=True, kw_only=True):
 class GrantSlot(Message, frozen=True, kw_only=True):
     """A trainer wants a slot to write; the same one is granted again until it is committed."""
 
+    arena: str
+
 
 class CommitSlot(Message, frozen=True, kw_only=True):
     """The slot is written. Checksums, digest and the announcement are the relay's work."""
 
+    arena: str
     slot: int
     version: int
     step: int
@@ -59,6 +62,7 @@ class LeaseVersion(Message, frozen=True, kw_only=True):
 
 
 class ReleaseLease(Message, frozen=True, kw_only=True):
+    arena: str
     lease_id: int
 
 
@@ -69,7 +73,14 @@ Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
 
 
 class ArenaOpened(Message, frozen=True, kw_only=True):
-    path: str
+    arena: str  #: its path, new for every relay process; empty: it is being made, ask again
+
+
+class OtherArena(Message, frozen=True, kw_only=True):
+    """The request names an arena that is not this relay's: a former relay made it.
+
+    What was granted or leased there is void, and nobody writes into it any more.
+    """
 
 
 class SlotGranted(Message, frozen=True, kw_only=True):
@@ -95,7 +106,7 @@ class Released(Message, frozen=True, kw_only=True):
     valid: bool  #: false: the lease was revoked, what was read since is not to be used
 
 
-Reply = ArenaOpened | SlotGranted | Committed | Leased | Gone | Released
+Reply = ArenaOpened | OtherArena | SlotGranted | Committed | Leased | Gone | Released
 
 Decoded = TypeVar("Decoded")
 

@@ -305,7 +305,7 @@ def test_other_reasons_to_be_idle(answer: Ask) -> None:
     bench.wait(100)
     bench.train()
     lines = answer(bench, "rollout-1", "#12")
-    assert "for 0.100 s, no-weights: it has no weights: the relay holds none yet" in lines[2]
+    assert "for 0.100 s, no-weights: it has no weights: its relay holds none yet" in lines[2]
     assert "for 0.100 s, pulling: it loads v0 or newer (purpose start)" in lines[3]
     assert "for 0.100 s, no-data: the run needs no further group: 1 are on their way" in lines[4]
     assert "for 0.200 s, down: its process is gone" in lines[5]

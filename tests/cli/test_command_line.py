@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from laminar.actors.node import gpu_of
+from laminar.cli import node
 from laminar.cli.node import parse_roles
 from laminar.cli.preflight import planned_steps
 from laminar.cli.train import move_aside
-from laminar.config import ConfigError, load
+from laminar.config import ConfigError, dumps, load
 
 GOOD = ["model.name=m", "data.dataset=gcd", "data.train_batch_size=4"]
 
@@ -27,6 +28,22 @@ def test_roles_of_a_node() -> None:
     for bad in ("relay,rolout:2", "rollout:x", ""):
         with pytest.raises(ConfigError, match="--roles"):
             parse_roles(bad)
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "0.0.0.0", "machine-7"])
+def test_a_node_is_not_put_on_a_network_without_keys(
+    host: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.toml").write_text(dumps(load([], GOOD)))
+    monkeypatch.setattr("sys.argv", ["laminar-node", str(tmp_path), "--host", host])
+    with pytest.raises(SystemExit) as ended:
+        node.main()
+    said = capsys.readouterr().err.strip().splitlines()
+    assert (ended.value.code, len(said)) == (2, 1)
+    assert host in said[0] and "use 127.0.0.1" in said[0]
 
 
 @pytest.mark.parametrize(

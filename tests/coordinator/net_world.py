@@ -102,6 +102,7 @@ class NetWorld(World):
         config: Settings,
         *,
         replicas: int = 2,
+        nodes: int = 1,
         capacity: int = 8,
         num_train: int = 40,
         num_eval: int = 0,
@@ -111,6 +112,7 @@ class NetWorld(World):
         super().__init__(
             config,
             replicas=replicas,
+            nodes=nodes,
             capacity=capacity,
             num_train=num_train,
             num_eval=num_eval,
@@ -156,7 +158,7 @@ class NetWorld(World):
             process.boot_id,
             heartbeat_ns=HEARTBEAT_NS,
             now_ns=self.now,
-            info={"node": "node-0", "pid": "7"},
+            info={"node": process.node, "pid": "7"},
         )
         self.peers[process.boot_id] = Peer(process, link)
         self._connect(self.peers[process.boot_id])

@@ -156,7 +156,7 @@ def test_restarted_coordinator_goes_on(keep_unsynced: bool) -> None:
     desk.links[b"store-0/a"].send(
         encode(ev.DataLoaded(num_train=4, num_eval=0, overlap=0, digest=""))
     )
-    desk.links[b"relay-0/a"].send(encode(ev.RelayReady(address="here")))
+    desk.links[b"relay-0/a"].send(encode(ev.RelayReady(address="here", bulk="here")))
     trainer.send(encode(READY))
     desk.talk()
     publish = [cmd.PublishWeights(to="trainer-0", version=0, step=0)]

@@ -12,6 +12,9 @@ import struct
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import msgspec
+
+from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION, Machine
 from laminar.core.state import Group, Replica, State, Trajectory
@@ -34,13 +37,24 @@ def bits_of(score: float) -> int:
     return int(struct.unpack("<Q", struct.pack("<d", score))[0])
 
 
+def machine_of(name: str) -> str:
+    """The machine of a process: "rollout-3.0" and "relay-3" are those of node-3."""
+    role, _, number = name.rpartition("-")
+    machine, dot, _ = number.partition(".")
+    return f"node-{machine}" if dot or role in ("node", "relay") else "node-0"
+
+
 class Bench:
-    """One run; `start` brings it to where every replica serves version 0."""
+    """One run; `start` brings it to where every replica serves version 0.
+
+    `replicas` is their number on each of the machines.
+    """
 
     def __init__(
         self,
         *,
         replicas: int = 1,
+        nodes: int = 1,
         capacity: int = 8,
         num_train: int = 40,
         num_eval: int = 0,
@@ -50,7 +64,10 @@ class Bench:
         self.now_ms = 0
         self.seq = 0
         self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
-        self.names = [f"rollout-{i}" for i in range(replicas)]
+        self.nodes = [f"node-{i}" for i in range(nodes)]
+        self.names = [
+            str(ids.actor_name("rollout", n, i)) for n in self.nodes for i in range(replicas)
+        ]
         self.commands: list[Command] = []  #: all so far
         self.step_of: dict[int, int] = {}  #: published versions
         defaults: dict[str, Any] = {
@@ -115,9 +132,12 @@ class Bench:
         )
 
     def join(self, name: str, boot: str = "a") -> list[Command]:
-        role = name.rpartition("-")[0]
         joined = ev.ActorJoined(
-            name=name, role=role, boot_id=f"{name}/{boot}", node="node-0", pid=1
+            name=name,
+            role=name.rpartition("-")[0],
+            boot_id=f"{name}/{boot}",
+            node=machine_of(name),
+            pid=1,
         )
         return self.hear(name, 0, joined)
 
@@ -126,7 +146,7 @@ class Bench:
             "store": ev.DataLoaded(
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
-            "relay": ev.RelayReady(address="here"),
+            "relay": ev.RelayReady(address="here", bulk=f"{name}:1"),
             "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
         }
@@ -134,11 +154,15 @@ class Bench:
 
     def start(self) -> list[Command]:
         """Everybody joins, version 0 is published and loaded; returns the last commands."""
-        for name in ("node-0", "store-0", "relay-0", "trainer-0", *self.names):
+        relays = [str(ids.actor_name("relay", node, 0)) for node in self.nodes]
+        for name in (*self.nodes, "store-0", *relays, "trainer-0", *self.names):
             self.join(name)
-        for name in ("store-0", "relay-0", "trainer-0", *self.names):
+        for name in ("store-0", *relays, "trainer-0", *self.names):
             self.ready(name)
+        self.link_all()
         self.publish(0, 0)
+        for name in self.state.chain[1:]:
+            self.receive(name, 0)
         return self.load_all()
 
     # --- weights ------------------------------------------------------------------------------
@@ -152,11 +176,37 @@ class Bench:
         )
         return self.say("relay-0", published)
 
+    def receive(self, name: str, version: int, **changes: Any) -> list[Command]:
+        """A relay has a version from the one before it."""
+        received = ev.WeightsReceived(
+            version=version,
+            step=self.step_of.get(version, version),
+            digest=f"d{self.step_of.get(version, version)}",
+            kind="full",
+            num_bytes=1_000_000,
+            duration_ms=1_000,
+            held=tuple(v for v in (version - 1, version) if v >= 0),
+        )
+        return self.say(name, msgspec.structs.replace(received, **changes))
+
+    def link(self, name: str) -> list[Command]:
+        """The relay feeds its successor."""
+        outstanding = self.state.commands[f"forward:{name}"]
+        assert isinstance(outstanding.command, cmd.ForwardWeights)
+        successor = outstanding.command.successor
+        linked = ev.RelayLinked(command_id=outstanding.command_id, successor=successor)
+        return self.say(name, linked)
+
+    def link_all(self) -> None:
+        for name in list(self.state.relays):
+            if f"forward:{name}" in self.state.commands:
+                self.link(name)
+
     def load(self, name: str) -> list[Command]:
         """The replica finishes the pull that it was told to make."""
         pull = self.pull_of(name)
         assert pull is not None, f"{name} pulls nothing"
-        version = pull.version if pull.exact else self.state.newest
+        version = pull.version if pull.exact else self.state.newest_for(self.replica(name))
         loaded = ev.WeightsLoaded(
             version=version,
             step=self.step_of[version],
@@ -281,7 +331,7 @@ class Bench:
         exited = ev.ProcessExited(
             actor=name, boot_id=self.state.actors[name].boot_id, code=-9, restarting=restarting
         )
-        return self.say("node-0", exited)
+        return self.say(machine_of(name), exited)
 
     def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
         """A restarted replica joins again and its engine is ready."""

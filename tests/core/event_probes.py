@@ -164,7 +164,39 @@ def _model_exported(state: State, peer: str) -> Iterator[Event]:
 
 
 def _relay_ready(state: State, peer: str) -> Iterator[Event]:
-    yield ev.RelayReady(address="here")
+    yield ev.RelayReady(address="here", bulk="here")
+
+
+def _weights_received(state: State, peer: str) -> Iterator[Event]:
+    newest = state.next_version - 1
+    step = newest - 1 if newest == state.exported else newest
+    for version, made_by, digest, duration_ms in (
+        (newest, step, f"d{step}", 9_000),
+        (newest, step, "other bytes", 1),
+        (newest + 1, step + 1, "d", 1),
+        (state.newest, state.newest_step, state.newest_digest, 1),
+        (newest, step, f"d{step}", -1),
+    ):
+        yield ev.WeightsReceived(
+            version=version,
+            step=made_by,
+            digest=digest,
+            kind="full",
+            num_bytes=4,
+            duration_ms=duration_ms,
+            held=(version,),
+        )
+
+
+def _relay_linked(state: State, peer: str) -> Iterator[Event]:
+    yield ev.RelayLinked(command_id=1, successor="")
+    outstanding = state.commands.get(f"forward:{peer}")
+    if outstanding is not None:
+        yield ev.RelayLinked(command_id=outstanding.command_id, successor="")
+
+
+def _transfer_trouble(state: State, peer: str) -> Iterator[Event]:
+    yield ev.TransferTrouble(kind="damaged-chunk", relay="relay-0", version=0, detail="")
 
 
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
@@ -278,6 +310,9 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.ModelExported: _model_exported,
     ev.RelayReady: _relay_ready,
     ev.WeightsPublished: _weights_published,
+    ev.WeightsReceived: _weights_received,
+    ev.RelayLinked: _relay_linked,
+    ev.TransferTrouble: _transfer_trouble,
     ev.ReplicaReady: _replica_ready,
     ev.WeightsLoaded: _weights_loaded,
     ev.WeightsRejected: _weights_rejected,

@@ -31,8 +31,8 @@ PHASES = (
     "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
 )  # fmt: skip
 LIVENESS = ("alive", "fenced", "unknown")
-#: Nothing changes and nothing is counted: a gauge whose value is the last one's.
-QUIET = (ev.TokenProgress,)
+#: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
+QUIET = (ev.TokenProgress, ev.TransferTrouble)
 #: Counted as ignored and yet not without effect: the default chooses this batch; the timer is gone.
 IGNORED_WITH_EFFECT = ("BatchProposed: unusable-proposal", "TimerFired: nothing-awaited")
 SPOILED_PER_SENDER = 40
@@ -89,14 +89,14 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
 
 class Sampler:
     """Chooses situations, a third of them in the phase `running`, and most of those with work that
-    is lost or with a question to the strategy; keeps the verdicts."""
+    is lost, a question to the strategy, or relays to connect; keeps the verdicts."""
 
     def __init__(self, situations: int, seed: int) -> None:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
         self._left = dict.fromkeys((p for p in PHASES if p != RUNNING), rare)
-        self._left |= dict.fromkeys((RUNNING, "lost", "asking"), situations // 9 + 1)
+        self._left |= dict.fromkeys((RUNNING, "lost", "asking", "linking"), situations // 9 + 1)
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -110,6 +110,8 @@ class Sampler:
         kind = state.phase
         if kind == RUNNING and (state.lost or "propose" in state.commands):
             kind = "lost" if state.lost else "asking"
+        elif kind == RUNNING and any(key.startswith("forward:") for key in state.commands):
+            kind = "linking"
         likely = 0.02 if kind == RUNNING else 0.3
         if self.chance.random() > likely or not self._left[kind] or self._seen[kind] == 2:
             return False

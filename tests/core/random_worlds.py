@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from tests.core.world import World
-from tests.core.world_parts import Faults, settings
+from tests.core.world_parts import SECOND, Faults, settings
 
 
 def random_world(seed: int, kind: type[World] = World) -> World:
@@ -41,9 +41,18 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         hang=choose([0, 0, 0.02]),
         train_s=choose([0.1, 1, 5]),
     )
+    replicas = choose([1, 2, 3])
+    nodes = choose(range(1, replicas + 1))
+    faults.lose_relay_every_s = choose([0, 0, 6, 20])
+    if nodes > 1:
+        faults.damaged_chunk = choose([0, 0.3])
+        faults.wrong_bytes = choose([0, 0, 0.05])
+        faults.deaf = choose([0, 0, 0.1])
+        faults.lose_machine_at_s = choose([0, 0, 0, 6])
     return kind(
         config,
-        replicas=choose([1, 2, 3]),
+        replicas=replicas,
+        nodes=nodes,
         capacity=group_size * choose([1, 2, 4]),
         num_train=choose([10, 30]),
         num_eval=choose([0, 5]),
@@ -63,6 +72,8 @@ def failing_world(seed: int, kind: type[World] = World) -> World:
 
 def check_failed(world: World) -> None:
     """A run that failed has a reason, an exit code, and books that the store could close."""
+    if world.now < world.faults.fatal_at_s * SECOND:
+        return check_end(world)  # it was over before
     state, ledger = world.state, world.state.ledger
     assert world.faults.fatal_role in state.failure and state.exit_code == 1
     if world.faults.fatal_role != "store":

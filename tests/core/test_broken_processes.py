@@ -83,9 +83,10 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
 def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: Event) -> None:
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
     bench = trained()
-    before = bench.state.newest, bench.state.held, bench.state.owed, bench.state.batch
+    state = bench.state
+    before = state.newest, state.lookup.held, state.owed, state.batch
     assert bench.say(sender, event) == []
-    assert (bench.state.newest, bench.state.held, bench.state.owed, bench.state.batch) == before
+    assert (state.newest, state.lookup.held, state.owed, state.batch) == before
     assert bench.state.ignored == {f"{type(event).__name__}: impossible": 1}
 
 

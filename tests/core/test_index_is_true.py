@@ -15,10 +15,13 @@ from laminar.core.machine import Machine
 from laminar.events.base import Command, Event, Stamped
 from laminar.events.index import INDEX, SENDERS
 from tests.core import (
+    test_batch_wait,
     test_evaluation,
     test_lifecycle,
     test_lost_replica,
     test_membership,
+    test_relays,
+    test_rewards,
     test_ways_to_lose,
     test_weight_versions,
 )
@@ -29,7 +32,10 @@ LISTED: set[Pair] = {(row.event, command) for row in INDEX for command in row.co
 
 _ways = test_ways_to_lose
 STORIES: tuple[Callable[[], None], ...] = (
-    *(partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "relay-0") for w in _ways.WAYS),
+    *(
+        partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "trainer-0")
+        for w in _ways.WAYS
+    ),
     *(
         story
         for way in _ways.WAYS
@@ -42,6 +48,11 @@ STORIES: tuple[Callable[[], None], ...] = (
             partial(_ways.test_third_death_of_the_last_evaluation_answer_ends_the_evaluation, way),
         )
     ),
+    test_batch_wait.test_prompt_that_is_given_up_as_the_last_one_ends_the_data,
+    test_relays.test_evaluation_moves_on_when_its_version_was_evicted_on_its_arrival,
+    test_relays.test_other_bytes_are_found_when_the_publication_comes_later,
+    test_relays.test_relay_that_holds_up_every_transfer_goes_to_the_end,
+    test_rewards.test_failure_of_the_last_prompt_ends_the_data,
     test_evaluation.test_version_gone_before_it_was_pinned_moves_to_the_newest,
     test_lifecycle.test_drain_while_exporting_gives_up_a_running_evaluation,
     test_lifecycle.test_drain_while_starting_ends_at_once,

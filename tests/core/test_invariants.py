@@ -16,8 +16,8 @@ FIRST = TrajectoryId("0.0.0")
 
 
 def working() -> State:
-    """Two replicas generate; the trainer waits."""
-    bench = Bench(replicas=2, max_staleness=1)
+    """Replicas on three machines generate; the trainer waits."""
+    bench = Bench(replicas=2, nodes=3, max_staleness=1)
     bench.start()
     return bench.state
 
@@ -47,7 +47,7 @@ def group_disappears(state: State) -> None:
 
 
 def runs_twice(state: State) -> None:
-    one, two = state.replicas.values()
+    one, two, *_ = state.replicas.values()
     two.running[FIRST] = one.running[FIRST]
 
 
@@ -108,6 +108,39 @@ def timer_set_by_hand(state: State) -> None:
     state.timers["resume:0.0.0"] = 1
 
 
+def relay_in_no_chain(state: State) -> None:
+    state.chain.remove("relay-1")
+
+
+def relay_feeds_another(state: State) -> None:
+    state.relays["relay-0"].successor = "relay-2"
+
+
+def chain_begins_elsewhere(state: State) -> None:
+    state.chain.reverse()
+
+
+def relay_that_nobody_watches(state: State) -> None:
+    state.relays["relay-2"].newest = -1
+
+
+def head_that_is_not_fed(state: State) -> None:
+    state.relays["relay-0"].newest = -1
+
+
+def trainer_without_a_relay(state: State) -> None:
+    state.chain.clear()
+    state.relays.clear()
+
+
+def relay_ahead(state: State) -> None:
+    state.relays["relay-1"].newest = 99
+
+
+def holder_forgotten(state: State) -> None:
+    state.relays["relay-1"].held = []
+
+
 DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     token_appears: invariants.ledger_balances,
     group_disappears: invariants.ledger_balances,
@@ -126,6 +159,14 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     replica_ahead: invariants.versions_monotonic,
     batch_lost: invariants.versions_monotonic,
     timer_set_by_hand: invariants.lookup_is_true,
+    relay_in_no_chain: invariants.relay_chain_is_path,
+    relay_feeds_another: invariants.relay_chain_is_path,
+    chain_begins_elsewhere: invariants.relay_chain_is_path,
+    relay_that_nobody_watches: invariants.every_wait_has_an_owner,
+    head_that_is_not_fed: invariants.every_wait_has_an_owner,
+    trainer_without_a_relay: invariants.every_wait_has_an_owner,
+    relay_ahead: invariants.versions_monotonic,
+    holder_forgotten: invariants.lookup_is_true,
 }
 
 

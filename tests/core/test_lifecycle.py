@@ -222,7 +222,12 @@ def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None
     bench.start()
     bench.complete("0.0")
     bench.kill(name, restarting=False)
-    assert bench.state.failure == f"{name} is lost: its process ended with exit code -9"
+    reasons = {
+        "trainer-0": "trainer-0 is lost: its process ended with exit code -9",
+        "relay-0": "the trainer's machine has no relay: relay-0: "
+        "its process ended with exit code -9",
+    }
+    assert bench.state.failure == reasons[name]
     bench.stop()
     assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
     assert books_closed(bench)

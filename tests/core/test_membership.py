@@ -105,7 +105,7 @@ def test_stranger_is_not_heard() -> None:
         ev.DrainRequested(reason="I say so"),
         ev.HeartbeatLost(actor="rollout-0", actor_incarnation=5, silent_ms=1),
         ev.DataLoaded(num_train=0, num_eval=0, overlap=0, digest=""),
-        ev.RelayReady(address="mine"),
+        ev.RelayReady(address="mine", bulk="mine"),
         ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False),
     ],
 )

@@ -132,3 +132,11 @@ def test_scores_keep_every_bit(score: float) -> None:
     bits = siblings.bits_of(score)
     assert bits == bits_of(score)
     assert struct.pack("<d", siblings.float_of(bits)) == struct.pack("<d", score)
+
+
+def test_failure_of_the_last_prompt_ends_the_data() -> None:
+    """Neither sibling can be scored: the group is dropped, and was the last."""
+    bench = Bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
+    bench.start()
+    bench.fail("0.0.0")
+    assert only(cmd.ExportModel, bench.fail("0.0.1"))

@@ -123,7 +123,7 @@ def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way)
 
 
 @every_way
-@pytest.mark.parametrize("name", ["store-0", "relay-0", "trainer-0"])
+@pytest.mark.parametrize("name", ["store-0", "trainer-0"])
 def test_loss_of_a_single_role_stops_everybody(way: Way, name: str) -> None:
     """Nothing is open yet, so everybody who is left is told to stop at once; also a new process
     of the lost name is not taken in any more."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION, Machine
 from laminar.core.state import ENDED, State
@@ -34,6 +35,7 @@ from tests.core.world_parts import (
     Lose,
     Process,
     Publish,
+    Receive,
     Row,
     Start,
 )
@@ -51,6 +53,7 @@ class World:
         config: Settings,
         *,
         replicas: int = 2,
+        nodes: int = 1,
         capacity: int = 8,
         num_train: int = 40,
         num_eval: int = 0,
@@ -68,15 +71,23 @@ class World:
         self.log: list[tuple[Stamped, list[Command]]] = []
         self.processes: dict[str, Process] = {}
         self.strategy = Process(COORDINATOR, COORDINATOR)
-        self.held: list[int] = []
-        self.pinned = -1
         self.step_of: dict[int, int] = {}
         self.rows: dict[str, Row] = {}  #: the store's book
         self.trained: list[str] = []  #: the trainer's book
-        roles = [("node", 1), ("store", 1), ("relay", 1), ("trainer", 1), ("rollout", replicas)]
-        for role, count in roles:
-            for i in range(count):
-                self.processes[f"{role}-{i}"] = Process(f"{role}-{i}", role)
+        self._make_processes(nodes, replicas)
+
+    def _make_processes(self, nodes: int, replicas: int) -> None:
+        """One relay to a machine; the replicas are dealt out."""
+        machines = [f"node-{i}" for i in range(nodes)]
+        made = [Process(node, "node", node) for node in machines]
+        made += [Process("store-0", "store")]
+        made += [Process(ids.actor_name("relay", node, 0), "relay", node) for node in machines]
+        made += [Process("trainer-0", "trainer")]
+        for i in range(replicas):
+            node = machines[i % nodes]
+            name = ids.actor_name("rollout", node, i // nodes)
+            made.append(Process(name, "rollout", node))
+        self.processes = {process.name: process for process in made}
 
     @property
     def state(self) -> State:
@@ -167,7 +178,7 @@ class World:
             name=process.name,
             role=process.role,
             boot_id=process.boot_id,
-            node="node-0",
+            node=process.node,
             pid=1000 + process.boot,
         )
         self.deliver(process.name, 0, 0, joined)
@@ -177,7 +188,7 @@ class World:
             "store": ev.DataLoaded(
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
-            "relay": ev.RelayReady(address="here"),
+            "relay": ev.RelayReady(address="here", bulk=process.boot_id),
             "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
         }
@@ -209,11 +220,56 @@ class World:
         self._publish(command.version, command.step)
 
     def _publish(self, version: int, step: int) -> None:
+        """Into the relay of the trainer's machine, if it runs; what it had is lost with it."""
         self.step_of[version] = step
         event = ev.WeightsPublished(
             version=version, step=step, digest=f"d{step}", num_bytes=4, held=()
         )
         self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
+
+    def _do_ForwardWeights(
+        self, process: Process, command: cmd.ForwardWeights, command_id: int
+    ) -> None:
+        if self.random.random() < self.faults.deaf:
+            return
+        process.successor = command.successor
+        linked = ev.RelayLinked(command_id=command_id, successor=command.successor)
+        self.later(process, self.random.uniform(0.01, 0.2), linked)
+        if process.held:
+            self._feed(process, max(process.held), 0.2)
+
+    def _feed(self, process: Process, version: int, least_s: float = 0.0) -> None:
+        """Its successor gets this version a little later."""
+        successor = self.processes.get(process.successor)
+        if successor is None or self.random.random() < self.faults.deaf:
+            return
+        step, digest = process.held[version]
+        if self.random.random() < self.faults.wrong_bytes:
+            digest = "other bytes"
+        seconds = least_s + self.random.choice([0.01, 0.1, 3.0])
+        receive = Receive(version, step, digest, int(seconds * 1000))
+        self.later(successor, seconds, receive)
+
+    def _receive(self, process: Process, item: Receive) -> None:
+        if item.version <= max(process.held, default=-1):
+            return
+        if self.random.random() < self.faults.damaged_chunk:
+            trouble = ev.TransferTrouble(
+                kind="damaged-chunk", relay="", version=item.version, detail=""
+            )
+            self.say(process, trouble)
+        self._hold(process, item.version, item.step, item.digest)
+        received = ev.WeightsReceived(
+            version=item.version,
+            step=item.step,
+            digest=item.digest,
+            kind="full",
+            num_bytes=4,
+            duration_ms=item.duration_ms,
+            held=tuple(sorted(process.held)),
+        )
+        self.say(process, received)
+        self._feed(process, item.version)
 
     def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
         self.trained.extend(command.trajectories)
@@ -240,7 +296,7 @@ class World:
         self.later(process, 1.0, ev.ModelExported(version=command.version, path="export"))
 
     def _do_PinVersion(self, process: Process, command: cmd.PinVersion, _: int) -> None:
-        self.pinned = command.version
+        process.pinned = command.version
 
     def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
         assert not (self.ordered and process.work), "a replica pulls only when it is empty"
@@ -356,8 +412,11 @@ class World:
         elif isinstance(item, Start):
             self._start(self.processes[item.name])
         elif isinstance(item, ev.WeightsPublished):
-            self._hold(item.version)
-            self.say(process, msgspec.structs.replace(item, held=tuple(self.held)))
+            self._hold(process, item.version, item.step, item.digest)
+            self.say(process, msgspec.structs.replace(item, held=tuple(sorted(process.held))))
+            self._feed(process, item.version)
+        elif isinstance(item, Receive):
+            self._receive(process, item)
         elif process is self.strategy:
             self.say_own(item)
         else:
@@ -388,16 +447,18 @@ class World:
         )
         self.say(process, finished)
 
-    def _hold(self, version: int) -> None:
-        self.held = sorted({*self.held, version})
-        while len(self.held) > 2:
-            evictable = [v for v in self.held[:-1] if v != self.pinned]
-            self.held.remove(evictable[0])
+    def _hold(self, process: Process, version: int, step: int, digest: str) -> None:
+        process.held[version] = step, digest
+        while len(process.held) > 2:
+            evictable = [v for v in sorted(process.held)[:-1] if v != process.pinned]
+            del process.held[evictable[0]]
 
     def _load(self, process: Process, command: cmd.PullWeights) -> None:
-        if command.exact and command.version not in self.held:
-            return self.say(process, ev.VersionGone(version=command.version, held=tuple(self.held)))
-        version = command.version if command.exact else self.held[-1]
+        relay = self.processes[ids.actor_name("relay", process.node, 0)]
+        held = sorted(relay.held)
+        version = command.version if command.exact else max(held, default=-1)
+        if version not in held or version < command.version:
+            return self.say(process, ev.VersionGone(version=command.version, held=tuple(held)))
         if self.random.random() < self.faults.reject_weights:
             process.version = -1
             return self.say(process, ev.WeightsRejected(version=version, reason="probe"))
@@ -422,6 +483,12 @@ class World:
         if process.role == "rollout" and self.faults.lose_every_s:
             seconds = self.random.expovariate(1 / self.faults.lose_every_s)
             self.later(process, seconds, Lose(self.random.choice(LOSSES)))
+        if process.role == "relay" and self.faults.lose_relay_every_s:
+            seconds = self.random.expovariate(1 / self.faults.lose_relay_every_s)
+            self.later(process, seconds, Lose(self.random.choice(LOSSES)))
+        last = list(self.processes.values())[-1].node
+        if process.node == last != "node-0" and self.faults.lose_machine_at_s and not process.boot:
+            self.later(process, self.faults.lose_machine_at_s, Die())
 
     def _lose(self, process: Process, how: str) -> None:
         if how == "dies":
@@ -442,7 +509,7 @@ class World:
         if process.alive:
             dead = self._end_process(process)
             self._exited(process, dead, restarting=True)
-            node = self.processes["node-0"]
+            node = self.processes[process.node]
             self.later(node, self.random.uniform(0.1, self.faults.restart_s), Start(process.name))
 
     def _replace(self, process: Process) -> None:
@@ -461,11 +528,13 @@ class World:
         process.boot += 1
         process.alive, process.version, process.peer_seq = False, -1, 0
         process.work.clear()
+        process.held.clear()
+        process.pinned, process.successor = -1, ""
         return dead
 
     def _exited(self, process: Process, dead: str, *, restarting: bool) -> None:
         exited = ev.ProcessExited(actor=process.name, boot_id=dead, code=-9, restarting=restarting)
-        self.say(self.processes["node-0"], exited)
+        self.say(self.processes[process.node], exited)
 
     def _die(self, process: Process) -> None:
         """Its node tells and starts nothing; of a node itself nothing is heard any more."""

@@ -44,6 +44,11 @@ def settings(**changes: Any) -> Settings:
 class Faults:
     """Probabilities per opportunity, and mean virtual seconds."""
 
+    lose_relay_every_s: float = 0.0  #: the same for relays
+    damaged_chunk: float = 0.0  #: a transfer between relays has a trouble to report
+    wrong_bytes: float = 0.0  #: a relay ends up with a version of another digest
+    deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
+    lose_machine_at_s: float = 0.0  #: the last machine is lost for good, 0: never
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
     skip_publish: float = 0.0
@@ -63,11 +68,15 @@ class Faults:
 class Process:
     name: str
     role: str
+    node: str = "node-0"
     incarnation: int = 0
     boot: int = 0
     alive: bool = True
     peer_seq: int = 0
     version: int = -1
+    pinned: int = -1
+    successor: str = ""  #: of a relay
+    held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
 
     @property
@@ -120,6 +129,16 @@ class Publish:
 
     version: int
     step: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A relay has had a version from the relay before it."""
+
+    version: int
+    step: int
+    digest: str
+    duration_ms: int
 
 
 @dataclass(frozen=True)

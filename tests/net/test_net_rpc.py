@@ -76,7 +76,7 @@ async def test_many_calls_at_once_get_their_own_replies(store):
     assert replies == [body + b"X" for _, body in calls]
     for client in clients:
         await client.close()
-    await until(lambda: sorted(store.lost) == ["rollout-0", "rollout-1"])
+    await until(lambda: sorted(store.lost) == ["b-rollout-0", "b-rollout-1"])
     await server.close()
 
 
@@ -88,7 +88,7 @@ async def test_requests_of_one_turn_are_one_batch_in_order(store):
     await client.call(b"warm", 20.0)
     await asyncio.gather(*(client.call(b"%d" % n, 20.0) for n in range(300)))
     seen = [(name, body) for batch in store.batches[1:] for name, _, body in batch]
-    assert seen == [("rollout-0", b"%d" % n) for n in range(300)]
+    assert seen == [("b-rollout-0", b"%d" % n) for n in range(300)]
     assert len(store.batches) < 100
     await client.close()
     await server.close()
@@ -258,7 +258,7 @@ async def test_a_silent_peer_is_lost_after_its_lease_and_welcome_again(store):
     await client.start()
     await client.call(b"a", 20.0)
     client._shell._socket.detach()  # the process is paused: it neither hears nor speaks
-    await until(lambda: store.lost == ["rollout-0"])
+    await until(lambda: store.lost == ["b-rollout-0"])
     client._shell._socket.attach(asyncio.get_running_loop(), client._shell._turn)
     assert await client.call(b"b", 20.0) == b"B"
     await client.close()
@@ -287,7 +287,7 @@ async def test_a_server_that_was_paused_itself_gives_every_peer_a_new_lease(stor
     time.sleep(0.8)
     await asyncio.sleep(0.2)
     assert store.lost == []
-    await until(lambda: store.lost == ["rollout-0"])
+    await until(lambda: store.lost == ["b-rollout-0"])
     await client.close(flush_s=0.0)
     await server.close()
 

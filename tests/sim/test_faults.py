@@ -16,7 +16,7 @@ def run(kind: str, seed: int = 3) -> Outcome:
     return run_seed(config(kind, **SMALL), seed)
 
 
-@pytest.mark.parametrize("kind", [*RECURRING, *RATES, "drain"])
+@pytest.mark.parametrize("kind", [*RECURRING, *RATES, "drain", "machine-lost"])
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     outcomes = [run(kind, seed) for seed in (3, 4, 5)]
     assert not [outcome.details for outcome in outcomes if outcome.invariant]
@@ -40,7 +40,7 @@ def test_menu_is_complete() -> None:
 
 def test_replicas_that_are_lost_are_replaced() -> None:
     outcome = run("replica-dies")
-    processes = 4 + 4 + len(("node-0", "store-0", "relay-0", "trainer-0"))
+    processes = 4 + 2 * 4 + len(("store-0", "trainer-0"))
     assert outcome.marks["fault:replica-dies"] > 4
     assert outcome.marks["event:ActorJoined"] > processes
 

@@ -34,6 +34,9 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.dropped_group_keeps_its_place, ("reward-fails",)),
         (planted.killer_prompts_are_not_quarantined, ("poison-prompt",)),
         (planted.dead_replica_keeps_its_work, ("replica-dies",)),
+        (planted.splice_is_not_sent, ("relay-dies",)),
+        (planted.rejoined_relay_is_not_fed, ("relay-dies",)),
+        (planted.owed_republish_is_forgotten, ("relay-dies",)),
     ],
 )
 def test_planted_bug_is_found(plant: Callable[[Planter], None], faults: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar.weights.arena import Arena, ArenaError, arena_path
+from laminar.weights.arena import Arena, ArenaError, arena_path, remove_arenas
 
 ATTACH = """
 import sys
@@ -154,11 +154,30 @@ def test_close_unmaps_when_no_view_is_left(tmp_path: Path) -> None:
     assert "arena-to-unmap" not in Path("/proc/self/maps").read_text()
 
 
-def test_path_is_one_per_run_directory_and_node(tmp_path: Path) -> None:
-    path = arena_path(tmp_path / "a" / "run", "node-0")
+def test_path_is_one_per_run_directory_node_and_process(tmp_path: Path) -> None:
+    path = arena_path(tmp_path / "a" / "run", "node-0", "b1")
     assert path.parent == Path("/dev/shm")
     assert path.name.startswith("laminar-run-")
-    assert path == arena_path(tmp_path / "a" / "x" / ".." / "run", "node-0")
-    others = {arena_path(tmp_path / "b" / "run", "node-0"), arena_path(path, "node-1")}
-    assert len(others | {path}) == 3
-    assert arena_path(tmp_path / "run", "node-0", tmp_path).parent == tmp_path
+    assert path == arena_path(tmp_path / "a" / "x" / ".." / "run", "node-0", "b1")
+    others = {
+        arena_path(tmp_path / "b" / "run", "node-0", "b1"),
+        arena_path(tmp_path / "a" / "run", "node-1", "b1"),
+        arena_path(tmp_path / "a" / "run", "node-0", "b2"),
+    }
+    assert len(others | {path}) == 4
+    assert arena_path(tmp_path / "run", "node-0", "b1", tmp_path).parent == tmp_path
+
+
+def test_what_killed_relays_left_is_removed_and_nobody_elses(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mine = [arena_path(run, "node-1", boot, tmp_path) for boot in ("b1", "b2")]
+    others = [
+        arena_path(run, "node-10", "b1", tmp_path),
+        arena_path(tmp_path / "x" / "run", "node-1", "b1", tmp_path),
+    ]
+    for path in (*mine, *others):
+        Arena.create(path, 3, 64)
+    reader = Arena.attach(mine[0])
+    assert sorted(remove_arenas(run, "node-1", tmp_path)) == sorted(mine)
+    assert [path.exists() for path in (*mine, *others)] == [False, False, True, True]
+    reader.slot(2)[:] = 7  # mapped memory stays

@@ -17,7 +17,8 @@ from hypothesis.extra import numpy as hnp
 from laminar.weights import delta
 from laminar.weights import manifest as mf
 from laminar.weights.delta import Block, DeltaError, apply_block, encode_blocks, pays, spans
-from laminar.weights.transfer import checksums, write_tensors
+from laminar.weights.hashes import checksums
+from laminar.weights.transfer import write_tensors
 
 STALE = 0xAA  #: what an earlier version left in a slot
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from laminar.weights import manifest as mf
+from laminar.weights.hashes import checksums, share_checksums, verify
 from laminar.weights.holding import DIGEST_CHUNKS, Holding, pack_have, unpack_have
 from laminar.weights.stock import Stock
-from laminar.weights.transfer import checksums, share_checksums, verify
 from tools.bench.weights_relay import draft
 
 SIZE, CHUNK = 1024, 64

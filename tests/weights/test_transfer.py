@@ -9,14 +9,8 @@ import xxhash
 
 from laminar.weights import manifest as mf
 from laminar.weights.arena import Arena
-from laminar.weights.transfer import (
-    TORCH_DTYPES,
-    WeightsCorrupt,
-    checksums,
-    read_tensors,
-    verify,
-    write_tensors,
-)
+from laminar.weights.hashes import WeightsCorrupt, checksums, verify
+from laminar.weights.transfer import TORCH_DTYPES, read_tensors, write_tensors
 
 SHAPES = [("embed", (7, 5)), ("scale", ()), ("norm", (3,)), ("conv", (2, 3, 4))]
 

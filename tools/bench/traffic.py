@@ -219,7 +219,7 @@ class Traffic:
     def _ready(self, peer: Peer) -> None:
         events: dict[str, Event] = {
             "store": ev.DataLoaded(num_train=20_000, num_eval=0, overlap=0, digest="d"),
-            "relay": ev.RelayReady(address="here"),
+            "relay": ev.RelayReady(address="here", bulk="here"),
             "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
             "rollout": ev.ReplicaReady(max_num_seqs=self._capacity, kv_capacity_tokens=1),
         }

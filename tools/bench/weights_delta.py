@@ -28,7 +28,6 @@ import contextlib
 import json
 import multiprocessing
 import queue
-import shutil
 import socket
 import statistics
 import struct
@@ -46,10 +45,20 @@ import torch
 import xxhash
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from laminar.weights import manifest as mf
-from laminar.weights.arena import SHARED_MEMORY
-from laminar.weights.delta import Block, Bytes, apply_block, encode_blocks, spans
-from laminar.weights.transfer import write_tensors
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.weights import manifest as mf  # noqa: E402
+from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.delta import (  # noqa: E402
+    Block,
+    Bytes,
+    apply_block,
+    encode_blocks,
+    spans,
+)
+from laminar.weights.transfer import write_tensors  # noqa: E402
+from tools.bench import weights_net as net  # noqa: E402
 
 ITEM_BYTES = 2
 STEPS, STEPS_QUICK = 30, 17
@@ -57,7 +66,7 @@ BACK = (1, 2, 4, 8, 16)  #: steps from a base to the last version
 ROUNDS = {1600: 4, 200: 2}  #: by rate of the hop, Mbit/s
 DELTAS = 10  #: sent in a round, for one full version
 SEQUENCES, TOKENS = 4, 32  #: of a training batch
-SENDER, RECEIVER = "127.0.0.2", "127.0.0.3"
+MACHINES = 2
 HEADER = struct.Struct("<IQ")  #: of a block on the wire: bytes of the payload, checksum
 FULL, DELTA, QUIT = b"f", b"d", b"q"
 BURST_BYTES = 128 << 10  #: what the emulated card sends at once; less than a delta
@@ -154,7 +163,7 @@ def cpu_median(operation: Callable[[], object], rounds: int = 5) -> float:
 
 def hop_figures(base: Bytes, new: Bytes, quick: bool) -> Iterator[dict[str, Any]]:
     """Runs this file again, in a namespace of its own if that is allowed."""
-    prefix = namespace()
+    prefix = net.namespace()
     emulation = "pacing" if prefix is None else "htb"
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
         np.save(Path(directory) / "base.npy", base)
@@ -171,27 +180,16 @@ def hop_figures(base: Bytes, new: Bytes, quick: bool) -> Iterator[dict[str, Any]
         }
 
 
-def namespace() -> list[str] | None:
-    """The command that gives a network of one's own, as root or as another user; None: neither."""
-    if not all(map(shutil.which, ("unshare", "ip", "tc"))):
-        return None
-    attempt = ["sh", "-c", "ip link set lo up && tc qdisc add dev lo root handle 1: htb"]
-    for prefix in (["unshare", "-n"], ["unshare", "-rn"]):
-        if subprocess.run([*prefix, *attempt], capture_output=True).returncode == 0:
-            return prefix
-    return None
-
-
 def hop(directory: Path, emulation: str, quick: bool) -> dict[int, tuple[float, float]]:
     """(seconds of the full version, of the delta) by rate; the shortest of interleaved rounds."""
     base, new = (np.load(directory / name) for name in ("base.npy", "new.npy"))
     if emulation == "htb":
-        open_network()
+        net.open_network(MACHINES)
     with connected(base) as connection:
         exchange(connection, FULL, base, new)  # the first one warms up and is not counted
         exchange(connection, DELTA, base, new)
         results = {}
-        limit = limit_by_class if emulation == "htb" else limit_by_pacing
+        limit = limit_by_card if emulation == "htb" else limit_by_pacing
         for rate, rounds in ROUNDS.items():
             limit(connection, rate)
             full, delta = [], []
@@ -208,7 +206,7 @@ def connected(base: Bytes) -> Iterator[socket.socket]:
     """A connection to a second process that holds `base` and rebuilds what it is sent."""
     with socket.socket() as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-        listener.bind((SENDER, 0))
+        listener.bind((net.host(0), 0))
         listener.listen()
         context = multiprocessing.get_context("fork")
         receiver = context.Process(target=receive, args=(listener.getsockname(), base), daemon=True)
@@ -258,7 +256,7 @@ def send_delta(connection: socket.socket, base: Bytes, new: Bytes) -> None:
 def receive(address: tuple[str, int], base: Bytes) -> None:
     """The other process: versions until QUIT, each answered with its digest."""
     base, out = base.copy(), np.zeros_like(base)
-    with socket.create_connection(address, source_address=(RECEIVER, 0)) as connection:
+    with socket.create_connection(address, source_address=(net.host(1), 0)) as connection:
         mode = bytearray(1)
         while True:
             read(connection, memoryview(mode))
@@ -295,29 +293,15 @@ def read(connection: socket.socket, view: memoryview) -> None:
         view = view[received:]
 
 
-# --- an emulated network card -----------------------------------------------------------------
+# --- the rate of the hop ----------------------------------------------------------------------
 
 
-def open_network() -> None:
-    """In a namespace of our own: loopback, with a class for what the sender's address sends."""
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    tc("qdisc add dev lo root handle 1: htb default 9")
-    tc("class add dev lo parent 1: classid 1:9 htb rate 100gbit quantum 200000")
-    tc("class add dev lo parent 1: classid 1:1 htb rate 100gbit quantum 200000")
-    tc(f"filter add dev lo parent 1: protocol ip u32 match ip src {SENDER} flowid 1:1")
-
-
-def limit_by_class(_: socket.socket, rate_mbit: int) -> None:
-    rate = f"rate {rate_mbit}mbit burst {BURST_BYTES} cburst {BURST_BYTES} quantum 200000"
-    tc(f"class change dev lo parent 1: classid 1:1 htb {rate}")
+def limit_by_card(_: socket.socket, rate_mbit: int) -> None:
+    net.limit(MACHINES, rate_mbit, BURST_BYTES)
 
 
 def limit_by_pacing(connection: socket.socket, rate_mbit: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate_mbit * 1_000_000 // 8)
-
-
-def tc(arguments: str) -> None:
-    subprocess.run(["tc", *arguments.split()], check=True)
 
 
 # --- all --------------------------------------------------------------------------------------

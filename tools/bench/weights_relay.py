@@ -14,25 +14,27 @@ import itertools
 import mmap
 import multiprocessing as mp
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import xxhash
 
+from laminar.weights import holding
 from laminar.weights import manifest as mf
 from laminar.weights.entrance import Identity
 from laminar.weights.plane import Plane, PlaneOptions
 from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Status
-from laminar.weights.slots import SlotTable
+from laminar.weights.slots import Lease, SlotTable
 
 RUN = "bench"
 ANSWER_S = 60.0
 Fill = Callable[[int, np.ndarray], None]  #: (version, bytes of a slot)
+_MADV_POPULATE_WRITE = 23  # Python's mmap has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ class RelayProcess:
         run: str = RUN,
         grants: bool = True,
         options: PlaneOptions | None = None,
-        in_child: Callable[[], None] = lambda: None,
+        time_hashes: bool = False,
     ) -> None:
-        """`grants`: whether it gives slots to the plane. `in_child` runs first in the process."""
+        """`grants`: whether it gives slots to the plane. `time_hashes`: for `usage`."""
         context = mp.get_context("fork")
         self.name = name
         self.happened: list[Happened] = []
@@ -91,7 +93,8 @@ class RelayProcess:
         stub = _Stub(identity, self.memory, fill, options or PlaneOptions(), grants)
 
         def main() -> None:
-            in_child()
+            if time_hashes:
+                mock.patch.object(holding, "xxhash", stub.hashes).start()
             self._pipe.close()
             stub.main(theirs, host)
 
@@ -113,6 +116,23 @@ class RelayProcess:
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
         return answer
 
+    def grant(self) -> int:
+        """A slot for a trainer that writes itself; `commit` follows."""
+        slot: int = self._call("grant")
+        return slot
+
+    def commit(self, slot: int, version: int, chunk_bytes: int) -> None:
+        """The slot is written; the relay hashes and publishes it after its answer."""
+        self._call("commit", slot, version, chunk_bytes)
+
+    def lease(self) -> tuple[int, int, int]:
+        """(lease, slot, version) of the latest version that is here."""
+        answer: tuple[int, int, int] = self._call("lease")
+        return answer
+
+    def release(self, lease_id: int) -> None:
+        self._call("release", lease_id)
+
     def publish_share(self, like: mf.Draft, rank: int) -> None:
         """Fill a slot, but count only the chunks of one rank as written."""
         self._call("publish_share", like, rank)
@@ -126,17 +146,19 @@ class RelayProcess:
         return answer
 
     def usage(self) -> tuple[float, float]:
-        """(CPU seconds of the process, seconds of its hashing)."""
+        """CPU seconds of (the thread that moves bytes, its hashing; with `time_hashes`)."""
         answer: tuple[float, float] = self._call("usage")
         return answer
 
-    def wait_for(self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S) -> Happened:
-        """The first report like this, from the start of the process on; TimeoutError."""
+    def wait_for(
+        self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S, since: float = 0.0
+    ) -> Happened:
+        """The first report like this, made at or after time.monotonic() `since`; TimeoutError."""
         deadline = time.monotonic() + timeout_s
         seen = 0
         while True:
             for happened in self.happened[seen:]:
-                if wanted(happened.report):
+                if happened.at >= since and wanted(happened.report):
                     return happened
             seen = len(self.happened)
             self._next_report(deadline)
@@ -187,6 +209,34 @@ class RelayProcess:
         return message
 
 
+class _TimedHashes:
+    """The hashes that the plane uses of xxhash, and the CPU seconds they take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[[Any], Any], data: Any) -> Any:
+        begun = time.thread_time()
+        result = function(data)
+        self.seconds += time.thread_time() - begun
+        return result
+
+    def xxh3_64_intdigest(self, data: Any) -> int:
+        return int(self.timed(xxhash.xxh3_64_intdigest, data))
+
+    def xxh3_128(self) -> _TimedHasher:
+        return _TimedHasher(self)
+
+
+class _TimedHasher:
+    def __init__(self, clock: _TimedHashes) -> None:
+        self._clock, self._hasher = clock, xxhash.xxh3_128()
+        self.hexdigest = self._hasher.hexdigest
+
+    def update(self, data: Any) -> None:
+        self._clock.timed(self._hasher.update, data)
+
+
 class _Stub:
     """What a relay's actor does with its plane, without its actor. Runs in the child."""
 
@@ -201,9 +251,12 @@ class _Stub:
         self.identity, self.memory, self.fill, self.grants = identity, memory, fill, grants
         self.options = options
         self.todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.hashes = _TimedHashes()
         self.slot_due = False
 
     def main(self, pipe: Any, host: str) -> None:
+        for slot in self.memory:
+            slot.madvise(_MADV_POPULATE_WRITE)
         self.plane = Plane(
             self.identity,
             lambda slot: memoryview(self.memory[slot]),
@@ -218,6 +271,8 @@ class _Stub:
             if kind == "report":
                 self._handle(value.report)
                 pipe.send((kind, value))
+            elif kind == "publish":
+                self._publish(*value)
             else:
                 method, args = value
                 pipe.send(("answer", getattr(self, f"do_{method}")(*args)))
@@ -263,7 +318,25 @@ class _Stub:
         self.plane.set_successor(chain, successor)
 
     def do_publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
-        slot = self._filled("trainer", version)
+        return self._publish(self._filled("trainer", version), version, chunk_bytes)
+
+    def do_grant(self) -> int:
+        grant = self.slots.grant("trainer")
+        assert grant is not None, self.slots
+        return grant.slot
+
+    def do_commit(self, slot: int, version: int, chunk_bytes: int) -> None:
+        self.todo.put(("publish", (slot, version, chunk_bytes)))
+
+    def do_lease(self) -> tuple[int, int, int]:
+        lease = self.slots.lease(0, "replica", exact=False)
+        assert isinstance(lease, Lease), lease
+        return lease.lease_id, lease.slot, lease.version
+
+    def do_release(self, lease_id: int) -> None:
+        self.slots.release(lease_id)
+
+    def _publish(self, slot: int, version: int, chunk_bytes: int) -> tuple[str, float]:
         view = memoryview(self.memory[slot])
         like = draft(version, view.nbytes, chunk_bytes)
         bounds = mf.chunk_bounds(like)
@@ -292,8 +365,10 @@ class _Stub:
         return self.plane.status()
 
     def do_usage(self) -> tuple[float, float]:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime, 0.0
+        mover = next(t for t in threading.enumerate() if t.name == "bulk-plane")
+        assert mover.ident is not None
+        clock = time.pthread_getcpuclockid(mover.ident)
+        return time.clock_gettime(clock), self.hashes.seconds
 
     def do_close(self) -> None:
         self.plane.close()

@@ -26,6 +26,7 @@ from laminar.core import (
     machine,
     membership,
     recovery,
+    relays,
     siblings,
     weights,
 )
@@ -211,6 +212,51 @@ def new_process_keeps_the_old_incarnation(plant: Planter) -> None:
     plant.replace_in(machine.HANDLERS, ev.ActorJoined, planted)
 
 
+# --- relays -----------------------------------------------------------------------------------
+
+
+def splice_is_not_sent(plant: Planter) -> None:
+    """A lost relay leaves the chain, and its predecessor never hears who comes next."""
+    forward = relays._forward
+
+    def planted(turn: Turn, relay: Any, successor: Any) -> None:
+        if isinstance(turn.stamped.event, ev.RelayReady):
+            forward(turn, relay, successor)
+
+    plant.replace(relays, "_forward", planted)
+
+
+def rejoined_relay_is_not_fed(plant: Planter) -> None:
+    """Its predecessor is told nothing when it is ready again."""
+    join = relays.join
+
+    def planted(turn: Turn, actor: Any, bulk: str) -> Any:
+        with mock.patch.object(relays, "_forward", lambda turn, relay, successor: None):
+            return join(turn, actor, bulk)
+
+    plant.replace(relays, "join", planted)
+
+
+def owed_republish_is_forgotten(plant: Planter) -> None:
+    """The relay of the trainer's machine comes back empty, and nobody publishes again."""
+    plant.replace(weights, "owe_newest", lambda turn: None)
+
+
+def missing_version_is_not_waited_for(plant: Planter) -> None:
+    plant.replace(relays, "await_newest", lambda turn, relay: None)
+
+
+def slow_relay_leaves_the_chain_broken(plant: Planter) -> None:
+    """It goes to the end, and everybody still feeds whom they fed."""
+    move_slow = relays._move_slow
+
+    def planted(turn: Turn) -> None:
+        with mock.patch.object(relays, "relink", lambda turn: None):
+            move_slow(turn)
+
+    plant.replace(relays, "_move_slow", planted)
+
+
 # --- the tick, the log and the session --------------------------------------------------------
 
 
@@ -383,6 +429,11 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     dead_replica_keeps_its_work,
     draining_replica_is_not_emptied_before_a_pull,
     new_process_keeps_the_old_incarnation,
+    splice_is_not_sent,
+    rejoined_relay_is_not_fed,
+    owed_republish_is_forgotten,
+    missing_version_is_not_waited_for,
+    slow_relay_leaves_the_chain_broken,
     commands_leave_before_the_sync,
     sync_is_left_out,
     decisions_are_not_logged,

@@ -161,22 +161,34 @@ def _prompts() -> list[store.PromptPayload]:
     return [samples.prompt(index) for index in range(samples.PROMPTS)]
 
 
+ARENA = "/dev/shm/laminar-arena"
+
+
 def _to_relay() -> list[relay.Request]:
     return [
         relay.OpenArena(version_bytes=512),
-        relay.GrantSlot(),
-        relay.CommitSlot(slot=1, version=7, step=6, dtype="float32", tensors=TENSORS, probe=PROBE),
+        relay.GrantSlot(arena=ARENA),
+        relay.CommitSlot(
+            arena=ARENA,
+            slot=1,
+            version=7,
+            step=6,
+            dtype="float32",
+            tensors=TENSORS,
+            probe=PROBE,
+        ),
         relay.LeaseVersion(version=7, exact=True),
-        relay.ReleaseLease(lease_id=3),
+        relay.ReleaseLease(arena=ARENA, lease_id=3),
     ]
 
 
 def _from_relay() -> list[relay.Reply]:
     return [
-        relay.ArenaOpened(path="/dev/shm/laminar-arena"),
+        relay.ArenaOpened(arena=ARENA),
+        relay.OtherArena(),
         relay.SlotGranted(slot=-1),
         relay.Committed(),
-        relay.Leased(lease_id=3, slot=1, arena="/dev/shm/a", manifest=manifest.encode(build())),
+        relay.Leased(lease_id=3, slot=1, arena=ARENA, manifest=manifest.encode(build())),
         relay.Gone(held=(6, 7)),
         relay.Released(valid=True),
     ]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Idle:
     """A process that does nothing."""
 
+    listens = True  #: to requests of other processes
+
     def __init__(self, process: SimProcess) -> None:
         self.process = process
         self.world = process.world

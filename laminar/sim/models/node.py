@@ -1,4 +1,4 @@
-"""The node's model: starts the processes of its machine, sees them end, starts replicas again.
+"""The node's model: starts the processes of its machine, sees them end, starts some of them again.
 
 Reads   RestartActor commands; the ends of its processes
 Emits   ProcessExited, once per process that ended
@@ -18,7 +18,7 @@ DUMP_NS = seconds(0.5)
 """How long a process that is to be restarted has to write its stacks."""
 GRACE_NS = seconds(10.0)
 POLL_NS = seconds(0.1)
-RESTARTED_ROLES = ("rollout",)
+RESTARTED_ROLES = ("rollout", "relay")
 
 
 class Node(Idle):
@@ -44,9 +44,10 @@ class Node(Idle):
             child.die(EXIT_KILLED)
 
     def child_ended(self, child: SimProcess, boot_id: str, code: int) -> None:
-        """Report it, and start a replica that did not end by itself again."""
+        """Report it, and start a replica or relay that did not end by itself again."""
         restarts = self.restarts.get(child.name, 0)
         may = child.role in RESTARTED_ROLES and restarts < self.scenario.max_restarts
+        may = may and not self.world.faults.dead_for_good(child)
         restarting = may and code != 0 and not self.stopping
         exited = ev.ProcessExited(
             actor=child.name, boot_id=boot_id, code=code, restarting=restarting

@@ -29,7 +29,7 @@ from laminar.weights.slots import VersionGone
 
 FINISH_DELAY_NS = 2 * MS
 LOADS_MAX = 2
-STORE, RELAY = "store-0", "relay-0"
+STORE = "store-0"
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Rollout(Idle):
     def start(self) -> None:
         self.running: dict[str, Running] = {}
         self.digest = ""
+        self._relay = ids.actor_name("relay", self.process.node, 0)
         self.engine = SimEngine(
             self.process, self.scenario.engine, self.scenario.slots, self._on_finished
         )
@@ -116,7 +117,7 @@ class Rollout(Idle):
         )
         self.process.emit(started)
         if self.world.faults.poisonous(command):
-            self.world.checks.poisoned(command, self.process.boot_id)
+            self.world.checks.poisoned(command, self.process.node)
             self.process.after(seconds(0.1), self.process.die, EXIT_KILLED)
         elif self.world.faults.refuses(command):
             self._give_up(command.trajectory, "bad-logprobs")
@@ -301,7 +302,7 @@ class Rollout(Idle):
 
     def _pull(self, command: cmd.PullWeights, load: int) -> None:
         request = r.Lease(command.version, command.exact)
-        self.process.client.call(RELAY, request, partial(self._leased, command, load))
+        self.process.client.call(self._relay, request, partial(self._leased, command, load))
 
     def _leased(self, command: cmd.PullWeights, load: int, lease: r.Leased | VersionGone) -> None:
         if isinstance(lease, VersionGone):
@@ -313,7 +314,8 @@ class Rollout(Idle):
 
     def _loaded(self, command: cmd.PullWeights, load: int, lease: r.Leased, corrupt: bool) -> None:
         then = partial(self._released, command, load, lease, corrupt)
-        self.process.client.call(RELAY, r.Release(lease.lease_id), then)
+        release = r.Release(lease.boot, lease.lease_id)
+        self.process.client.call(self._relay, release, then)
 
     def _released(
         self, command: cmd.PullWeights, load: int, lease: r.Leased, corrupt: bool, valid: bool

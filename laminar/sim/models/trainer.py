@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -58,7 +57,7 @@ class Trainer(Idle):
             request = s.Fetch(tuple(command.trajectories))
             self.process.client.call(self._store, request, lambda rows: self._train(command, rows))
         elif isinstance(command, cmd.PublishWeights):
-            self._with_slot(lambda: self._publish(command.version, command.step, self._next))
+            self._publish_somehow(command.version, command.step, self._next)
         elif isinstance(command, cmd.ExportModel):
             self.process.compute(EXPORT_S, self._export, command)
 
@@ -75,14 +74,20 @@ class Trainer(Idle):
             self.digest = f"w{command.step + 1}"
         if self.slot >= 0 and not self.world.faults.publish_fails():
             self._publish(
-                command.version, command.step + 1, lambda: self._completed(command, changed)
+                command.version,
+                command.step + 1,
+                lambda: self._completed(command, changed),
+                lambda: self._skipped(command, changed),
             )
         else:
-            skipped = ev.PublishSkipped(
-                version=command.version, step=command.step + 1, reason="no slot was free"
-            )
-            self.process.emit(skipped)
-            self._completed(command, changed)
+            self._skipped(command, changed)
+
+    def _skipped(self, command: cmd.TrainStep, changed: bool) -> None:
+        skipped = ev.PublishSkipped(
+            version=command.version, step=command.step + 1, reason="no slot was free"
+        )
+        self.process.emit(skipped)
+        self._completed(command, changed)
 
     def _completed(self, command: cmd.TrainStep, changed: bool) -> None:
         self.world.checks.trained(command)
@@ -103,17 +108,27 @@ class Trainer(Idle):
             self.process.emit(ev.ModelExported(version=command.version, path="export"))
             self._next()
 
-        self._with_slot(lambda: self._publish(command.version, command.step, published))
+        self._publish_somehow(command.version, command.step, published)
 
     # --- slots --------------------------------------------------------------------------------
 
-    def _publish(self, version: int, step: int, then: Callable[[], None]) -> None:
+    def _publish_somehow(self, version: int, step: int, then: Callable[[], None]) -> None:
+        """Again if the relay has died with the slot."""
+
+        def again() -> None:
+            self._publish_somehow(version, step, then)
+
+        self._with_slot(lambda: self._publish(version, step, then, again))
+
+    def _publish(
+        self, version: int, step: int, then: Callable[[], None], refused: Callable[[], None]
+    ) -> None:
         commit = r.Commit(self.slot, version, step, self.digest)
         self.slot = -1
 
-        def committed(_: Any) -> None:
+        def committed(taken: bool) -> None:
             self._ask_slot()
-            then()
+            (then if taken else refused)()
 
         self.process.client.call(self._relay, commit, committed)
 

@@ -1,0 +1,153 @@
+"""What the tests of actors share: a host without a coordinator, small versions, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from laminar.actors.clients import RelayClient
+from laminar.config import Config, load
+from laminar.events import commands as cmd
+from laminar.events.base import Event
+from laminar.net.client import read_address
+from laminar.net.rpc import RpcClient
+from laminar.weights import manifest as mf
+from laminar.weights import messages as m
+from laminar.weights.arena import Arena
+from laminar.weights.transfer import write_tensors
+
+DEADLINE_S = 30.0
+MINIMAL = ["model.name=none", "data.dataset=none"]
+PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1)
+SHAPE = (4, 16)
+SPECS = mf.layout([("w", SHAPE)], "float32")
+VERSION_BYTES = mf.check_tensors(SPECS)
+
+_boots = itertools.count(1)
+Kind = TypeVar("Kind", bound=Event)
+
+
+class FakeHost:
+    """An actor's host: events are kept, tasks run, a failure is noted."""
+
+    def __init__(
+        self, run_dir: Path, name: str, *settings: str, node: str = "node-0", incarnation: int = 1
+    ) -> None:
+        self.run_dir, self.name, self.node = run_dir, name, node
+        self.role, self.address = name.rpartition("-")[0], "127.0.0.1"
+        self.boot_id = f"{name}-{next(_boots):016x}"
+        self.incarnation = incarnation
+        self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
+        self.log = structlog.get_logger()
+        self.events: list[Event] = []
+        self.failures: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def emit(self, event: Event, **context: Any) -> None:
+        self.events.append(event)
+
+    def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
+        pass
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.fail(repr(task.exception()))
+
+    def fail(self, reason: str, exit_code: int = 1) -> None:
+        self.failures.append(reason)
+
+    def client(self, server: str) -> RpcClient:
+        file = self.run_dir / f"{server}.json"
+        return RpcClient(
+            lambda: read_address(file),
+            self.name,
+            self.role,
+            self.boot_id,
+            server=server,
+            heartbeat_ms=self.config.coordinator.heartbeat_ms,
+        )
+
+    def end(self) -> None:
+        """What a killed process does: none of its tasks goes on."""
+        for task in self._tasks:
+            task.cancel()
+
+    def all(self, kind: type[Kind]) -> list[Kind]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def wait(self, kind: type[Kind], count: int = 1) -> Kind:
+        """The event of this kind with this number, from 1."""
+        await until(lambda: len(self.all(kind)) >= count or bool(self.failures))
+        assert not self.failures, self.failures
+        return self.all(kind)[count - 1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def order(command_id: int, command: Any) -> list[tuple[cmd.Order, Any]]:
+    return [(cmd.Order(command_id=command_id, cause=1, command=command), command)]
+
+
+def tensor(version: int) -> torch.Tensor:
+    """The weights of a version."""
+    return torch.full(SHAPE, float(version))
+
+
+class Writer:
+    """A trainer's side of the relay, step by step."""
+
+    def __init__(self, host: FakeHost, relay: str) -> None:
+        self.host = host
+        self.relay = RelayClient(host.client(relay))
+        self.arena = ""
+
+    async def open(self) -> None:
+        await self.relay.start()
+        while not self.arena:
+            request = m.OpenArena(version_bytes=VERSION_BYTES)
+            self.arena = (await self.relay.ask(request, m.ArenaOpened)).arena
+            await asyncio.sleep(0.005)
+
+    async def grant(self) -> int:
+        slot = -1
+        while slot < 0:
+            granted = await self.relay.ask(m.GrantSlot(arena=self.arena), m.SlotGranted)
+            slot = granted.slot
+        return slot
+
+    def write(self, slot: int, version: int) -> None:
+        view = Arena.attach(Path(self.arena)).slot(slot)
+        write_tensors(view, SPECS, [("w", tensor(version))])
+
+    async def publish(self, version: int) -> None:
+        slot = await self.grant()
+        self.write(slot, version)
+        await self.relay.ask(commit(self.arena, slot, version), m.Committed)
+
+
+def commit(arena: str, slot: int, version: int) -> m.CommitSlot:
+    return m.CommitSlot(
+        arena=arena,
+        slot=slot,
+        version=version,
+        step=version,
+        dtype="float32",
+        tensors=SPECS,
+        probe=PROBE,
+    )

@@ -1,0 +1,183 @@
+"""Who gets which slot of a relay: writers by process, other arenas, pins, limits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from laminar.actors.relay_slots import CHAIN, RelaySlots
+from laminar.weights import manifest as mf
+from laminar.weights import messages as m
+from laminar.weights.arena import Arena, ArenaError
+from laminar.weights.slots import SlotError
+from laminar.weights.transfer import write_tensors
+from tests.actors.parts import SPECS, VERSION_BYTES, commit, tensor
+
+TRAINER = "trainer-0-a1"
+
+
+def slots_in(directory: Path, max_bytes: int = 1 << 20, slots: int = 3) -> RelaySlots:
+    return RelaySlots(directory / "arena", slots, max_bytes, lambda version: True)
+
+
+@pytest_asyncio.fixture
+async def slots(tmp_path: Path) -> AsyncIterator[RelaySlots]:
+    made = slots_in(tmp_path)
+    await made.make(VERSION_BYTES)
+    yield made
+    made.close()
+    assert not (tmp_path / "arena").exists()
+
+
+def arena_of(slots: RelaySlots) -> str:
+    opened = slots.opened(VERSION_BYTES)
+    assert opened is not None
+    return opened.arena
+
+
+def grant(slots: RelaySlots, boot_id: str = TRAINER) -> int:
+    granted = slots.grant(boot_id, m.GrantSlot(arena=arena_of(slots)))
+    assert isinstance(granted, m.SlotGranted)
+    return granted.slot
+
+
+async def publish(slots: RelaySlots, version: int, boot_id: str = TRAINER) -> mf.Manifest | None:
+    slot = grant(slots, boot_id)
+    write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(version))])
+    request = commit(arena_of(slots), slot, version)
+    assert slots.begin_commit(boot_id, request)
+    return await slots.digest(boot_id, request)
+
+
+def held_over_chain(slots: RelaySlots, manifest: mf.Manifest) -> bool:
+    return slots.keep(CHAIN, slots.grant_to_chain(), manifest)
+
+
+async def test_a_restarted_trainer_does_not_inherit_what_its_former_self_was_writing(
+    slots: RelaySlots,
+) -> None:
+    old = grant(slots)
+    assert grant(slots) == old  # asked again
+    new = grant(slots, "trainer-0-b2")
+    with pytest.raises(SlotError, match="not granted to trainer-0-a1"):
+        slots.begin_commit(TRAINER, commit(arena_of(slots), old, 5))
+    assert slots.begin_commit("trainer-0-b2", commit(arena_of(slots), new, 6))
+    assert len({grant(slots, f"trainer-{n}-x") for n in range(1, 3)}) == 2  # none was lost
+
+
+async def test_a_trainer_of_another_name_does_not_end_this_ones_grant(slots: RelaySlots) -> None:
+    mine, theirs = grant(slots), grant(slots, "trainer-1-c3")
+    assert mine != theirs
+    assert grant(slots) == mine
+
+
+async def test_a_slot_is_digested_to_the_end_also_when_its_writer_was_started_again(
+    slots: RelaySlots,
+) -> None:
+    slot = grant(slots)
+    write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(3))])
+    request = commit(arena_of(slots), slot, 3)
+    assert slots.begin_commit(TRAINER, request)
+    assert grant(slots, "trainer-0-b2") not in (-1, slot)
+    assert await slots.digest(TRAINER, request) is not None
+    assert slots.held == (3,)
+
+
+async def test_no_second_slot_while_the_first_is_digested(slots: RelaySlots) -> None:
+    slot = grant(slots)
+    request = commit(arena_of(slots), slot, 3)
+    assert slots.begin_commit(TRAINER, request)
+    assert grant(slots) == -1
+    assert not slots.begin_commit(TRAINER, request)  # asked again after a reconnect
+    await slots.digest(TRAINER, request)
+    assert grant(slots) >= 0
+
+
+async def test_requests_about_a_former_relays_arena_change_nothing(slots: RelaySlots) -> None:
+    await publish(slots, 1)
+    lease = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
+    assert isinstance(lease, m.Leased)
+    other = arena_of(slots) + "-of-a-former-relay"
+    assert isinstance(slots.grant(TRAINER, m.GrantSlot(arena=other)), m.OtherArena)
+    void = slots.release(m.ReleaseLease(arena=other, lease_id=lease.lease_id))
+    assert isinstance(void, m.OtherArena)
+    assert slots.is_other(other)
+    assert slots.release(m.ReleaseLease(arena=arena_of(slots), lease_id=lease.lease_id)).valid
+
+
+async def test_any_kept_version_is_leased_and_others_are_named(slots: RelaySlots) -> None:
+    for version in (4, 7):
+        await publish(slots, version)
+    for wanted, exact, found in ((4, True, 4), (7, True, 7), (4, False, 7), (0, False, 7)):
+        lease = slots.lease("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
+        assert isinstance(lease, m.Leased)
+        assert mf.decode(lease.manifest).version == found
+        slots.release(m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id))
+    for wanted, exact in ((5, True), (8, False)):
+        gone = slots.lease("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
+        assert gone == m.Gone(held=(4, 7))
+
+
+async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: RelaySlots) -> None:
+    await publish(slots, 1)
+    old = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
+    new = slots.lease("rollout-0-y", m.LeaseVersion(version=1, exact=True))
+    assert isinstance(old, m.Leased) and isinstance(new, m.Leased)
+    slots.reader_lost("rollout-0-x")
+    arena = arena_of(slots)
+    assert not slots.release(m.ReleaseLease(arena=arena, lease_id=old.lease_id)).valid
+    assert slots.release(m.ReleaseLease(arena=arena, lease_id=new.lease_id)).valid
+
+
+async def test_a_pin_may_come_before_its_version(slots: RelaySlots) -> None:
+    slots.pin(2)
+    for version in (1, 2, 3, 4, 5):
+        await publish(slots, version)
+    assert 2 in slots.held
+    slots.pin(-1)
+    await publish(slots, 6)
+    await publish(slots, 7)
+    assert 2 not in slots.held
+
+
+async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:
+    slots = slots_in(tmp_path)
+    slots.pin(1)
+    await slots.make(VERSION_BYTES)
+    for version in (1, 2, 3, 4):
+        await publish(slots, version)
+    assert 1 in slots.held
+
+
+async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_useless(
+    slots: RelaySlots,
+) -> None:
+    manifest = await publish(slots, 1)
+    assert manifest is not None
+    slot = grant(slots)
+    request = commit(arena_of(slots), slot, 2)
+    assert slots.begin_commit(TRAINER, request)
+    newer = mf.decode(mf.encode(manifest).replace(b"\xa7version\x01", b"\xa7version\x03"))
+    assert held_over_chain(slots, newer)
+    assert await slots.digest(TRAINER, request) is None
+    assert slots.held == (1, 3)
+    assert grant(slots) >= 0  # the slot was given back
+    with pytest.raises(SlotError, match="version 2 is older than 3"):
+        slots.begin_commit(TRAINER, commit(arena_of(slots), grant(slots), 2))
+
+
+async def test_fewer_slots_where_memory_is_short_and_a_clear_refusal(tmp_path: Path) -> None:
+    fewer = slots_in(tmp_path, max_bytes=4 * VERSION_BYTES, slots=8)
+    await fewer.make(VERSION_BYTES)
+    assert Arena.attach(tmp_path / "arena").slots == 4
+    with pytest.raises(ArenaError, match=f"have {VERSION_BYTES} bytes, {VERSION_BYTES + 64}"):
+        await fewer.make(VERSION_BYTES + 64)
+    fewer.close()
+    short = slots_in(tmp_path, max_bytes=2 * VERSION_BYTES)
+    with pytest.raises(SlotError, match=r"raise weights\.max_bytes"):
+        await short.make(VERSION_BYTES)
+    assert short.opened(VERSION_BYTES) is None
+    assert short.lease("rollout-0-x", m.LeaseVersion(version=0, exact=False)) == m.Gone(held=())

@@ -1,0 +1,200 @@
+"""A replica's way to its relay: what is proved is served, whatever becomes of the relay."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from laminar.actors import weight_loader
+from laminar.actors.clients import RelayClient
+from laminar.actors.weight_loader import WeightLoader
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.weights import messages as m
+from laminar.weights.arena import Arena
+from tests.actors.parts import PROBE, FakeHost, Writer, until
+from tests.actors.test_relay import Machine
+
+
+class FakeEngine:
+    """Copies the one tensor; scores the probe as the trainer did."""
+
+    def __init__(self) -> None:
+        self.value = -1.0
+        self.loads = 0
+        self.during: Callable[[], None] = lambda: None
+
+    def load_weights(self, tensors: Any) -> None:
+        self.loads += 1
+        for _, tensor in tensors:
+            self.value = float(torch.clone(tensor)[0, 0])
+        self.during()
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return [list(row) for row in PROBE.logprobs]
+
+
+class Runner:
+    """An engine runner without its thread."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.between: Any = None  #: awaited after a load
+
+    async def call(self, work: Callable[[Any], Any]) -> Any:
+        result = work(self.engine)
+        if self.between is not None:
+            await self.between()
+        return result
+
+
+class Replica:
+    def __init__(self, run_dir: Path) -> None:
+        self.host = FakeHost(run_dir, "rollout-0")
+        self.engine = FakeEngine()
+        self.runner = Runner(self.engine)
+        self.relay = RelayClient(self.host.client("relay-0"))
+        self.loader = WeightLoader(self.host, self.relay, self.runner)  # type: ignore[arg-type]
+
+    async def pull(self, version: int = 0, exact: bool = False) -> ev.Event:
+        """What it says in the end."""
+        command = cmd.PullWeights(to="rollout-0", version=version, exact=exact, purpose="newer")
+        before = len(self.host.events)
+        await self.loader.pull(cmd.Order(command_id=1, cause=1, command=command), command)
+        (said,) = self.host.events[before:]
+        return said
+
+
+@pytest_asyncio.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path, 0)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture
+async def trainer(relay: Machine) -> Writer:
+    return await relay.trainer()
+
+
+@pytest_asyncio.fixture
+async def replica(tmp_path: Path, relay: Machine) -> AsyncIterator[Replica]:
+    made = Replica(tmp_path)
+    await made.relay.start()
+    yield made
+    await made.relay.close(0.0)
+
+
+async def publish(relay: Machine, trainer: Writer, *versions: int) -> None:
+    for version in versions:
+        await trainer.publish(version)
+        await until(lambda v=version: v in relay.relay.slots.held)
+
+
+async def test_any_kept_version_can_be_pulled_at_any_time(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1, 2, 3)
+    for wanted, exact, found in ((2, True, 2), (1, True, 1), (2, False, 3), (1, True, 1)):
+        loaded = await replica.pull(wanted, exact)
+        assert isinstance(loaded, ev.WeightsLoaded)
+        assert (loaded.version, replica.engine.value) == (found, float(found))
+    gone = await replica.pull(7)
+    assert gone == ev.VersionGone(version=7, held=(1, 2, 3))
+
+
+async def test_equal_weights_are_not_loaded_again(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1)
+    await replica.pull()
+    loaded = await replica.pull()
+    assert isinstance(loaded, ev.WeightsLoaded)
+    assert (loaded.reloaded, replica.engine.loads) == (False, 1)
+
+
+async def test_the_relay_dies_while_the_slot_is_read_and_the_load_counts(
+    relay: Machine, trainer: Writer, replica: Replica, tmp_path: Path
+) -> None:
+    await publish(relay, trainer, 1)
+    again = Machine(tmp_path, 0, incarnation=2)
+
+    async def another() -> None:
+        await relay.kill()
+        await again.start()
+
+    replica.runner.between = another
+    loaded = await replica.pull()
+    assert isinstance(loaded, ev.WeightsLoaded)
+    assert (loaded.version, replica.engine.loads) == (1, 1)
+    replica.runner.between = None
+    assert await replica.pull(1) == ev.VersionGone(version=1, held=())
+    await publish(again, await again.trainer(), 2)
+    loaded = await replica.pull(2)  # out of the other arena
+    assert isinstance(loaded, ev.WeightsLoaded)
+    assert (loaded.version, replica.engine.value) == (2, 2.0)
+    await again.stop()
+
+
+async def test_a_relay_that_is_gone_does_not_keep_a_loaded_replica_from_serving(
+    relay: Machine, trainer: Writer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_loader, "RELEASE_S", 0.1)
+    await publish(relay, trainer, 1)
+    replica.runner.between = relay.kill
+    loaded = await replica.pull()
+    assert isinstance(loaded, ev.WeightsLoaded)
+
+
+async def test_a_relay_that_does_not_answer_holds_nothing(
+    relay: Machine, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await relay.kill()
+
+    async def ask(*asked: object, **options: object) -> m.Leased:
+        raise TimeoutError("the relay-0 did not answer")
+
+    monkeypatch.setattr(replica.relay, "ask", ask)
+    assert await replica.pull(3) == ev.VersionGone(version=3, held=())
+
+
+async def test_an_arena_that_went_with_its_relay_is_asked_for_again_later(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1)
+    Arena.unlink(Path(trainer.arena))
+    assert await replica.pull(1) == ev.VersionGone(version=1, held=())
+
+
+async def test_bytes_that_changed_under_the_reader_are_loaded_again(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1)
+    lease = await relay.lease(1)
+    assert isinstance(lease, m.Leased)
+    view = Arena.attach(Path(lease.arena)).slot(lease.slot)
+    right = view.copy()
+
+    def spoil_once() -> None:
+        view[:] = 7 if replica.engine.loads == 1 else right
+
+    replica.engine.during = spoil_once
+    loaded = await replica.pull()
+    assert isinstance(loaded, ev.WeightsLoaded)
+    assert replica.engine.loads == 2
+
+
+async def test_a_load_that_fails_twice_is_rejected(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1)
+    replica.engine.score = lambda sequences: [[-9.0]]  # type: ignore[method-assign]
+    rejected = await replica.pull()
+    assert isinstance(rejected, ev.WeightsRejected)
+    assert "differ from the trainer's by 8.5" in rejected.reason

@@ -1,0 +1,191 @@
+"""The trainer's way to a relay that may die at any moment: a step never waits, nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from laminar.actors import weight_publisher
+from laminar.actors.clients import RelayClient
+from laminar.actors.weight_publisher import WeightPublisher
+from laminar.events import events as ev
+from laminar.net.rpc import RpcError
+from laminar.weights import messages as m
+from tests.actors.parts import PROBE, SHAPE, FakeHost, until
+from tests.actors.test_relay import Machine, content
+
+
+class Weights(torch.nn.Module):
+    """A model of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(SHAPE))
+
+    def become(self, version: int) -> None:
+        with torch.no_grad():
+            self.w.fill_(float(version))
+
+
+class Trainer:
+    def __init__(self, run_dir: Path, relay: str = "relay-0") -> None:
+        self.host = FakeHost(run_dir, "trainer-0")
+        self.model = Weights()
+        client = RelayClient(self.host.client(relay))
+        self.publisher = WeightPublisher(
+            self.host,  # type: ignore[arg-type]
+            client,
+            self.model,  # type: ignore[arg-type]
+            "float32",
+            lambda: PROBE,
+        )
+
+    async def step(self, version: int) -> None:
+        self.model.become(version)
+        await self.publisher.publish(version, version, event_seq=1)
+
+    async def slot_is_there(self) -> None:
+        await until(lambda: self.publisher._slot >= 0)
+
+    def skipped(self) -> list[tuple[int, str]]:
+        return [(event.version, event.reason) for event in self.host.all(ev.PublishSkipped)]
+
+
+@pytest_asyncio.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path, 0)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture
+async def trainer(
+    tmp_path: Path, relay: Machine, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Trainer]:
+    monkeypatch.setattr(weight_publisher, "RELAY_CHECK_S", 0.05)
+    made = Trainer(tmp_path)
+    await made.publisher.start()
+    yield made
+    made.host.end()
+    await made.publisher.relay.close(0.0)
+    assert not made.host.failures
+
+
+async def restarted(relay: Machine, tmp_path: Path) -> Machine:
+    """Kill this relay; the one in its place is stopped with it."""
+    await relay.kill()
+    again = Machine(tmp_path, 0, incarnation=relay.host.incarnation + 1)
+    await again.start()
+    return again
+
+
+async def test_every_step_is_published_when_slots_are_free(
+    relay: Machine, trainer: Trainer
+) -> None:
+    for version in range(1, 6):
+        await trainer.slot_is_there()
+        await trainer.step(version)
+        await relay.host.wait(ev.WeightsPublished, version)
+    assert trainer.skipped() == []
+    assert content(await relay.lease(5)) == (5, 5.0)
+
+
+async def test_a_step_without_a_slot_is_skipped_at_once_and_published_when_asked_for(
+    relay: Machine, trainer: Trainer
+) -> None:
+    leases = []
+    for version in range(1, 4):
+        await trainer.slot_is_there()
+        await trainer.step(version)
+        await relay.host.wait(ev.WeightsPublished, version)
+        leases.append(await relay.lease(version, exact=True))
+    await trainer.step(4)
+    assert trainer.skipped() == [(4, "no slot was free")]
+    lease = leases[0]
+    assert isinstance(lease, m.Leased)
+    relay.relay.slots.release(m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id))
+    assert await trainer.publisher.publish_owed(4, 4)
+    await relay.host.wait(ev.WeightsPublished, 4)
+    assert content(await relay.lease(4)) == (4, 4.0)
+
+
+async def test_steps_go_on_while_the_relay_is_away_and_the_owed_version_follows(
+    relay: Machine, trainer: Trainer, tmp_path: Path
+) -> None:
+    await trainer.slot_is_there()
+    await trainer.step(1)
+    await relay.host.wait(ev.WeightsPublished)
+    await trainer.slot_is_there()
+    await relay.kill()
+    await trainer.step(2)  # into the arena of the dead relay, as nobody knows yet
+    await trainer.step(3)
+    assert trainer.skipped() == [(3, "no slot was free")]
+    again = Machine(tmp_path, 0, incarnation=2)
+    await again.start()
+    await trainer.host.wait(ev.PublishSkipped, 2)
+    assert trainer.skipped()[1] == (2, "the relay was started again")
+    assert await trainer.publisher.publish_owed(3, 3)
+    assert (await again.host.wait(ev.WeightsPublished)).version == 3
+    assert content(await again.lease(0)) == (3, 3.0)
+    await again.stop()
+
+
+async def test_a_new_relay_is_noticed_before_the_next_publish(
+    relay: Machine, trainer: Trainer, tmp_path: Path
+) -> None:
+    await trainer.slot_is_there()
+    again = await restarted(relay, tmp_path)
+    await until(lambda: again.relay.slots.opened(1) is not None)
+    await trainer.slot_is_there()
+    await until(lambda: str(again.relay.slots._path) == str(trainer.publisher._arena.path))
+    await trainer.slot_is_there()
+    await trainer.step(1)
+    await again.host.wait(ev.WeightsPublished)
+    assert trainer.skipped() == []
+    await again.stop()
+
+
+async def test_an_owed_publish_survives_the_death_of_the_relay_in_the_middle(
+    relay: Machine, trainer: Trainer, tmp_path: Path
+) -> None:
+    await trainer.slot_is_there()
+    await relay.kill()
+    again = Machine(tmp_path, 0, incarnation=2)
+    trainer.host.spawn(_start(again))
+    trainer.model.become(7)
+    assert await trainer.publisher.publish_owed(7, 7)
+    await again.host.wait(ev.WeightsPublished)
+    assert content(await again.lease(7, exact=True)) == (7, 7.0)
+    assert trainer.skipped() == []  # it was published under its command
+    await again.stop()
+
+
+async def _start(machine: Machine) -> None:
+    await machine.start()
+
+
+async def test_an_owed_publish_gives_up_in_time(
+    relay: Machine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_publisher, "SLOT_WAIT_S", 0.3)
+    await trainer.slot_is_there()
+    await trainer.step(1)
+    await relay.kill()
+    assert not await trainer.publisher.publish_owed(2, 2)
+
+
+async def test_slots_that_cannot_be_had_end_the_start_with_the_relays_sentence(
+    tmp_path: Path,
+) -> None:
+    relay = Machine(tmp_path, 1, "weights.max_bytes=100")
+    await relay.start()
+    trainer = Trainer(tmp_path, "relay-1")
+    with pytest.raises(RpcError, match=r"raise weights\.max_bytes"):
+        await trainer.publisher.start()
+    await trainer.publisher.close()
+    await relay.stop()
