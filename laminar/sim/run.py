@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     virtual_s: float
     trajectories: int  #: issued
     coordinators: int
-    replays: int  #: of the whole log and of what follows each snapshot, at the end of the run
+    replays: int  #: of the whole log and of what follows a snapshot, at the end of the run
     faults: tuple[str, ...]  #: kinds that were active
     failure: str  #: why the run failed, as it must without a process that it needs; else empty
     invariant: str  #: name of the broken promise; empty: none
