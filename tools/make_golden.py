@@ -132,6 +132,19 @@ RUNS = (
         ("dropped:restarted", "TimerFired -> AbortTrajectories"),
         {"batch_wait_ms": 5_000},
     ),
+    Recipe(
+        "relays_lost",
+        "relays die, are spliced out and come back, also that of the trainer's machine",
+        ("relay-dies", "relay-replaced"),
+        ("event:RelayLinked", "RelayReady -> ForwardWeights", "RelayReady -> PublishWeights"),
+        {"nodes": 3, "replicas": 3},
+    ),
+    Recipe(
+        "chunks_damaged",
+        "weights arrive damaged at a relay, and are asked for again",
+        ("chunk-damaged", "relay-slow"),
+        ("event:TransferTrouble",),
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "failed",
