@@ -28,6 +28,8 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, format, number of slots, bytes of a 
 _FORMAT = 1
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+_POPULATE_BYTES = 16 << 20
+"""Filled in one call: Python's other threads stand still during it, and have heartbeats to send."""
 
 
 class ArenaError(RuntimeError):
@@ -151,7 +153,8 @@ def _map(fd: int, path: Path, total: int) -> mmap.mmap:
     """Map the file and put all its pages into this process's page table."""
     memory = mmap.mmap(fd, total)
     try:
-        memory.madvise(_MADV_POPULATE_WRITE)
+        for start in range(0, total, _POPULATE_BYTES):
+            memory.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, total - start))
     except OSError as error:
         # An older kernel does not know the advice; then the first copy is slow, and only it.
         if error.errno != errno.EINVAL:

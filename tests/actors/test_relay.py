@@ -80,7 +80,9 @@ class Machine:
     async def stop(self) -> None:
         for writer in self._writers:
             await writer.relay.close(0.0)
-        if not self.killed:
+        if self.killed:
+            self.relay.slots.close()  # what its machine's next relay would do
+        else:
             await self.relay.stop()
         assert not self.host.failures
 
@@ -203,7 +205,9 @@ async def test_what_was_granted_by_a_killed_relay_is_void(machine: Make) -> None
     wanted = m.LeaseVersion(version=1, exact=True)
     lease = await reader.relay.ask(wanted, m.Leased)
     await first.kill()
+    assert Path(trainer.arena).exists()
     await machine(0)
+    assert not Path(trainer.arena).exists()
     late = await trainer.relay.ask(commit(trainer.arena, slot, 2), m.Committed, m.OtherArena)
     assert isinstance(late, m.OtherArena)
     released = await reader.relay.ask(

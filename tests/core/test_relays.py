@@ -340,6 +340,17 @@ def test_publish_of_the_same_version_again_pays_the_debt_and_changes_nothing_els
     assert bench.state.owed == -1
 
 
+def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
+    bench = started()
+    bench.kill("relay-0")
+    bench.come_back("relay-0")
+    other = ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,))
+    assert restarted(bench.say("relay-0", other)) == [("node-0", "relay-0")]
+    assert bench.say("relay-0", other) == []
+    assert bench.state.ignored == {"WeightsPublished: repeat": 1}
+    assert bench.state.owed == 0
+
+
 def test_export_that_went_to_a_dead_head_is_published_again() -> None:
     bench = Bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
     bench.start()
