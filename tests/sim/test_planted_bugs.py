@@ -35,7 +35,7 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.killer_prompts_are_not_quarantined, ("poison-prompt",)),
         (planted.dead_replica_keeps_its_work, ("replica-dies",)),
         (planted.splice_is_not_sent, ("relay-dies",)),
-        (planted.rejoined_relay_is_not_fed, ("relay-dies",)),
+        (planted.rejoined_relay_is_not_fed, ("relay-paused",)),
         (planted.owed_republish_is_forgotten, ("relay-dies",)),
     ],
 )
