@@ -29,7 +29,6 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.fenced_words_are_believed, ("replica-paused", "coordinator-paused")),
         (planted.lost_work_only_to_admitting_replicas, ("replica-dies",)),
         (planted.skipped_publish_is_not_owed, ("publish-skipped",)),
-        (planted.debt_is_paid_although_a_later_publish_is_on_its_way, ("publish-skipped",)),
         (planted.batch_chosen_without_preserving_the_bound, ("hangs", "replica-slow")),
         (planted.dropped_group_keeps_its_place, ("reward-fails",)),
         (planted.killer_prompts_are_not_quarantined, ("poison-prompt",)),

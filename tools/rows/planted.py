@@ -100,10 +100,6 @@ def owed_publish_is_not_paid(plant: Planter) -> None:
     plant.replace(buffering, "publish_owed", lambda turn: None)
 
 
-def debt_is_paid_although_a_later_publish_is_on_its_way(plant: Planter) -> None:
-    plant.replace(buffering, "debt_due", lambda state: state.owed >= 0)
-
-
 def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
     plant.replace(buffering, "preserves_bound", lambda state, batch: True)
 
@@ -413,7 +409,6 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     bound_counted_from_the_next_batch_on,
     skipped_publish_is_not_owed,
     owed_publish_is_not_paid,
-    debt_is_paid_although_a_later_publish_is_on_its_way,
     batch_chosen_without_preserving_the_bound,
     dropped_group_keeps_its_place,
     nobody_acts_when_a_batch_waits,
