@@ -34,6 +34,8 @@ from laminar.sim.violation import Violation
 from laminar.storage.rules import Row
 
 FIRST_NODE = "node-0"
+CALLS_PER_EVENT = 2_000
+"""A hundred times what is usual: somebody wakes up again and again and does nothing."""
 _MODELS: dict[str, Callable[[SimProcess], Model]] = {
     "node": Node,
     "store": Store,
@@ -99,6 +101,8 @@ class World:
                 self._stands_still()
             if checks.events > limit:
                 raise Violation("progress", f"the run does not end within {limit} events")
+            if scheduler.made > CALLS_PER_EVENT * (checks.events + 1_000):
+                raise Violation("progress", f"{scheduler.made} calls led to {checks.events} events")
         digest = self.checks.finish(self.coordinator, self.rows)
         if self.coordinator.state is not None:
             self.marks.finish(self.coordinator.state)

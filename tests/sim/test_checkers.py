@@ -143,3 +143,15 @@ def test_healing_that_takes_too_long() -> None:
     world.scheduler.now = seconds(5_000)
     with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
         heals_in_time(world, calm(**SMALL))
+
+
+def test_processes_that_only_wake_up() -> None:
+    """A clock that something pushes on by a nanosecond at a time never comes to a quiet end."""
+    world = World(calm(**SMALL), 3)
+
+    def wake() -> None:
+        world.scheduler.after(1, wake)
+
+    world.scheduler.after(1, wake)
+    with pytest.raises(Violation, match="calls led to"):
+        world.run()
