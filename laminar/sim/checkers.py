@@ -421,7 +421,10 @@ class Checks:
         named = [name for name in self._failed[1] if name in state.failure]
         drained = state.draining and state.exit_code == 130
         replicas_gone = "no replica is left" in state.failure
-        if state.exit_code not in (1, 130) or not (named or drained or replicas_gone):
+        struck = f"fault:lost-{self.world.faults.fatal_role}" in self.world.marks.counts
+        never_came = struck and state.failure.startswith("not started")
+        known = named or drained or replicas_gone or never_came
+        if state.exit_code not in (1, 130) or not known:
             raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
 
     def books_are_closed(self, state: State, rows: dict[str, Row]) -> None:

@@ -266,7 +266,7 @@ class Relay(Idle):
         incoming = self.incoming
         coming = incoming is not None and incoming.weights.version == version
         weights = incoming.weights if coming and incoming else self.versions[version]
-        feed.busy, feed.version = True, version
+        feed.busy, feed.version, feed.starving = True, version, False
         then = partial(self._offered, feed)
         self.process.client.call(feed.name, Offer(feed.order, weights), then)
 
