@@ -2,7 +2,7 @@
 
 Reads   state.ready, state.deadlines, settings
 Writes  state.batch, state.chosen, state.proposal
-Emits   TrainStep, ProposeBatch, PublishWeights (an owed one)
+Emits   TrainStep, ProposeBatch
 
 Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
 answers first. A user's strategy proposes; what it proposes is taken only if the staleness bound
@@ -12,6 +12,7 @@ survives it.
 from __future__ import annotations
 
 from laminar import ids
+from laminar.core import publishing
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.lookup import remove_ready
 from laminar.core.siblings import end_group, float_of, scored_members, unchosen_less
@@ -25,8 +26,6 @@ PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
 TRAIN_TIMEOUT_MS = 7_200_000
 """Two hours for one batch: above what a large model takes, below a night of silence."""
-PUBLISH_TIMEOUT_MS = 300_000
-"""A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
 
 # --- batches ----------------------------------------------------------------------------------
 
@@ -220,23 +219,7 @@ def awaited(state: State) -> Group | None:
 def _wait_for_batch(turn: Turn) -> None:
     """The trainer is idle: pay an owed publish, and start the clock on the group it waits for."""
     state = turn.state
-    if debt_due(state):
-        return publish_owed(turn)
+    if publishing.debt_due(state):
+        return publishing.publish_owed(turn)
     if "batch-wait" not in state.timers:
         turn.set_timer("batch-wait", state.settings.batch_wait_ms)
-
-
-def debt_due(state: State) -> bool:
-    """A publish is owed, no later one that would make up for it is on its way, and there is a relay
-    to take it."""
-    return state.owed >= 0 and "weights" not in state.timers and state.master() is not None
-
-
-def publish_owed(turn: Turn) -> None:
-    trainer = turn.state.the("trainer")
-    assert trainer is not None
-    turn.command(
-        cmd.PublishWeights(to=trainer.name, version=turn.state.owed, step=turn.state.owed_step),
-        key="publish",
-        timeout_ms=PUBLISH_TIMEOUT_MS,
-    )

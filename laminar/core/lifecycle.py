@@ -11,7 +11,7 @@ with a reason and a non-zero exit code, and the ledger still closes: leftovers a
 
 from __future__ import annotations
 
-from laminar.core import buffering, siblings, weights
+from laminar.core import buffering, publishing, siblings
 from laminar.core.admission import groups_wanted
 from laminar.core.state import (
     ENDED,
@@ -63,7 +63,7 @@ def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
     if ordered is None:
         return turn.ignore("not-exporting")
     turn.state.export_path = event.path
-    weights.expect_version(turn, event.version, ordered.cause)
+    publishing.expect_version(turn, event.version, ordered.cause)
 
 
 def on_start_timeout(turn: Turn) -> None:
@@ -133,7 +133,7 @@ def _exporting(turn: Turn) -> bool:
     if trainer is None or state.batch is not None or _publishes(turn):
         return False
     if state.exported < 0:
-        if state.newest < weights.last_made(state):
+        if state.newest < publishing.last_made(state):
             return False  # the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
@@ -158,9 +158,9 @@ def _publishes(turn: Turn) -> bool:
     state = turn.state
     if "publish" in state.commands or "export" in state.commands:
         return True
-    if not buffering.debt_due(state):
+    if not publishing.debt_due(state):
         return False
-    buffering.publish_owed(turn)
+    publishing.publish_owed(turn)
     return True
 
 

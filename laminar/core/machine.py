@@ -28,6 +28,7 @@ from laminar.core import (
     lifecycle,
     lookup,
     membership,
+    publishing,
     recovery,
     relays,
     siblings,
@@ -258,7 +259,7 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
     ordered = turn.done("train")
     assert ordered is not None, "a batch is outstanding as long as the trainer has it"
     buffering.step_completed(turn)
-    weights.expect_version(turn, event.version, ordered.cause)
+    publishing.expect_version(turn, event.version, ordered.cause)
     turn.touch_all()
 
 
@@ -345,7 +346,7 @@ HANDLERS: dict[type[Event], Handler] = {
     ev.TrajectoriesEnded: on_trajectories_ended,
     ev.TrainerReady: membership.on_trainer_ready,
     ev.StepCompleted: on_step_completed,
-    ev.PublishSkipped: weights.on_publish_skipped,
+    ev.PublishSkipped: publishing.on_publish_skipped,
     ev.ModelExported: lifecycle.on_model_exported,
     ev.RelayReady: membership.on_relay_ready,
     ev.WeightsPublished: weights.on_weights_published,

@@ -12,7 +12,7 @@ arrives as HeartbeatLost.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import lifecycle, recovery, relays, weights
+from laminar.core import lifecycle, publishing, recovery, relays
 from laminar.core.lookup import add_actor, add_replica, clear_timer, end_actor
 from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
 from laminar.core.turn import Turn
@@ -214,7 +214,7 @@ def on_relay_ready(turn: Turn, event: ev.RelayReady) -> None:
     if _ready(turn):
         relay = relays.join(turn, turn.state.actors[turn.stamped.peer], event.bulk)
         if relay is turn.state.master():
-            weights.owe_newest(turn)
+            publishing.owe_newest(turn)
 
 
 def on_trainer_ready(turn: Turn, event: ev.TrainerReady) -> None:

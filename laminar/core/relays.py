@@ -10,7 +10,7 @@ relay knows only its successor, so a loss costs one command: its predecessor fee
 which names the chunks that it lacks. Nobody else notices.
 
 Each relay has what its predecessor has, within a time; whoever has not is restarted. The head has
-what the trainer made, or it is owed (core/weights.py).
+what the trainer made, or it is owed (core/publishing.py).
 """
 
 from __future__ import annotations

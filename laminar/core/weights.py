@@ -1,7 +1,7 @@
 """Weight versions: which exist, who pulls which, and when.
 
-Reads   WeightsPublished, PublishSkipped, WeightsLoaded, WeightsRejected, VersionGone
-Writes  state.newest, state.owed, relay.held, replica.version
+Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone
+Writes  state.newest, relay.held, replica.version
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
@@ -11,7 +11,7 @@ from the relay of its own machine and from no other.
 
 from __future__ import annotations
 
-from laminar.core import buffering, evaluation, lifecycle, lookup, relays
+from laminar.core import evaluation, lifecycle, lookup, publishing, relays
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -38,8 +38,10 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     known = not relays.hold(turn, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return turn.ignore("repeat") if known else None
-    if _settle_debt(turn, event.step) or not known or news:
-        if event.version >= last_made(state):  # an older one, on its way, leaves the clock running
+    if publishing.settle_debt(turn, event.step) or not known or news:
+        if event.version >= publishing.last_made(
+            state
+        ):  # an older one, on its way, leaves the clock running
             turn.clear_timer("weights")
     else:
         turn.ignore("repeat")
@@ -55,15 +57,6 @@ def _export_differs(turn: Turn, event: ev.WeightsPublished) -> None:
         turn.ignore("run-ending")
 
 
-def _settle_debt(turn: Turn, step: int) -> bool:
-    """A publish of this step is known: it ends the order to publish, unless a later one is owed."""
-    state = turn.state
-    settled = state.owed >= 0 and step >= state.owed_step
-    if settled:
-        state.owed = state.owed_step = -1
-    return (state.owed < 0 and turn.done("publish") is not None) or settled
-
-
 def _expect_everywhere(turn: Turn) -> None:
     """A newer version is out: who has it already can be used, the others have a time to get it."""
     state = turn.state
@@ -74,48 +67,6 @@ def _expect_everywhere(turn: Turn) -> None:
             relays.touch_replicas(turn, relay)
         else:
             relays.await_newest(turn, relay)
-
-
-def last_made(state: State) -> int:
-    """Number of the weights that the trainer has now."""
-    if state.batch is not None:
-        return state.batch.version - 1
-    return state.exported - 1 if "export" in state.commands else state.next_version - 1
-
-
-def expect_version(turn: Turn, version: int, ordered_seq: int) -> None:
-    """What was ordered then is made: its weights are published, owed, or due within a time.
-
-    They may have been handed to a process of the relay that is gone; then they are owed.
-    """
-    state = turn.state
-    master = state.master()
-    if state.owed >= version or (master is not None and master.newest >= version):
-        return
-    if master is None or master.ready_seq > ordered_seq:
-        owe_newest(turn)
-    else:
-        turn.set_timer("weights", buffering.PUBLISH_TIMEOUT_MS)
-
-
-def owe_newest(turn: Turn) -> None:
-    """The relay of the trainer's machine lacks what the trainer has: it is published again."""
-    state, made = turn.state, last_made(turn.state)
-    master = state.master()
-    if state.newest < 0 or (master is not None and master.newest >= made):
-        return
-    state.owed, state.owed_step = made, state.completed
-    turn.done("publish")
-    turn.clear_timer("weights")
-
-
-def on_publish_skipped(turn: Turn, event: ev.PublishSkipped) -> None:
-    """The trainer went on; the newest skipped version is owed."""
-    state = turn.state
-    if event.version <= state.newest or event.version <= state.owed:
-        return turn.ignore("repeat")
-    state.owed, state.owed_step = event.version, event.step
-    turn.clear_timer("weights")
 
 
 def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:

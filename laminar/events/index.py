@@ -112,7 +112,7 @@ INDEX: tuple[Row, ...] = (
             cmd.PullWeights,
         ),
     ),
-    Row(ev.PublishSkipped, (TRAINER,), "weights.on_publish_skipped", ()),
+    Row(ev.PublishSkipped, (TRAINER,), "publishing.on_publish_skipped", ()),
     Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", (cmd.PublishWeights,)),
     Row(
         ev.RelayReady,

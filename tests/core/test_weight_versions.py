@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laminar.core.buffering import PUBLISH_TIMEOUT_MS
+from laminar.core.publishing import PUBLISH_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev

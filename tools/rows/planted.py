@@ -25,6 +25,7 @@ from laminar.core import (
     invariants,
     machine,
     membership,
+    publishing,
     recovery,
     relays,
     siblings,
@@ -97,7 +98,7 @@ def skipped_publish_is_not_owed(plant: Planter) -> None:
 
 
 def owed_publish_is_not_paid(plant: Planter) -> None:
-    plant.replace(buffering, "publish_owed", lambda turn: None)
+    plant.replace(publishing, "publish_owed", lambda turn: None)
 
 
 def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
@@ -235,7 +236,7 @@ def rejoined_relay_is_not_fed(plant: Planter) -> None:
 
 def owed_republish_is_forgotten(plant: Planter) -> None:
     """The relay of the trainer's machine comes back empty, and nobody publishes again."""
-    plant.replace(weights, "owe_newest", lambda turn: None)
+    plant.replace(publishing, "owe_newest", lambda turn: None)
 
 
 def missing_version_is_not_waited_for(plant: Planter) -> None:
