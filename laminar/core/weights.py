@@ -39,9 +39,7 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return turn.ignore("repeat") if known else None
     if publishing.settle_debt(turn, event.step) or not known or news:
-        if event.version >= publishing.last_made(
-            state
-        ):  # an older one, on its way, leaves the clock running
+        if event.version >= publishing.last_made(state):  # after an older one the clock runs on
             turn.clear_timer("weights")
     else:
         turn.ignore("repeat")
