@@ -336,6 +336,19 @@ def test_export_with_other_weights_ends_the_run() -> None:
     assert bench.state.exit_code == 1
 
 
+def test_export_with_other_weights_is_no_second_failure() -> None:
+    bench = small()
+    to_the_export(bench)
+    bench.kill("store-0", restarting=False)
+    reason = bench.state.failure
+    published = ev.WeightsPublished(
+        version=bench.state.exported, step=bench.state.completed, digest="x", num_bytes=4, held=()
+    )
+    bench.say("relay-0", published)
+    assert bench.state.failure == reason != ""
+    assert bench.state.ignored["WeightsPublished: run-ending"] == 1
+
+
 def test_first_reason_of_a_failure_is_kept() -> None:
     """What follows from a failure is not its reason."""
     bench = small()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.eventlog.reader import read_log
+from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import EventRecord
+from laminar.eventlog.restore import restore
 from laminar.events import codec
 from laminar.events.events import ALL_EVENTS
 from tools.rows.golden import Golden, disk_of_golden, manifest, problem
@@ -37,3 +38,12 @@ def test_changed_figure_is_noticed() -> None:
     refused = next(g for g in GOLDENS if g.facts is None)
     wanted = Golden(name=refused.name, what=refused.what, facts=golden.facts)
     assert "refused:" in problem(wanted, disk_of_golden(refused))
+
+
+def test_log_with_another_decision_is_restored_with_the_difference_and_its_end() -> None:
+    """Who restores it can say what differs, and where the log ends."""
+    altered = next(g for g in GOLDENS if g.name == "refused/altered_decision")
+    disk = disk_of_golden(altered)
+    restored = restore(disk)
+    assert altered.refusal in str(restored.replay.difference)
+    assert restored.tail == scan(disk)

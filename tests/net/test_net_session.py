@@ -398,6 +398,13 @@ def test_next_due_is_when_poll_has_something():
     assert peer.next_due_ns() == 0
     peer.poll(0)
     assert peer.next_due_ns() == NEVER_NS
+    link.gauge(b"g")
+    assert link.next_due_ns() == 0
+    link.poll(0)
+    peer.refuse("lost")
+    assert peer.next_due_ns() == 0
+    peer.poll(0)
+    assert peer.next_due_ns() == NEVER_NS
     link.close()
     assert link.next_due_ns() == 0
     link.poll(0)
