@@ -8,9 +8,13 @@ copies      plain_copy_gb_s        one copy of 2 GiB into shared memory
                                    same bytes, during a broadcast
             pull_ratio             one copy / the pull of a replica, CPU time, during a broadcast
 hop         hop_gb_s               2 GiB through one socket, network unlimited
-cpu         hop_cpu_s_per_gb, hop_checked_cpu_s_per_gb (the receiver makes a relay's two hashes),
-            chain_cpu_s_per_gb     per hop, of a chain to 4 relays, network unlimited
-            chain_cpu_per_gb_vs_hop, chain_cpu_per_gb_vs_checked_hop
+cpu         over plain loopback, without emulated cards, per hop:
+            hop_cpu_s_per_gb, hop_checked_cpu_s_per_gb (the receiver makes a relay's two hashes),
+            plane_hop_cpu_s_per_gb (the plane to one relay),
+            chain_cpu_s_per_gb     all CPU time of a chain to 4 relays, its hashes included
+            chain_hashes_cpu_s_per_gb  of that the hashes, measured in a chain of its own
+            chain_cpu_per_gb_vs_hop    (chain_cpu_s_per_gb - its hashes) / hop_cpu_s_per_gb
+            chain_all_cpu_per_gb_vs_hop, chain_cpu_per_gb_vs_checked_hop  hashes included
             checksum_cpu_share     of the CPU time of the chain
             chain_delivered_vs_hop bytes per second at all relays / of one hop
 topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
@@ -89,7 +93,7 @@ class Scale:
     rounds_of_copies: int
 
 
-FULL = Scale(2048 * MIB, 256 * MIB, 6, 5, 3, 15)
+FULL = Scale(2048 * MIB, 256 * MIB, 6, 9, 3, 15)
 QUICK = Scale(256 * MIB, 32 * MIB, 2, 2, 1, 5)
 
 
@@ -100,9 +104,10 @@ def figure(name: str, value: float, unit: str, **extra: Any) -> Figure:
 class Chain:
     """The product's relays; as many of them are linked as a figure needs."""
 
-    def __init__(self, machines: int, size: int) -> None:
+    def __init__(self, machines: int, size: int, *, time_hashes: bool = False) -> None:
+        """`time_hashes`: for `usage`; reading the clock costs processor time itself."""
         self.relays = [
-            RelayProcess(f"relay-{i}", size, _stamp, host=net.host(i), time_hashes=True)
+            RelayProcess(f"relay-{i}", size, _stamp, host=net.host(i), time_hashes=time_hashes)
             for i in range(machines)
         ]
         self.length, self.version = 0, 0
@@ -126,7 +131,7 @@ class Chain:
         return max(happened.at for happened in ended) - begun
 
     def usage(self) -> tuple[float, float]:
-        """CPU seconds until now of (moving bytes, hashing), of all linked relays."""
+        """CPU seconds until now of (all that the plane does, hashing), of all linked relays."""
         used = [relay.usage() for relay in self.relays[: self.length + 1]]
         return sum(u[0] for u in used), sum(u[1] for u in used)
 
@@ -166,33 +171,53 @@ def hop(scale: Scale) -> Iterator[Figure]:
 
 
 def cpu(scale: Scale) -> Iterator[Figure]:
-    """Processor time, over a network without limits."""
-    net.limit(MACHINES)
-    chain = Chain(5, scale.size)
-    memory = buffers(2, scale.size)
-    plain, checked = star(memory), star(memory, check=_Check())
-    rows: list[tuple[float, ...]] = []
-    chain.extend(4)
-    for _ in range(scale.rounds + 1):
-        one, proved = plain.round(), checked.round()
-        moving, hashing = chain.usage()
-        seconds = chain.broadcast()
-        moved, hashed = chain.usage()
-        per_hop = (moved - moving) / 4
-        row = (one.cpu_seconds, proved.cpu_seconds, per_hop, (hashed - hashing) / (moved - moving))
-        rows.append((*row, 4 * one.seconds / seconds))
-    for closing in (chain, plain, checked):
-        closing.close()
+    """Processor time, over plain loopback."""
+    with net.without_cards(MACHINES):
+        rows = list(_cpu_rows(scale))
+        clocked = Chain(5, scale.size, time_hashes=True)
+        clocked.extend(4)
+        hashing = [_spent(clocked)[1] for _ in range(scale.rounds + 1)]
+        clocked.close()
     gb = scale.size / 1e9
-    hops, proofs, chains, shares, delivered = zip(*rows[1:], strict=True)
     median = statistics.median
+    hashed = median(hashing[1:])
+    hops, proofs, singles, chains, delivered = zip(*rows[1:], strict=True)
+    rest = [spent - hashed for spent in chains]
     yield figure("hop_cpu_s_per_gb", median(hops) / gb, "s/GB")
     yield figure("hop_checked_cpu_s_per_gb", median(proofs) / gb, "s/GB")
+    yield figure("plane_hop_cpu_s_per_gb", median(singles) / gb, "s/GB")
     yield figure("chain_cpu_s_per_gb", median(chains) / gb, "s/GB")
-    yield figure("chain_cpu_per_gb_vs_hop", _median_ratio(chains, hops), "ratio")
+    yield figure("chain_hashes_cpu_s_per_gb", hashed / gb, "s/GB")
+    yield figure("chain_cpu_per_gb_vs_hop", _median_ratio(rest, hops), "ratio")
+    yield figure("chain_all_cpu_per_gb_vs_hop", _median_ratio(chains, hops), "ratio")
     yield figure("chain_cpu_per_gb_vs_checked_hop", _median_ratio(chains, proofs), "ratio")
-    yield figure("checksum_cpu_share", median(shares), "share")
+    yield figure("checksum_cpu_share", hashed / median(chains), "share")
     yield figure("chain_delivered_vs_hop", median(delivered), "ratio")
+
+
+def _cpu_rows(scale: Scale) -> Iterator[tuple[float, ...]]:
+    """Of each round: CPU seconds of the hops and of one of the chain; bytes delivered / hop's."""
+    memory = buffers(2, scale.size)
+    plain, checked = star(memory), star(memory, check=_Check())
+    single, chain = Chain(2, scale.size), Chain(5, scale.size)
+    single.extend(1)
+    chain.extend(4)
+    for _ in range(scale.rounds + 1):
+        one, proved, alone = plain.round(), checked.round(), _spent(single)[0]
+        begun = chain.usage()[0]
+        seconds = chain.broadcast()
+        spent = (chain.usage()[0] - begun) / chain.length
+        yield one.cpu_seconds, proved.cpu_seconds, alone, spent, 4 * one.seconds / seconds
+    for closing in (chain, single, plain, checked):
+        closing.close()
+
+
+def _spent(chain: Chain) -> tuple[float, float]:
+    """CPU seconds per hop of one broadcast: (all that the plane does, its hashing)."""
+    moving, hashing = chain.usage()
+    chain.broadcast()
+    moved, hashed = chain.usage()
+    return (moved - moving) / chain.length, (hashed - hashing) / chain.length
 
 
 class _Check:
