@@ -64,6 +64,7 @@ class Kind(IntEnum):
     BLOCK = 3
 
 
+_KINDS = {int(kind): kind for kind in Kind}  #: cheaper than Kind(number)
 _BODY_BYTES_MAX = {Kind.CHUNK: CHUNK_BYTES_MAX, Kind.BLOCK: BLOCK_BYTES_MAX}
 
 
@@ -184,17 +185,18 @@ def pack_header(header: Header) -> bytes:
 
 def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
     """The header in these HEADER_BYTES bytes; BadBytes if it is none, or announces too much."""
-    magic, wire_version, kind, _, length, position, version, checksum = _HEADER.unpack(data)
+    magic, wire_version, number, _, length, position, version, checksum = _HEADER.unpack(data)
     if magic != MAGIC:
         raise BadBytes("not-a-relay", f"a frame starts with {magic!r}")
     if wire_version != WIRE_VERSION:
         raise BadBytes("wire-version", f"{wire_version}, this program speaks {WIRE_VERSION}")
-    if kind not in tuple(Kind):
-        raise BadBytes("unknown-kind", str(kind))
-    limit = _BODY_BYTES_MAX.get(Kind(kind), message_bytes_max)
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise BadBytes("unknown-kind", str(number))
+    limit = _BODY_BYTES_MAX.get(kind, message_bytes_max)
     if length > limit:
-        raise BadBytes("bad-length", f"{length} bytes of kind {kind}, at most {limit}")
-    return Header(Kind(kind), length, position, version, checksum)
+        raise BadBytes("bad-length", f"{length} bytes of kind {number}, at most {limit}")
+    return Header(kind, length, position, version, checksum)
 
 
 def encode(message: FromPredecessor | FromSuccessor) -> bytes:

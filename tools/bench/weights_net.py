@@ -1,6 +1,6 @@
 """One network card per machine, emulated on the loopback device of a private namespace.
 
-Gives   namespace, open_network, limit, host; NetError with one sentence for a user
+Gives   namespace, open_network, limit, without_cards, host; NetError with one sentence for a user
 
 Over plain loopback all ways to broadcast cost the same, because they are all bound by the
 processors; what separates them is that a machine has one card. So every machine is an address
@@ -10,8 +10,10 @@ namespace is touched.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED_MBIT = 100_000
@@ -51,6 +53,23 @@ def open_network(machines: int) -> None:
         _CONGESTION_FILE.write_text(CONGESTION)
     except OSError as error:
         raise NetError(f"{_CONGESTION_FILE} cannot be set to {CONGESTION}: {error}") from None
+    _make_cards(machines)
+
+
+@contextlib.contextmanager
+def without_cards(machines: int) -> Iterator[None]:
+    """Plain loopback meanwhile: also a card without a limit takes processor time, for each packet.
+
+    Afterwards the cards are there again, without limits.
+    """
+    _tc("qdisc del dev lo root")
+    try:
+        yield
+    finally:
+        _make_cards(machines)
+
+
+def _make_cards(machines: int) -> None:
     _tc(f"qdisc add dev lo root handle 1: htb default {_OTHERS}")
     _tc(f"class add dev lo parent 1: classid 1:{_OTHERS} htb rate {UNLIMITED_MBIT}mbit")
     for machine in range(machines):
