@@ -422,7 +422,8 @@ class Checks:
         drained = state.draining and state.exit_code == 130
         replicas_gone = "no replica is left" in state.failure
         struck = f"fault:lost-{self.world.faults.fatal_role}" in self.world.marks.counts
-        never_came = struck and state.failure.startswith("not started")
+        before_it_joined = "not started" in state.failure or "never joined" in state.failure
+        never_came = struck and before_it_joined
         known = named or drained or replicas_gone or never_came
         if state.exit_code not in (1, 130) or not known:
             raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")

@@ -164,6 +164,7 @@ def copies(scale: Scale) -> Iterator[Figure]:
 
 
 def hop(scale: Scale) -> Iterator[Figure]:
+    net.limit(MACHINES)
     group = star(buffers(2, scale.large))
     seconds = [group.round().seconds for _ in range(scale.rounds)]
     group.close()
