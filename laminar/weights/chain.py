@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-CHUNK_BYTES_MIN = 1 << 20
-"""Below it the cost per call shows: 64 KiB takes a third more processor time per byte."""
+CHUNK_BYTES_MIN = 2 << 20
+"""Below it the cost per chunk shows: 1 MiB takes a tenth more processor time per byte."""
 CHUNK_BYTES_MAX = 4 << 20
 """Above it nothing is gained, and chunks leave the cache between the socket and the checksum."""
 _CHUNK_UNIT = 64 << 10
