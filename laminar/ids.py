@@ -44,10 +44,6 @@ def group_of(trajectory_id: TrajectoryId) -> GroupId:
     return GroupId(trajectory_id.rpartition(".")[0])
 
 
-def sibling_of(trajectory_id: TrajectoryId) -> int:
-    return int(trajectory_id.rpartition(".")[2])
-
-
 def node_index(node: str) -> int:
     """The number of a machine, "node-3" -> 3; ValueError for any other name."""
     match = _NODE_NAME.fullmatch(node)

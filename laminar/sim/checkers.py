@@ -148,17 +148,17 @@ class Checks:
             self._progress, self.progress_ns = now, self.world.scheduler.now
 
     def no_command_to_fenced(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """What a fenced process says has no effect."""
-        why, _ = self._fenced.get((stamped.peer, stamped.incarnation), ("", 0))
-        if why and commands and not isinstance(stamped.event, ev.ActorJoined):
-            what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was acted on"
-            raise Violation("no_command_to_fenced", what, stamped.peer)
+        """What a fenced process says is refused by name, and has no effect."""
         name = f"{type(stamped.event).__name__}: fenced"
-        refused = state.ignored.get(name, 0)
-        if why and not isinstance(stamped.event, ev.ActorJoined) and refused <= self._refused[name]:
-            what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was believed"
-            raise Violation("no_command_to_fenced", what, stamped.peer)
+        refused, before = state.ignored.get(name, 0), self._refused[name]
         self._refused[name] = refused
+        why, _ = self._fenced.get((stamped.peer, stamped.incarnation), ("", 0))
+        if not why or isinstance(stamped.event, ev.ActorJoined):
+            return
+        if commands or refused <= before:
+            done = "acted on" if commands else "believed"
+            what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was {done}"
+            raise Violation("no_command_to_fenced", what, stamped.peer)
 
     def old_placement_has_no_effect(self, stamped: Stamped, commands: list[Command]) -> None:
         """Words about a placement that was replaced since lead to nothing."""
@@ -303,7 +303,18 @@ class Checks:
         """A successor has recovered: it must be where its predecessor was."""
         if machine.started and self._machine is not None:
             self.same_state_as_before(machine.state)
-        seq = machine.state.seq if machine.started else 0
+        self._take_back(machine.state.seq if machine.started else 0)
+        self._machine = machine
+        self._idle_waits = 0
+        self._refused = Counter(machine.state.ignored if machine.started else {})
+        self._recent.clear()
+        disk = coordinator.disk
+        self._offsets = {name: disk.durable_size(name) for name in disk.names()}
+        self._durable, self._seen, self._must = [0, 0], (0, 0), (0, 0)
+        self.world.marks.hit("log:taken-over" if machine.started else "log:begun")
+
+    def _take_back(self, seq: int) -> None:
+        """What was handled after this event was lost with the coordinator: it never was."""
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
             del self._decided[command_id]
         for places in self._numbers.values():
@@ -321,14 +332,6 @@ class Checks:
         for key, (boot_id, since) in boots.items():
             if since <= seq:
                 self._boot(key, boot_id, since)
-        self._machine = machine
-        self._idle_waits = 0
-        self._refused = Counter(machine.state.ignored if machine.started else {})
-        self._recent.clear()
-        disk = coordinator.disk
-        self._offsets = {name: disk.durable_size(name) for name in disk.names()}
-        self._durable, self._seen, self._must = [0, 0], (0, 0), (0, 0)
-        self.world.marks.hit("log:taken-over" if machine.started else "log:begun")
 
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """A successor replays the log; what its predecessor did not live to tell it decides."""

@@ -12,11 +12,10 @@ import structlog
 import torch
 
 from laminar.actors.clients import RelayClient
+from laminar.actors.host import Host
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event
-from laminar.net.client import read_address
-from laminar.net.rpc import RpcClient
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena
@@ -68,16 +67,7 @@ class FakeHost:
     def fail(self, reason: str, exit_code: int = 1) -> None:
         self.failures.append(reason)
 
-    def client(self, server: str) -> RpcClient:
-        file = self.run_dir / f"{server}.json"
-        return RpcClient(
-            lambda: read_address(file),
-            self.name,
-            self.role,
-            self.boot_id,
-            server=server,
-            heartbeat_ms=self.config.coordinator.heartbeat_ms,
-        )
+    client = Host.client
 
     def end(self) -> None:
         """What a killed process does: none of its tasks goes on."""

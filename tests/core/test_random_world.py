@@ -5,10 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +17,7 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.events.codec import encode
 from tests.core.random_worlds import check_end, check_failed, failing_world, random_world
 from tests.core.world import World
-
-ROOT = Path(__file__).parents[2]
+from tests.hash_seeds import printed_under
 
 
 def log_of(world: World) -> list[bytes]:
@@ -130,17 +126,7 @@ def test_other_hash_seeds_give_the_same_state() -> None:
         "from laminar.core.state import digest\n"
         "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
     )
-    answers = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for hash_seed in ("0", "1", "2")
-    }
+    answers = printed_under(("0", "1", "2"), program)
     assert answers == {str([digest(random_world(s).run().state) for s in range(8)]) + "\n"}
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from laminar.core.state import ENDED
 from laminar.sim.run import event_line, run_seed, run_seeds, story
 from laminar.sim.violation import Violation
 from laminar.sim.world import World
+from tests.hash_seeds import printed_under
 from tests.sim.worlds import calm, config, log_bytes, ran
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("first", [21, 31])
@@ -58,17 +52,7 @@ def test_other_hash_seeds_give_the_same_runs() -> None:
         "from tests.sim.worlds import config\n"
         "print([run_seed(config(), seed).digest for seed in (1, 6)])\n"
     )
-    answers = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for hash_seed in ("0", "1")
-    }
+    answers = printed_under(("0", "1"), program)
     assert answers == {str([run_seed(config(), seed).digest for seed in (1, 6)]) + "\n"}
 
 
