@@ -100,9 +100,15 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
     """A node saw one of its processes end."""
     state = turn.state
     actor = state.actors.get(event.actor)
-    if actor is not None and actor.boot_id != event.boot_id:
-        return turn.ignore("old-process")
     why = f"its process ended with exit code {event.code}"
+    if actor is not None and actor.boot_id != event.boot_id:
+        # An old one, or one that was started again and never got as far as joining. After that,
+        # an exit without another start is the last word: nobody is left to wait for.
+        last = not event.restarting and not actor.alive
+        if not (last and clear_timer(state, f"rejoin:{event.actor}")):
+            return turn.ignore("old-process")
+        _gone_for_good(turn, event.actor, f"{event.actor} was restarted and never joined: {why}")
+        return
     if actor is None:
         never = f"{event.actor} never joined: {why}"
         if event.restarting or not lifecycle.fail(turn, never, 1):

@@ -366,7 +366,12 @@ class Checks:
             raise Violation("placement_has_one_owner", what, row.id)
 
     def batch_fetched(self, command: cmd.TrainStep, rows: tuple[Row, ...]) -> None:
-        """What is trained is whole, rewarded, not ended, and young enough."""
+        """What is trained is whole, rewarded, not ended, and young enough.
+
+        A run that has failed drops its last batch, which its trainer may still have to fetch.
+        """
+        if self._failed[0]:
+            return
         for row in rows:
             if row.status != "rewarded" or row.end is not None:
                 what = f"{row.id} is in batch {command.step}, and is {row.end or row.status}"

@@ -8,7 +8,7 @@ from laminar.core.machine import LOGIC_VERSION, LogicError, Machine
 from laminar.core.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Stamped
+from laminar.events.base import COORDINATOR, Command, Stamped
 from tests.core.bench import Bench, only
 from tests.core.world_parts import settings
 
@@ -86,6 +86,36 @@ def test_exit_of_an_old_process_does_not_end_the_restart_of_its_successor() -> N
     assert only(cmd.RestartActor, bench.wait(1_000))
     bench.say("node-0", ev.ProcessExited(actor="rollout-0", boot_id=old, code=-9, restarting=True))
     assert "restart:rollout-0" in bench.state.commands
+
+
+def exit_before_joining(bench: Bench, name: str, *, restarting: bool) -> list[Command]:
+    """A process that was started again ended before it had joined."""
+    exited = ev.ProcessExited(actor=name, boot_id=f"{name}/b", code=1, restarting=restarting)
+    return bench.say("node-0", exited)
+
+
+def test_restarted_process_that_ends_for_good_before_it_joins_is_not_waited_for() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    bench.kill("rollout-0")
+    exit_before_joining(bench, "rollout-0", restarting=True)
+    assert "rejoin:rollout-0" in bench.state.timers
+    exit_before_joining(bench, "rollout-0", restarting=False)
+    assert "rejoin:rollout-0" not in bench.state.timers
+    assert bench.state.phase == "running" and not bench.state.failure
+    exit_before_joining(bench, "rollout-0", restarting=False)
+    assert bench.state.ignored["ProcessExited: old-process"] == 2
+
+
+def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_it_joins() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    bench.kill("relay-0")
+    exit_before_joining(bench, "relay-0", restarting=False)
+    assert bench.state.failure == (
+        "the trainer's machine has no relay: relay-0 was restarted and never joined: "
+        "its process ended with exit code 1"
+    )
 
 
 def test_stranger_is_not_heard() -> None:
