@@ -119,6 +119,13 @@ RUNS = (
         {"max_staleness": 4, "replicas": 4},
     ),
     Recipe(
+        "checkpoints",
+        "a version that no relay has any more is loaded from its checkpoint, or cannot be",
+        ("replica-dies", "weights-corrupt"),
+        ("event:CheckpointRefused", "CheckpointRefused -> PullWeights"),
+        {"save_freq": 1, "max_staleness": 4, "groups_per_step": 1, "num_train": 20, "every_s": 2.0},
+    ),
+    Recipe(
         "rewards_fail",
         "siblings are refused, rewards fail, a prompt kills its replicas; rewards of groups",
         ("reward-fails", "sibling-refused", "poison-prompt"),

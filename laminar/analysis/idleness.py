@@ -131,7 +131,8 @@ def _pull(state: State, replica: Replica) -> str:
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
-    return f"it loads {wanted} (purpose {order.purpose}), ordered by #{outstanding.cause}"
+    source = f" from {order.checkpoint}" if order.checkpoint else ""
+    return f"it loads {wanted}{source} (purpose {order.purpose}), ordered by #{outstanding.cause}"
 
 
 def _bound(state: State, step: int) -> str:

@@ -259,9 +259,10 @@ class Trace:
         elif isinstance(command, cmd.PullWeights):
             span: Span = (command.to, PULL, f"pull:{command.to}")
             name = f"pull v{command.version}" + ("" if command.exact else " or newer")
-            self._begin_order(span, seq, us, name, {"purpose": command.purpose})
+            facts = {"purpose": command.purpose, "checkpoint": command.checkpoint}
+            self._begin_order(span, seq, us, name, facts)
             version = state.replicas[command.to].relay, VERSION, str(command.version)
-            if version in self._tracks:
+            if not command.checkpoint and version in self._tracks:
                 self._tracks.arrow("pull", us, version, span)
 
     def _begin_order(

@@ -92,16 +92,17 @@ def version_wanted(turn: Turn, replica: Replica) -> int:
     if not helpers and not _in_reach(state, evaluation.version):
         _move_on(turn)
         return version_wanted(turn, replica)
-    return evaluation.version if evaluation.version in state.held_for(replica) else -1
+    return evaluation.version if state.in_reach(replica, evaluation.version) else -1
 
 
 def _in_reach(state: State, version: int) -> bool:
-    """Some live replica can pull it."""
-    return any(version in state.held_for(replica) for replica in state.live_replicas())
+    """Some live replica can load it."""
+    return any(state.in_reach(replica, version) for replica in state.live_replicas())
 
 
 def _move_on(turn: Turn) -> None:
-    """It was evicted before it was pinned, or went with a machine: evaluate the newest instead."""
+    """It was evicted before it was pinned, or went with a machine, and there is no checkpoint of
+    it: evaluate the newest instead."""
     state = turn.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):

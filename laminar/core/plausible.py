@@ -73,6 +73,11 @@ def _received(state: State, event: ev.WeightsReceived) -> bool:
     return _published(state, event) and _count(event.num_bytes) and _count(event.duration_ms)
 
 
+def _saved(state: State, event: ev.CheckpointSaved) -> bool:
+    there = event.version in event.kept and _all_allocated(state, event.kept)
+    return there and _allocated(state, event.version, event.step)
+
+
 def _gone(state: State, event: ev.VersionGone) -> bool:
     return _all_allocated(state, event.held)
 
@@ -96,6 +101,7 @@ _CHECKS: dict[type[Event], Callable[[State, Any], bool]] = {
     ev.TrajectoriesEnded: _ends,
     ev.StepCompleted: _step,
     ev.PublishSkipped: _weights,
+    ev.CheckpointSaved: _saved,
     ev.WeightsPublished: _published,
     ev.WeightsReceived: _received,
     ev.ReplicaReady: _replica,

@@ -119,7 +119,8 @@ def _place_for(state: State, trajectory: Trajectory, able: _Able) -> Replica | N
     """The least loaded replica of its version; once that was waited for, of the newest one."""
     version = trajectory.version
     if version not in able:
-        waiting = f"resume:{trajectory.id}" in state.timers and version in state.lookup.held
+        somewhere = version in state.lookup.held or version in state.saved
+        waiting = somewhere and f"resume:{trajectory.id}" in state.timers
         version = max(able)
         if version < trajectory.version or (waiting and not trajectory.restart):
             return None

@@ -71,6 +71,7 @@ def leave(turn: Turn, name: str) -> None:
         state.chain.remove(name)
         turn.clear_timer(f"receive:{name}")
         relink(turn)
+        touch_replicas(turn, relay)  # nothing newer waits for them now: they may admit again
     if not ending(state):
         turn.set_timer(f"rejoin:{name}", state.settings.start_timeout_ms)
 

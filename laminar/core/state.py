@@ -211,6 +211,8 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     owed_step: int = -1
     exported: int = -1  #: version number of the export
     export_path: str = ""
+    #: directories of checkpoints, by version: what relays have evicted is loaded from there
+    saved: dict[int, str] = {}
 
     evaluation: Evaluation | None = None
     evaluation_due: int = -1  #: at least this version is to be evaluated, -1: none
@@ -264,9 +266,13 @@ class State(msgspec.Struct, kw_only=True, dict=True):
         return -1 if relay is None else relay.newest
 
     def held_for(self, replica: Replica) -> list[int]:
-        """All versions that this replica can pull."""
+        """All versions that this replica can pull from its relay."""
         relay = self.relays.get(replica.relay)
         return [] if relay is None else relay.held
+
+    def in_reach(self, replica: Replica, version: int) -> bool:
+        """Whether this replica can load this very version: its relay has it, or the disk."""
+        return version in self.saved or version in self.held_for(replica)
 
 
 _encoder = msgspec.msgpack.Encoder()

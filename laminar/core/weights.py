@@ -1,12 +1,13 @@
 """Weight versions: which exist, who pulls which, and when.
 
-Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone
-Writes  state.newest, relay.held, replica.version
+Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone, CheckpointSaved,
+        CheckpointRefused
+Writes  state.newest, state.saved, relay.held, replica.version
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
 A number is allocated with the step that makes the weights and never used again. A replica pulls
-from the relay of its own machine and from no other.
+from the relay of its own machine and from no other; what that has evicted, from a checkpoint.
 """
 
 from __future__ import annotations
@@ -110,14 +111,41 @@ def on_version_gone(turn: Turn, event: ev.VersionGone) -> None:
     turn.touch_all()
 
 
+def on_checkpoint_saved(turn: Turn, event: ev.CheckpointSaved) -> None:
+    """Lost work whose version no relay has any more may have it again."""
+    state = turn.state
+    if event.version in state.saved:
+        return turn.ignore("repeat")
+    saved = {**state.saved, event.version: event.path}
+    state.saved = {version: path for version, path in saved.items() if version in event.kept}
+    turn.touch_all()
+
+
+def on_checkpoint_refused(turn: Turn, event: ev.CheckpointRefused) -> None:
+    """What one replica cannot read, no other is sent to: decide again without it."""
+    state = turn.state
+    replica = state.replicas.get(turn.stamped.peer)
+    if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
+        return turn.ignore("not-pulling")
+    replica.loading = False
+    state.saved.pop(event.version, None)
+    turn.touch_all()
+
+
 def pull(turn: Turn, replica: Replica, version: int, exact: bool, purpose: str) -> None:
+    """Order a load; this very version (exact) is in reach of the replica."""
+    state = turn.state
     replica.loading = True
     replica.progress_ns = turn.stamped.time_ns
-    turn.command(
-        cmd.PullWeights(to=replica.name, version=version, exact=exact, purpose=purpose),
-        key=f"pull:{replica.name}",
-        timeout_ms=PULL_TIMEOUT_MS,
+    evicted = exact and version not in state.held_for(replica)
+    command = cmd.PullWeights(
+        to=replica.name,
+        version=version,
+        exact=exact,
+        purpose=purpose,
+        checkpoint=state.saved[version] if evicted else "",
     )
+    turn.command(command, key=f"pull:{replica.name}", timeout_ms=PULL_TIMEOUT_MS)
 
 
 def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
@@ -128,6 +156,8 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
     wanted = _version_of_lost_work(state, replica)
     if wanted >= 0 and wanted != replica.version:
         return pull(turn, replica, wanted, exact=True, purpose="resume")
+    if state.newest_for(replica) < 0:
+        return  # its relay will be back: an evaluation does not move on for that
     wanted = evaluation.version_wanted(turn, replica)
     if wanted >= 0 and wanted != replica.version:
         pull(turn, replica, wanted, exact=state.evaluation is not None, purpose="evaluation")
@@ -145,19 +175,18 @@ def plan_pull(turn: Turn, replica: Replica) -> None:
 
 def _can_pull(state: State, replica: Replica) -> bool:
     """Alive, empty, not loading; and not one that waits to be restarted for rejecting weights."""
-    if replica.running or replica.loading or replica.failed_loads >= FAILED_LOADS_MAX:
-        return False
-    return state.newest_for(replica) >= 0 and state.actor_alive(replica.name)
+    busy = replica.running or replica.loading
+    given_up = replica.failed_loads >= FAILED_LOADS_MAX
+    return not busy and not given_up and state.actor_alive(replica.name)
 
 
 def _version_of_lost_work(state: State, replica: Replica) -> int:
     """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
-    held = state.held_for(replica)
     served: set[int] = set()
     for trajectory_id in state.lost:
         trajectory = state.trajectories[trajectory_id]
         version = trajectory.version
-        if trajectory.restart or version in served or version not in held:
+        if trajectory.restart or version in served or not state.in_reach(replica, version):
             continue
         if not _somebody_has(state, version):
             return version

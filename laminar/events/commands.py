@@ -100,11 +100,12 @@ class ForwardWeights(Command, frozen=True, kw_only=True):
 
 
 class PullWeights(Command, frozen=True, kw_only=True):
-    """Load weights from the relay of this machine; the replica runs nothing meanwhile."""
+    """Load weights from this machine's relay, or from disk; the replica runs nothing meanwhile."""
 
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds
     purpose: str  #: start | newer | evaluation | resume
+    checkpoint: str = ""  #: directory inside the run directory; empty: the relay has the version
 
 
 class GenerateTrajectory(Command, frozen=True, kw_only=True):
@@ -200,7 +201,7 @@ ENDED_BY: dict[type[Command], tuple[type[Event], ...]] = {
     ExportModel: (ev.ModelExported,),
     PinVersion: (),
     ForwardWeights: (ev.RelayLinked,),
-    PullWeights: (ev.WeightsLoaded, ev.WeightsRejected, ev.VersionGone),
+    PullWeights: (ev.WeightsLoaded, ev.WeightsRejected, ev.VersionGone, ev.CheckpointRefused),
     GenerateTrajectory: (ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoriesEnded),
     ScoreTrajectories: (ev.TrajectoryRewarded, ev.TrajectoryFailed, ev.TrajectoriesEnded),
     AbortTrajectories: (),

@@ -154,6 +154,15 @@ class ModelExported(Event, frozen=True, kw_only=True):
     path: str
 
 
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A version is on disk, whole and synced, for replicas of every machine."""
+
+    version: int
+    step: int
+    path: str  #: of its directory, inside the run directory
+    kept: tuple[int, ...]  #: versions whose checkpoints are there now, ascending
+
+
 # --- relay ------------------------------------------------------------------------------------
 
 
@@ -237,6 +246,13 @@ class VersionGone(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
+class CheckpointRefused(Event, frozen=True, kw_only=True):
+    """The checkpoint that was to be loaded cannot be read, or is not what was trained."""
+
+    version: int
+    reason: str
+
+
 class TrajectoryStarted(Event, frozen=True, kw_only=True):
     """The store opened the trajectory for this placement and the engine has it."""
 
@@ -299,6 +315,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     StepCompleted,
     PublishSkipped,
     ModelExported,
+    CheckpointSaved,
     RelayReady,
     WeightsPublished,
     WeightsReceived,
@@ -308,6 +325,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     WeightsLoaded,
     WeightsRejected,
     VersionGone,
+    CheckpointRefused,
     TrajectoryStarted,
     TokenProgress,
     TrajectoryFinished,

@@ -115,6 +115,12 @@ INDEX: tuple[Row, ...] = (
     Row(ev.PublishSkipped, (TRAINER,), "publishing.on_publish_skipped", ()),
     Row(ev.ModelExported, (TRAINER,), "lifecycle.on_model_exported", (cmd.PublishWeights,)),
     Row(
+        ev.CheckpointSaved,
+        (TRAINER,),
+        "weights.on_checkpoint_saved",
+        (cmd.PullWeights, cmd.GenerateTrajectory),
+    ),
+    Row(
         ev.RelayReady,
         (RELAY,),
         "membership.on_relay_ready",
@@ -153,7 +159,7 @@ INDEX: tuple[Row, ...] = (
         ev.ReplicaReady,
         (ROLLOUT,),
         "membership.on_replica_ready",
-        (cmd.PullWeights, cmd.ScoreTrajectories, cmd.PinVersion),
+        (cmd.PullWeights, cmd.ScoreTrajectories, cmd.PinVersion, cmd.EndTrajectories),
     ),
     Row(
         ev.WeightsLoaded,
@@ -171,7 +177,13 @@ INDEX: tuple[Row, ...] = (
         ev.VersionGone,
         (ROLLOUT,),
         "weights.on_version_gone",
-        (cmd.GenerateTrajectory, cmd.PullWeights, cmd.PinVersion),
+        (cmd.GenerateTrajectory, cmd.PullWeights, cmd.PinVersion, cmd.EndTrajectories),
+    ),
+    Row(
+        ev.CheckpointRefused,
+        (ROLLOUT,),
+        "weights.on_checkpoint_refused",
+        (cmd.GenerateTrajectory, cmd.PullWeights, cmd.PinVersion, cmd.EndTrajectories),
     ),
     Row(ev.TrajectoryStarted, (ROLLOUT,), "machine.on_trajectory_started", ()),
     Row(ev.TokenProgress, (ROLLOUT,), "machine.on_token_progress", ()),

@@ -73,6 +73,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
+        self._made: dict[int, str] = {}  #: digest by version
         self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
@@ -388,6 +389,17 @@ class Checks:
                 what = f"{trajectory} is in batch {self.book[trajectory]} and in {command.step}"
                 raise Violation("at_most_one_trained", what, trajectory)
             self.book[trajectory] = command.step
+
+    def made(self, version: int, digest: str) -> None:
+        """The trainer has these weights under this number."""
+        self._made[version] = digest
+
+    def loaded(self, command: cmd.PullWeights, version: int, digest: str) -> None:
+        """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
+        asked = version == command.version if command.exact else version >= command.version
+        if not asked or self._made.get(version) != digest:
+            what = f"{command.to} loaded {digest} as version {version} for {command}"
+            raise Violation("loaded_is_trained", what)
 
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.

@@ -54,6 +54,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     lengths: ResponseLengths
     segment_bytes: int
     snapshot_every: int
+    save_freq: int
     checks: CheckConfig
 
     @property
@@ -114,6 +115,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         lengths=ResponseLengths(median=pick(time.median_tokens), limit=pick(time.max_tokens)),
         segment_bytes=pick(config.log.segment_bytes),
         snapshot_every=pick(config.log.snapshot_every),
+        save_freq=pick(work.save_freq),  # drawn last: the seeds of before it keep their worlds
         checks=config.checks,
     )
 

@@ -25,7 +25,7 @@ from laminar.sim.models.node import Node
 from laminar.sim.models.relay import Relay
 from laminar.sim.models.rollout import Rollout
 from laminar.sim.models.store import Store
-from laminar.sim.models.trainer import Trainer
+from laminar.sim.models.trainer import Checkpoint, Trainer
 from laminar.sim.network import Network
 from laminar.sim.process import Model, SimProcess
 from laminar.sim.scenario import draw, seconds, stream
@@ -59,6 +59,7 @@ class World:
         self.faults = Faults(self, config.faults)
         self.coordinator = SimCoordinator(self)
         self.rows: dict[str, Row] = {}  #: of the store
+        self.checkpoints: dict[str, Checkpoint] = {}  #: by directory
         self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}
         self._children: dict[str, list[SimProcess]] = {}

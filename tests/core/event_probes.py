@@ -244,6 +244,22 @@ def _version_gone(state: State, peer: str) -> Iterator[Event]:
         yield ev.VersionGone(version=_pulled(state, peer), held=held)
 
 
+def _checkpoint_saved(state: State, peer: str) -> Iterator[Event]:
+    newest = state.next_version - 1
+    step = newest - 1 if newest == state.exported else newest
+    for version, made_by, kept in (
+        (newest, step, (newest,)),
+        (newest, step + 1, (newest,)),
+        (newest, step, ()),
+        (newest, step, (newest + 3,)),
+    ):
+        yield ev.CheckpointSaved(version=version, step=made_by, path="checkpoints/x", kept=kept)
+
+
+def _checkpoint_refused(state: State, peer: str) -> Iterator[Event]:
+    yield ev.CheckpointRefused(version=_pulled(state, peer), reason="a digest")
+
+
 def _placements(state: State) -> Iterator[tuple[TrajectoryId, int]]:
     """One trajectory of each status under its placement, and placements that nobody holds."""
     yield TrajectoryId("9.9.9"), 1
@@ -308,6 +324,7 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.StepCompleted: _step_completed,
     ev.PublishSkipped: _publish_skipped,
     ev.ModelExported: _model_exported,
+    ev.CheckpointSaved: _checkpoint_saved,
     ev.RelayReady: _relay_ready,
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,
@@ -317,6 +334,7 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.WeightsLoaded: _weights_loaded,
     ev.WeightsRejected: _weights_rejected,
     ev.VersionGone: _version_gone,
+    ev.CheckpointRefused: _checkpoint_refused,
     ev.TrajectoryStarted: _trajectory_started,
     ev.TokenProgress: _token_progress,
     ev.TrajectoryFinished: _trajectory_finished,

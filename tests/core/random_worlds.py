@@ -49,7 +49,7 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         faults.wrong_bytes = choose([0, 0, 0.05])
         faults.deaf = choose([0, 0, 0.1])
         faults.lose_machine_at_s = choose([0, 0, 0, 6])
-    return kind(
+    world = kind(
         config,
         replicas=replicas,
         nodes=nodes,
@@ -59,6 +59,8 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         faults=faults,
         seed=seed,
     )
+    faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
+    return world
 
 
 def failing_world(seed: int, kind: type[World] = World) -> World:

@@ -177,6 +177,34 @@ def test_open_answers_are_given_up_with_their_version() -> None:
     assert (dropped["version-gone"], dropped["replica-lost"]) == (1, 1)
 
 
+def test_evaluation_moves_on_when_the_relay_comes_back_without_its_version() -> None:
+    """Relay and replica were lost: the next publication is the first word of what can be had."""
+    bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
+    bench.start()
+    bench.complete("0.0")
+    bench.train(publish=False)
+    bench.kill("relay-0")
+    bench.kill()
+    bench.come_back()
+    bench.come_back("relay-0")
+    assert bench.state.evaluation is not None
+    assert [p.version for p in only(cmd.PinVersion, bench.publish(1, 1, held=(1,)))] == [-1]
+    assert bench.state.evaluation_due == 1
+
+
+def test_open_answers_are_given_up_when_their_version_is_gone_at_the_load() -> None:
+    """The same, but the relay evicts the version when the replica is already told to pull it."""
+    bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.finish("e0.0.0")
+    bench.kill()
+    bench.come_back()
+    gone = bench.say("rollout-0", ev.VersionGone(version=0, held=(1,)))
+    assert [c.endings[0].reason for c in only(cmd.EndTrajectories, gone)] == ["version-gone"]
+
+
 def test_run_that_is_ending_begins_no_evaluation() -> None:
     """The trainer fails while the weights that were to be evaluated are on their way: their load
     must not open groups that nobody would ever close."""

@@ -93,6 +93,27 @@ def test_evicted_version_means_start_over_at_once() -> None:
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
 
 
+def test_replica_whose_last_answer_fails_pulls_what_is_newer() -> None:
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.finish("0.0.0")
+    assert [p.version for p in only(cmd.PullWeights, bench.fail("0.0.1"))] == [1]
+
+
+def test_version_that_is_evicted_while_lost_work_waits_for_it_is_not_waited_for() -> None:
+    """The relay was asked for version 1 once more, and says what it holds by now."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.load("rollout-1")
+    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    again = only(cmd.GenerateTrajectory, bench.publish(1, 1, held=(1,)))
+    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
+
+
 def test_version_gone_during_a_reserved_pull() -> None:
     """The version was evicted between the command and the load: the relay says so, and the lost
     answer starts over on what there is."""

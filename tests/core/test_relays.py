@@ -165,6 +165,18 @@ def test_evaluation_moves_on_when_its_version_is_out_of_everybodys_reach() -> No
     assert bench.pull_of("rollout-2.0") is not None
 
 
+def test_lost_work_waits_until_the_last_relay_has_evicted_its_version() -> None:
+    bench = started(nodes=2, groups_per_step=1, max_staleness=1)
+    bench.complete("0.1")
+    bench.train()
+    bench.receive("relay-1", 1)
+    bench.load("rollout-1.0")
+    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
+    assert not only(cmd.GenerateTrajectory, bench.publish(1, 1, held=(1,)))
+    again = only(cmd.GenerateTrajectory, bench.receive("relay-1", 1, held=(1,)))
+    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
+
+
 def test_evaluation_moves_on_when_its_version_was_evicted_on_its_arrival() -> None:
     """A machine whose relay has just come back is the only one left, and it kept nothing."""
     bench = together(num_eval=2, test_freq=1)

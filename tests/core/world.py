@@ -72,6 +72,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.strategy = Process(COORDINATOR, COORDINATOR)
         self.step_of: dict[int, int] = {}
+        self.saved: list[int] = []  #: versions of which there are checkpoints
         self.rows: dict[str, Row] = {}  #: the store's book
         self.trained: list[str] = []  #: the trainer's book
         self._make_processes(nodes, replicas)
@@ -290,6 +291,16 @@ class World:
             metrics={},
         )
         self.later(process, seconds, done)
+        if self.random.random() < self.faults.save:
+            self._save(process, seconds + 0.2, command.version, command.step + 1)
+
+    def _save(self, process: Process, seconds: float, version: int, step: int) -> None:
+        """The last two checkpoints are kept."""
+        self.saved = [*self.saved, version][-2:]
+        saved = ev.CheckpointSaved(
+            version=version, step=step, path=f"checkpoints/step_{step}", kept=tuple(self.saved)
+        )
+        self.later(process, seconds, saved)
 
     def _do_ExportModel(self, process: Process, command: cmd.ExportModel, _: int) -> None:
         self.later(process, 1.0, Publish(command.version, command.step))
@@ -457,7 +468,9 @@ class World:
         relay = self.processes[ids.actor_name("relay", process.node, 0)]
         held = sorted(relay.held)
         version = command.version if command.exact else max(held, default=-1)
-        if version not in held or version < command.version:
+        if command.checkpoint and self.random.random() < self.faults.damage_checkpoint:
+            return self.say(process, ev.CheckpointRefused(version=version, reason="damaged"))
+        if not command.checkpoint and (version not in held or version < command.version):
             return self.say(process, ev.VersionGone(version=command.version, held=tuple(held)))
         if self.random.random() < self.faults.reject_weights:
             process.version = -1

@@ -52,6 +52,8 @@ class Faults:
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
     skip_publish: float = 0.0
+    save: float = 0.0  #: share of steps after which a checkpoint is written
+    damage_checkpoint: float = 0.0
     fail_sibling: float = 0.0  #: its reward cannot be worked out
     refuse_sibling: float = 0.0  #: it fails while it is generated
     fatal_role: str = ""  #: its process dies for good ...

@@ -1,6 +1,7 @@
 """The rollout's model: one replica that generates, hands over tokens, scores and pulls weights.
 
 Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories
+        checkpoints that the trainer has written
 Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TokenProgress, WeightsLoaded, ...
 
 It follows actors/rollout.py: store first, event second; one flush at a time; a refused flush lets
@@ -301,8 +302,19 @@ class Rollout(Idle):
     # --- weights ------------------------------------------------------------------------------
 
     def _pull(self, command: cmd.PullWeights, load: int) -> None:
+        if command.checkpoint:
+            duration = self.scenario.load_s * self.chance.uniform(1, 3)
+            return self.process.compute(duration, self._read, command)
         request = r.Lease(command.version, command.exact)
         self.process.client.call(self._relay, request, partial(self._leased, command, load))
+
+    def _read(self, command: cmd.PullWeights) -> None:
+        """Load from disk; it may have been removed, and bytes may have changed there."""
+        found = self.world.checkpoints.get(command.checkpoint)
+        if found is None or self.world.faults.corrupts_weights():
+            reason = "it is not there" if found is None else "wrong digest"
+            return self.process.emit(ev.CheckpointRefused(version=command.version, reason=reason))
+        self._serve(command, found.version, found.step, found.digest)
 
     def _leased(self, command: cmd.PullWeights, load: int, lease: r.Leased | VersionGone) -> None:
         if isinstance(lease, VersionGone):
@@ -321,22 +333,23 @@ class Rollout(Idle):
         self, command: cmd.PullWeights, load: int, lease: r.Leased, corrupt: bool, valid: bool
     ) -> None:
         if valid and not corrupt:
-            return self._serve(lease)
+            return self._serve(command, lease.version, lease.step, lease.digest)
         self.digest = ""
         if load < LOADS_MAX:
             return self._pull(command, load + 1)
         self.process.emit(ev.WeightsRejected(version=lease.version, reason="digest"))
 
-    def _serve(self, lease: r.Leased) -> None:
+    def _serve(self, command: cmd.PullWeights, version: int, step: int, digest: str) -> None:
+        self.world.checks.loaded(command, version, digest)
         loaded = ev.WeightsLoaded(
-            version=lease.version,
-            step=lease.step,
-            digest=lease.digest,
+            version=version,
+            step=step,
+            digest=digest,
             probe_diff=0.0,
             seconds=self.scenario.load_s,
-            reloaded=lease.digest != self.digest,
+            reloaded=digest != self.digest,
         )
-        self.digest = lease.digest
+        self.digest = digest
         self.process.emit(loaded)
 
 

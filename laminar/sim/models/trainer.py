@@ -1,13 +1,14 @@
 """The trainer's model: takes its time for a batch, keeps its own book, publishes versions.
 
 Reads   rows of the store; TrainStep, PublishWeights, ExportModel commands
-Emits   TrainerReady, StepCompleted, PublishSkipped, ModelExported
+Emits   TrainerReady, StepCompleted, PublishSkipped, ModelExported, CheckpointSaved
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -20,8 +21,18 @@ from laminar.storage.rules import Row
 
 SLOT_POLL_NS = seconds(0.05)
 EXPORT_S = 1.0
+SAVE_S = 0.5
+CHECKPOINTS_KEPT = 3
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
+
+
+class Checkpoint(NamedTuple):
+    """What lies in a directory of the shared disk."""
+
+    version: int
+    step: int
+    digest: str
 
 
 class Trainer(Idle):
@@ -33,6 +44,7 @@ class Trainer(Idle):
         self.slot = -1
         self.asking = False
         self.digest = "w0"
+        self.world.checks.made(0, self.digest)
         self._relay, self._store = "relay-0", "store-0"
         self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._loaded)
 
@@ -72,6 +84,7 @@ class Trainer(Idle):
         changed = self.chance.random() >= UNCHANGED
         if changed:
             self.digest = f"w{command.step + 1}"
+        self.world.checks.made(command.version, self.digest)
         if self.slot >= 0 and not self.world.faults.publish_fails():
             self._publish(
                 command.version,
@@ -101,13 +114,28 @@ class Trainer(Idle):
             metrics={},
         )
         self.process.emit(completed)
+        freq, step = self.scenario.save_freq, command.step + 1
+        if freq and step % freq == 0:
+            weights = Checkpoint(command.version, step, self.digest)
+            self.process.compute(SAVE_S, self._saved, f"checkpoints/step_{step}", weights)
         self._next()
+
+    def _saved(self, path: str, weights: Checkpoint) -> None:
+        """What is on disk stays there, whoever dies; the oldest make room."""
+        disk = self.world.checkpoints
+        disk[path] = weights
+        while len(disk) > CHECKPOINTS_KEPT:
+            del disk[next(iter(disk))]
+        kept = tuple(checkpoint.version for checkpoint in disk.values())
+        saved = ev.CheckpointSaved(version=weights.version, step=weights.step, path=path, kept=kept)
+        self.process.emit(saved)
 
     def _export(self, command: cmd.ExportModel) -> None:
         def published() -> None:
             self.process.emit(ev.ModelExported(version=command.version, path="export"))
             self._next()
 
+        self.world.checks.made(command.version, self.digest)
         self._publish_somehow(command.version, command.step, published)
 
     # --- slots --------------------------------------------------------------------------------
