@@ -8,6 +8,7 @@ trainer_book.jsonl  the trainer's own record of trained ids, synced before each 
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest
 timeline/         what each process did when
 metrics.jsonl  tensorboard/  status.json  summary.json
+checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version
 export/           the trained model as a Hugging Face directory
 """
 
@@ -21,4 +22,5 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
+CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"

@@ -17,14 +17,12 @@ from pathlib import Path
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.chain import chunk_bytes
-from laminar.weights.hashes import checksums
+from laminar.weights.chain import usual_chunk_bytes
+from laminar.weights.hashes import sealed
 from laminar.weights.slots import SlotError, SlotTable, VersionGone, slots_within
 
 CHAIN = "chain"
 """As a writer: the relay before this one."""
-MACHINES, SECONDS_PER_BYTE, START_SECONDS = 8, 0.8e-9, 50e-6
-"""What the size of a chunk is chosen for: network cards of 10 Gbit/s. The optimum is flat."""
 
 
 class RelaySlots:
@@ -151,25 +149,16 @@ class RelaySlots:
 
         None: a newer version came over the chain in the meantime, this one is of no use.
         """
-        total = mf.check_tensors(request.tensors)
         assert self._arena is not None
-        view = self._arena.slot(request.slot)
-        chunk = chunk_bytes(MACHINES, total, SECONDS_PER_BYTE, START_SECONDS)
-        sums, digest = await asyncio.to_thread(checksums, view, total, chunk)
-        self._digesting.discard(request.slot)
-        manifest = mf.Manifest(
+        draft = mf.whole(
             version=request.version,
             step=request.step,
-            kind="full",
-            dtype=request.dtype,
-            total_bytes=total,
             tensors=request.tensors,
-            parts=(mf.Part(rank=0, offset=0, nbytes=total),),
-            chunk_bytes=chunk,
-            chunk_checksums=tuple(sums),
-            digest=digest,
+            chunk_bytes=usual_chunk_bytes(mf.check_tensors(request.tensors)),
             probe=request.probe,
         )
+        manifest = await asyncio.to_thread(sealed, self._arena.slot(request.slot), draft)
+        self._digesting.discard(request.slot)
         return manifest if self.keep(boot_id, request.slot, manifest) else None
 
     def keep(self, writer: str, slot: int, manifest: mf.Manifest) -> bool:

@@ -1,11 +1,12 @@
 """The trainer actor: consumes batches, publishes weights, exports the model.
 
 Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel commands
-Writes  slots of the relay's arena, trainer_book.jsonl, export/
-Emits   TrainerReady, StepCompleted, PublishSkipped, ModelExported
+Writes  slots of the relay's arena, trainer_book.jsonl, checkpoints/, export/
+Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported
 
-A step never waits for the relay: see weight_publisher.py. The trainer's own book is synced before a
-step is reported, so that what was trained can be audited against the log and the store.
+A step never waits for the relay or the disk: see weight_publisher.py and checkpoint_writer.py. The
+trainer's own book is synced before a step is reported, so that what was trained can be audited
+against the log and the store.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 from laminar import ids
+from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
 from laminar.actors.weight_publisher import WeightPublisher
@@ -69,6 +71,8 @@ class Trainer:
         await self.store.start()
         self.publisher = self._make_publisher(policy)
         await self.publisher.start()
+        specs = self.publisher.specs
+        self.checkpoints = CheckpointWriter(self.host, policy.model, specs, self._probe)
         self.host.spawn(self._work())
         parameters = sum(t.numel() for _, t in named_weights(policy.model))
         weights_bytes = self.publisher.version_bytes
@@ -83,6 +87,8 @@ class Trainer:
         await self.store.close()
         if hasattr(self, "publisher"):
             await self.publisher.close()
+        if hasattr(self, "checkpoints"):
+            await self.checkpoints.close()
         self.book.close()
 
     async def _work(self) -> None:
@@ -123,6 +129,7 @@ class Trainer:
             metrics=metrics,
         )
         self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
+        await self.checkpoints.save_if_due(command.version, command.step + 1, order.cause)
 
     def _enter_in_book(self, command: cmd.TrainStep, result: StepResult) -> None:
         """What was trained, on disk before anyone hears of it."""

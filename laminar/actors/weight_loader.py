@@ -1,7 +1,7 @@
 """Pulling weights into an engine, and proving that they have arrived in it.
 
-Reads   PullWeights commands; leased slots of the relay on this machine
-Emits   WeightsLoaded, WeightsRejected, VersionGone
+Reads   PullWeights commands; leased slots of the relay on this machine; checkpoints
+Emits   WeightsLoaded, WeightsRejected, VersionGone, CheckpointRefused
 
 Two proofs: the digest of the bytes that were loaded, taken after the load (a slot must not have
 changed under the reader), and the probe: the engine scores a few fixed sequences and must agree
@@ -24,10 +24,11 @@ from laminar.engines.runner import EngineRunner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.net.rpc import RpcError
+from laminar.weights import checkpoint
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.hashes import WeightsCorrupt, verify
+from laminar.weights.hashes import Bytes, WeightsCorrupt, verify
 from laminar.weights.transfer import read_tensors
 
 LOADS_MAX = 2
@@ -48,6 +49,8 @@ class WeightLoader:
 
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
+        if command.checkpoint:
+            return await self._pull_from_disk(order, command)
         started = time.monotonic_ns()
         failure = ""
         for _ in range(LOADS_MAX):
@@ -63,8 +66,24 @@ class WeightLoader:
                 return self._loaded(order, manifest, started, reloaded)
             self.digest = ""
             failure = failure or "the lease was revoked while the slot was read"
-        rejected = ev.WeightsRejected(version=manifest.version, reason=failure[:500])
-        self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
+        self._rejected(order, manifest, failure)
+
+    async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+        """What the relays have evicted. The bytes are proved before the engine sees them."""
+        started = time.monotonic_ns()
+        directory = self.host.run_dir / command.checkpoint
+        try:
+            view, manifest = await asyncio.to_thread(checkpoint.read, directory, command.version)
+        except checkpoint.CheckpointError as error:
+            reason = str(error)[:500]
+            refused = ev.CheckpointRefused(version=command.version, reason=reason)
+            return self.host.emit(refused, event_seq=order.cause, reason=reason)
+        reloaded = manifest.digest != self.digest
+        failure = await self._load_view(view, manifest) if reloaded else ""
+        if not failure:
+            return self._loaded(order, manifest, started, reloaded)
+        self.digest = ""
+        self._rejected(order, manifest, failure)
 
     async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
         """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing."""
@@ -93,9 +112,11 @@ class WeightLoader:
         return isinstance(released, m.OtherArena) or released.valid
 
     async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
-        """Load from the slot and check; returns why it failed, or nothing."""
         assert self._arena is not None
-        view = self._arena.slot(lease.slot)
+        return await self._load_view(self._arena.slot(lease.slot), manifest)
+
+    async def _load_view(self, view: Bytes, manifest: mf.Manifest) -> str:
+        """Load from a slot, or what is like one, and check; why it failed, or nothing."""
 
         def load(engine: Engine) -> float:
             engine.load_weights(read_tensors(view, manifest))
@@ -131,6 +152,10 @@ class WeightLoader:
         self.host.emit(
             loaded, event_seq=order.cause, version=manifest.version, digest=manifest.digest
         )
+
+    def _rejected(self, order: cmd.Order, manifest: mf.Manifest, failure: str) -> None:
+        rejected = ev.WeightsRejected(version=manifest.version, reason=failure[:500])
+        self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
 
 
 def probe_difference(engine: Engine, probe: mf.Probe | None) -> float:

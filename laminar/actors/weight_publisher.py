@@ -49,10 +49,10 @@ class WeightPublisher:
     ) -> None:
         """`dtype`: published type. `probe`: scores of the present weights, asked in a thread."""
         self.host, self.relay = host, relay
-        self._model, self._dtype, self._probe = model, dtype, probe
+        self._model, self._probe = model, probe
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(model)]
-        self._specs = mf.layout(shapes, dtype)
-        self.version_bytes = mf.check_tensors(self._specs)
+        self.specs = mf.layout(shapes, dtype)
+        self.version_bytes = mf.check_tensors(self.specs)
         self._arena: Arena | None = None
         self._slot = -1  #: granted and not written
         self._granted = asyncio.Event()  #: there is such a slot
@@ -112,7 +112,7 @@ class WeightPublisher:
         self._published += 1
         started = time.monotonic_ns()
         weights = named_weights(self._model)
-        await asyncio.to_thread(write_tensors, arena.slot(slot), self._specs, weights)
+        await asyncio.to_thread(write_tensors, arena.slot(slot), self.specs, weights)
         written = time.monotonic_ns()
         self.host.span("publishing", started, written, step=step, version=version)
         probe = await asyncio.to_thread(self._probe)
@@ -122,8 +122,7 @@ class WeightPublisher:
             slot=slot,
             version=version,
             step=step,
-            dtype=self._dtype,
-            tensors=self._specs,
+            tensors=self.specs,
             probe=probe,
         )
 

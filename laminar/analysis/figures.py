@@ -102,7 +102,7 @@ def trainer_shares(
     working: Intervals,
 ) -> dict[str, float]:
     """What the trainer did; the last wait ends with its process, so no span tells of it."""
-    states = ("busy", "fetching", "publishing", "probe", "exporting")
+    states = ("busy", "fetching", "publishing", "probe", "saving", "exporting")
     parts = {state: in_state(spans, state) for state in states}
     last_ns = max((span.end_ns for span in spans), default=0)
     tail = intersect(free, union([(last_ns, np.iinfo(np.int64).max)]))

@@ -28,7 +28,7 @@ from laminar.cli.preflight import Plan, check
 from laminar.cli.progress import Progress
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.observe.logs import new_attempt
-from laminar.rundir import CONFIG_FILE, EXPORT_DIR, STATUS_FILE, SUMMARY_FILE
+from laminar.rundir import CHECKPOINTS_DIR, CONFIG_FILE, EXPORT_DIR, STATUS_FILE, SUMMARY_FILE
 
 POLL_S = 0.25
 FINAL_CODES = (0, 1, 2, 130)
@@ -233,6 +233,9 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         f"tensorboard --logdir {run_dir}/tensorboard",
         f"and try          laminar log replay {run_dir}; laminar audit {run_dir}",
     ]
+    saved = len(list((run_dir / CHECKPOINTS_DIR).glob("step_*")))
+    if saved:
+        lines.append(f"checkpoints      {saved} in {run_dir / CHECKPOINTS_DIR}")
     if (run_dir / EXPORT_DIR).is_dir():
         lines.append(f"model            {run_dir / EXPORT_DIR}")
     for line in lines:

@@ -1,4 +1,4 @@
-"""The trained policy as a directory that from_pretrained loads.
+"""A policy as a directory that from_pretrained loads: the export, and every checkpoint.
 
 Reads   the model, and the tokenizer of the model it started from
 Writes  safetensors, config, generation config, tokenizer files and chat template, in one rename
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar.config import ConfigError
@@ -31,10 +33,18 @@ TOKENIZER_FILES = (
 )
 
 
-def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) -> None:
+def export_hf(
+    model: PreTrainedModel,
+    tokenizer_source: str,
+    directory: Path,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    extra: Mapping[str, bytes] | None = None,
+) -> None:
     """Write `model` to `directory`, float32; ConfigError when the directory exists.
 
-    `tokenizer_source` is the model directory that the run's tokenizer came from.
+    `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` take
+    the place of the model's own, by the same names; `extra` are further files.
     """
     if directory.exists():
         raise ConfigError(f"export directory {directory} exists; remove it or give another path")
@@ -44,7 +54,9 @@ def export_hf(model: PreTrainedModel, tokenizer_source: str, directory: Path) ->
         shutil.rmtree(partial)
     partial.mkdir()
     _copy_tokenizer(Path(tokenizer_source), partial)
-    _save_model(model, partial)
+    _save_model(model, dict(named_weights(model)) if tensors is None else tensors, partial)
+    for name, content in (extra or {}).items():
+        (partial / name).write_bytes(content)
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     partial.rename(directory)
@@ -58,13 +70,13 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(path, directory / path.name)
 
 
-def _save_model(model: PreTrainedModel, directory: Path) -> None:
+def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Config, generation config and weights; a tied tensor once."""
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.to_json_file(directory / "generation_config.json")
-    tensors = {name: tensor.contiguous() for name, tensor in named_weights(model)}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _sync(path: Path) -> None:

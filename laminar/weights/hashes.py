@@ -1,7 +1,7 @@
 """The hashes over what lies in a slot, and the check against those that were published.
 
 Reads   a slot (uint8 view of shared memory)
-Gives   checksums; WeightsCorrupt when bytes are not what the manifest says
+Gives   checksums, manifests; WeightsCorrupt when bytes are not what the manifest says
 
 Without torch: a relay works these out, and it must be back a moment after it was killed.
 """
@@ -21,6 +21,7 @@ from laminar.weights.manifest import (
     ManifestError,
     chunk_bounds,
     chunks_of_ranks,
+    seal,
 )
 
 Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
@@ -36,6 +37,11 @@ def checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int
     Both hashes take a chunk while it is in the cache, so the memory is read once.
     """
     return _hashes(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
+
+
+def sealed(view: Bytes, draft: Draft) -> Manifest:
+    """The manifest of the version whose bytes lie in this slot; ManifestError if it is smaller."""
+    return seal(draft, *checksums(view, draft.total_bytes, draft.chunk_bytes))
 
 
 def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:

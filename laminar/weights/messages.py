@@ -49,7 +49,6 @@ class CommitSlot(Message, frozen=True, kw_only=True):
     slot: int
     version: int
     step: int
-    dtype: str
     tensors: tuple[TensorSpec, ...]
     probe: Probe
 

@@ -137,7 +137,6 @@ def commit(arena: str, slot: int, version: int) -> m.CommitSlot:
         slot=slot,
         version=version,
         step=version,
-        dtype="float32",
         tensors=SPECS,
         probe=PROBE,
     )

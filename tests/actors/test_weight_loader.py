@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import save_file
 
 from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
 from laminar.actors.weight_loader import WeightLoader
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.weights import checkpoint
+from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena
-from tests.actors.parts import PROBE, FakeHost, Writer, until
+from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
 
 
@@ -31,8 +34,8 @@ class FakeEngine:
 
     def load_weights(self, tensors: Any) -> None:
         self.loads += 1
-        for _, tensor in tensors:
-            self.value = float(torch.clone(tensor)[0, 0])
+        for _, found in tensors:
+            self.value = float(torch.clone(found)[0, 0])
         self.during()
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -61,9 +64,11 @@ class Replica:
         self.relay = RelayClient(self.host.client("relay-0"))
         self.loader = WeightLoader(self.host, self.relay, self.runner)  # type: ignore[arg-type]
 
-    async def pull(self, version: int = 0, exact: bool = False) -> ev.Event:
+    async def pull(self, version: int = 0, exact: bool = False, checkpoint: str = "") -> ev.Event:
         """What it says in the end."""
-        command = cmd.PullWeights(to="rollout-0", version=version, exact=exact, purpose="newer")
+        command = cmd.PullWeights(
+            to="rollout-0", version=version, exact=exact, purpose="newer", checkpoint=checkpoint
+        )
         before = len(self.host.events)
         await self.loader.pull(cmd.Order(command_id=1, cause=1, command=command), command)
         (said,) = self.host.events[before:]
@@ -107,6 +112,53 @@ async def test_any_kept_version_can_be_pulled_at_any_time(
         assert (loaded.version, replica.engine.value) == (found, float(found))
     gone = await replica.pull(7)
     assert gone == ev.VersionGone(version=7, held=(1, 2, 3))
+
+
+def write_checkpoint(run_dir: Path, version: int, path: str = "checkpoints/step_1") -> Path:
+    directory = run_dir / path
+    directory.mkdir(parents=True)
+    weights = {"w": tensor(version)}
+    manifest = checkpoint.describe(
+        version=version, step=version, specs=SPECS, tensors=weights.items(), probe=PROBE
+    )
+    save_file(weights, directory / checkpoint.MODEL_FILE)
+    (directory / checkpoint.VERSION_FILE).write_bytes(mf.encode(manifest))
+    return directory
+
+
+async def test_a_version_that_no_relay_holds_is_loaded_from_its_checkpoint(
+    relay: Machine, trainer: Writer, replica: Replica, tmp_path: Path
+) -> None:
+    """With the weights and the digest that it was published with; also without any relay."""
+    await publish(relay, trainer, 1, 2)
+    first = await replica.pull(1, exact=True)
+    write_checkpoint(tmp_path, 1)
+    await replica.pull(2)
+    await relay.kill()
+    again = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
+    assert isinstance(first, ev.WeightsLoaded) and isinstance(again, ev.WeightsLoaded)
+    assert (again.version, again.digest, again.reloaded) == (1, first.digest, True)
+    assert replica.engine.value == 1.0
+
+
+async def test_a_damaged_checkpoint_never_reaches_the_engine(
+    replica: Replica, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(tmp_path, 1)
+    save_file({"w": tensor(3)}, directory / checkpoint.MODEL_FILE)
+    refused = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
+    assert isinstance(refused, ev.CheckpointRefused) and "xxh3_64" in refused.reason
+    assert replica.engine.loads == 0
+
+
+async def test_a_checkpoint_whose_probe_differs_is_rejected(
+    replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right bytes in the wrong place: then it is this replica's fault."""
+    write_checkpoint(tmp_path, 1)
+    monkeypatch.setattr(replica.engine, "score", lambda sequences: [[-9.0]])
+    rejected = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
+    assert isinstance(rejected, ev.WeightsRejected) and replica.loader.digest == ""
 
 
 async def test_equal_weights_are_not_loaded_again(

@@ -98,6 +98,7 @@ def test_the_trainers_time() -> None:
         span("busy", 110, 400),
         span("publishing", 400, 420),
         span("probe", 420, 430),
+        span("saving", 430, 435),
         span("waiting", 440, 700),
         span("exporting", 700, 900),
     ]
@@ -110,10 +111,11 @@ def test_the_trainers_time() -> None:
             "fetching": 0.01,
             "publishing": 0.02,
             "probe": 0.01,
+            "saving": 0.005,
             "exporting": 0.2,
             "waiting_for_batch": 0.1 + 0.25,
             "waiting_for_evaluation": 0.05,  # from 950: before that the export was outstanding
-            "other": 0.01 + 0.01 + 0.05,
+            "other": 0.005 + 0.01 + 0.05,
         }
     )
 

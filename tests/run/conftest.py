@@ -9,12 +9,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from laminar.coordinator.system import RealDisk
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.events.base import Command, Event
+from laminar.events.codec import decode_command, decode_event
 
 ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 240
@@ -72,6 +78,15 @@ def train(directory: Path, *arguments: str, config: str = "configs/quickstart.to
         timeout=RUN_TIMEOUT_S,
     )
     return Finished(directory / "run", done.returncode, done.stdout + done.stderr)
+
+
+def history(run: Path) -> Iterator[Event | Command]:
+    """Events and commands of a run, in the order of the log."""
+    for _, record in read_log(RealDisk(run / "events")):
+        if isinstance(record, EventRecord):
+            yield decode_event(record.event)
+        elif isinstance(record, DecisionRecord):
+            yield decode_command(record.command)
 
 
 @pytest.fixture(scope="session")

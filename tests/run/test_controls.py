@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from laminar.coordinator.system import RealDisk
-from laminar.eventlog.reader import read_log
-from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event
-from laminar.events.codec import decode_command, decode_event
-from tests.run.conftest import SMALL, train
+from tests.run.conftest import SMALL, history, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
-
-
-def history(run: Path) -> Iterator[Event | Command]:
-    """Events and commands of a run, in the order of the log."""
-    for _, record in read_log(RealDisk(run / "events")):
-        if isinstance(record, EventRecord):
-            yield decode_event(record.event)
-        elif isinstance(record, DecisionRecord):
-            yield decode_command(record.command)
 
 
 def test_on_policy_trains_only_what_the_newest_weights_generated(tmp_path: Path) -> None:

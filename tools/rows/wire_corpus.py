@@ -173,7 +173,6 @@ def _to_relay() -> list[relay.Request]:
             slot=1,
             version=7,
             step=6,
-            dtype="float32",
             tensors=TENSORS,
             probe=PROBE,
         ),

@@ -1,0 +1,68 @@
+"""A version on disk: what to write beside a model, and how to get the version back bit for bit.
+
+Reads   a checkpoint directory: model.safetensors, version.msgpack (the manifest)
+Gives   the bytes of a version as they lie in a slot; CheckpointError for anything else
+
+A checkpoint has the trainer's parameters, a version has what engines take: the same tensors in the
+published type. Conversion is exact, so the digest of the manifest proves that a checkpoint gives
+the weights that were published under its number, whoever reads it, on whatever machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from laminar.weights import manifest as mf
+from laminar.weights.chain import usual_chunk_bytes
+from laminar.weights.hashes import Bytes, WeightsCorrupt, sealed, verify
+from laminar.weights.transfer import write_tensors
+
+MODEL_FILE = "model.safetensors"
+VERSION_FILE = "version.msgpack"
+
+
+class CheckpointError(RuntimeError):
+    """This directory does not hold the version that was asked for, or not any more."""
+
+
+def describe(
+    *,
+    version: int,
+    step: int,
+    specs: tuple[mf.TensorSpec, ...],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    probe: mf.Probe,
+) -> mf.Manifest:
+    """The manifest of a version that is made of these tensors, as a relay would make it."""
+    total = mf.check_tensors(specs)
+    view = np.empty(total, dtype=np.uint8)
+    write_tensors(view, specs, tensors)
+    chunk = usual_chunk_bytes(total)
+    draft = mf.whole(version=version, step=step, tensors=specs, chunk_bytes=chunk, probe=probe)
+    return sealed(view, draft)
+
+
+def read(directory: Path, version: int) -> tuple[Bytes, mf.Manifest]:
+    """This version: uint8 [total_bytes] as in a slot, proved by its digest."""
+    try:
+        manifest = mf.decode((directory / VERSION_FILE).read_bytes())
+        if manifest.version != version:
+            raise CheckpointError(f"{directory} holds version {manifest.version}, not {version}")
+        view = np.empty(manifest.total_bytes, dtype=np.uint8)
+        write_tensors(view, manifest.tensors, _tensors(directory / MODEL_FILE))
+        verify(view, manifest)
+    except (OSError, SafetensorError, mf.ManifestError, WeightsCorrupt) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    return view, manifest
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """One after the other: only one is in memory beside the version."""
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            yield name, tensors.get_tensor(name)

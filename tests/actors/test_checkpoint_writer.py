@@ -1,0 +1,118 @@
+"""Checkpoints are written beside the training, whole or not at all, and say the truth."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laminar.actors import checkpoint_writer
+from laminar.actors.checkpoint_writer import CheckpointWriter
+from laminar.events import events as ev
+from laminar.training.model import load_policy, named_weights
+from laminar.weights import checkpoint
+from laminar.weights import manifest as mf
+from laminar.weights.transfer import read_tensors
+from tests.actors.parts import PROBE, FakeHost
+
+MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
+
+
+class Trainer:
+    """As much of one as a checkpoint needs."""
+
+    def __init__(self, run_dir: Path, *settings: str) -> None:
+        self.host = FakeHost(run_dir, "trainer-0", f"model.name={MODEL}", *settings)
+        self.model = load_policy(MODEL, "cpu", tokenizer_size=260).model
+        shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
+        specs = mf.layout(shapes, "bfloat16")
+        self.writer = CheckpointWriter(self.host, self.model, specs, lambda: PROBE)
+
+    async def step(self, step: int) -> None:
+        """Every parameter becomes the number of the step."""
+        self.change(step)
+        await self.writer.save_if_due(step, step, 1)
+
+    def change(self, value: float) -> None:
+        with torch.no_grad():
+            for _, tensor in named_weights(self.model):
+                tensor.fill_(value)
+
+    @property
+    def saved(self) -> list[ev.CheckpointSaved]:
+        return self.host.all(ev.CheckpointSaved)
+
+
+async def test_weights_of_the_step_are_saved_though_training_goes_on(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, "trainer.save_freq=2")
+    await trainer.step(1)
+    await trainer.step(2)
+    trainer.change(99.0)
+    await trainer.writer.close()
+    assert trainer.saved == [
+        ev.CheckpointSaved(version=2, step=2, path="checkpoints/step_2", kept=(2,))
+    ]
+    directory = tmp_path / "checkpoints" / "step_2"
+    view, manifest = checkpoint.read(directory, 2)
+    assert {float(tensor.max()) for _, tensor in read_tensors(view, manifest)} == {2.0}
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert {float(tensor.min()) for _, tensor in named_weights(loaded)} == {2.0}
+
+
+async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")
+    for step in (1, 2, 3):
+        await trainer.step(step)
+        await trainer.writer.close()
+    assert [event.kept for event in trainer.saved] == [(1,), (1, 2), (2, 3)]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step_2", "step_3"]
+
+
+async def test_a_slow_disk_costs_checkpoints_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is due while another is being written is left out."""
+    go_on = threading.Event()
+    export_hf = checkpoint_writer.export_hf
+
+    def slowly(*args: object, **named: object) -> None:
+        assert go_on.wait(30)
+        export_hf(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_writer, "export_hf", slowly)
+    trainer = Trainer(tmp_path, "trainer.save_freq=1")
+    await trainer.step(1)
+    await trainer.step(2)
+    go_on.set()
+    await trainer.writer.close()
+    await trainer.step(3)
+    await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == [1, 3]
+
+
+async def test_a_disk_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = Trainer(tmp_path, "trainer.save_freq=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "export_hf", full)
+        await trainer.step(1)
+        await trainer.writer.close()
+    await trainer.step(2)
+    await trainer.writer.close()
+    assert [event.kept for event in trainer.saved] == [(2,)]
+    assert not trainer.host.failures
+
+
+async def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    await trainer.step(1)
+    await trainer.writer.close()
+    assert not trainer.saved and not (tmp_path / "checkpoints").exists()

@@ -1,0 +1,66 @@
+"""Checkpoints of a real run: models that load, and the way back to a version that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.weights import checkpoint
+from tests.run.conftest import Finished, history, laminar
+from tests.run.test_interruptions import end, start, status, until
+
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
+
+def step_of(directory: Path) -> int:
+    return int(status(directory)["step"])
+
+
+def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path) -> None:
+    """A replica stands still while the run goes on without it, until the relay has evicted its
+    version. Then it dies: its trajectories go on with the weights of the checkpoint."""
+    process = start(
+        tmp_path,
+        "trainer.total_training_steps=14",
+        "trainer.save_freq=1",
+        "async.max_staleness=8",
+        "rollout.groups_per_version=4",
+        "recovery.resume_wait_ms=60000",
+        "coordinator.lease_ms=60000",
+    )
+    until(lambda: step_of(tmp_path) >= 2, "step 2")
+    victim = status(tmp_path)["processes"]["rollout-1"]
+    os.kill(victim, signal.SIGSTOP)
+    stopped_at = step_of(tmp_path)
+    until(lambda: step_of(tmp_path) >= stopped_at + 4, "four more steps")
+    os.kill(victim, signal.SIGKILL)
+    run = end(process, tmp_path)
+    assert run.code == 0, run.output
+    assert f"checkpoints      14 in {run.directory / 'checkpoints'}" in run.output
+    _check(run)
+
+
+def _check(run: Finished) -> None:
+    published: dict[int, str] = {}
+    wanted: list[cmd.PullWeights] = []
+    loaded: list[tuple[int, str]] = []
+    for item in history(run.directory):
+        if isinstance(item, ev.WeightsPublished):
+            published[item.version] = item.digest
+        elif isinstance(item, cmd.PullWeights) and item.checkpoint:
+            wanted.append(item)
+        elif isinstance(item, ev.WeightsLoaded):
+            loaded.append((item.version, item.digest))
+    assert wanted and {order.purpose for order in wanted} == {"resume"}
+    assert all((order.version, published[order.version]) in loaded for order in wanted)
+    for order in wanted:
+        _, manifest = checkpoint.read(run.directory / order.checkpoint, order.version)
+        assert manifest.digest == published[order.version]
+    for check in (("log", "replay"), ("audit",)):
+        done = laminar(*check, str(run.directory))
+        assert done.returncode == 0, done.stdout + done.stderr

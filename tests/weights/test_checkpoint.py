@@ -1,0 +1,98 @@
+"""A version comes back from its checkpoint bit for bit, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from laminar.weights import checkpoint
+from laminar.weights import manifest as mf
+from laminar.weights.chain import usual_chunk_bytes
+from laminar.weights.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
+from laminar.weights.hashes import sealed
+from laminar.weights.transfer import write_tensors
+
+PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1)
+Tensors = dict[str, torch.Tensor]
+
+
+def weights() -> Tensors:
+    """As a trainer has them."""
+    chance = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(33, 7, generator=chance),
+        "layer.0": torch.randn(5, 3, 2, generator=chance) * 1e-6,
+    }
+
+
+def specs(dtype: str) -> tuple[mf.TensorSpec, ...]:
+    return mf.layout([(name, tuple(t.shape)) for name, t in weights().items()], dtype)
+
+
+def save(directory: Path, dtype: str = "bfloat16", version: int = 7) -> mf.Manifest:
+    tensors = weights()
+    manifest = checkpoint.describe(
+        version=version, step=version, specs=specs(dtype), tensors=tensors.items(), probe=PROBE
+    )
+    save_file(tensors, directory / MODEL_FILE)
+    (directory / VERSION_FILE).write_bytes(mf.encode(manifest))
+    return manifest
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_version_is_the_one_that_was_published(dtype: str, tmp_path: Path) -> None:
+    """A relay makes the same manifest of what the trainer writes into its slot."""
+    slot = np.full(1 << 16, 0xEE, dtype=np.uint8)
+    write_tensors(slot, specs(dtype), weights().items())
+    published = sealed(
+        slot,
+        mf.whole(
+            version=7,
+            step=7,
+            tensors=specs(dtype),
+            chunk_bytes=usual_chunk_bytes(mf.check_tensors(specs(dtype))),
+            probe=PROBE,
+        ),
+    )
+    assert save(tmp_path, dtype) == published
+    view, manifest = checkpoint.read(tmp_path, 7)
+    assert manifest == published
+    assert view.tobytes() == slot[: manifest.total_bytes].tobytes()
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, version=6)
+    with pytest.raises(CheckpointError, match="holds version 6, not 7"):
+        checkpoint.read(tmp_path, 7)
+
+
+def test_one_changed_value_is_found(tmp_path: Path) -> None:
+    save(tmp_path)
+    changed = weights()
+    changed["embed"][0, 0] += 1
+    save_file(changed, tmp_path / MODEL_FILE)
+    with pytest.raises(CheckpointError, match="expected xxh3_64"):
+        checkpoint.read(tmp_path, 7)
+
+
+@pytest.mark.parametrize("file", [MODEL_FILE, VERSION_FILE])
+def test_missing_or_cut_files_are_named(file: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / file
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=tmp_path.name):
+        checkpoint.read(tmp_path, 7)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpoint.read(tmp_path, 7)
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    save_file({"embed": weights()["embed"]}, tmp_path / MODEL_FILE)
+    with pytest.raises(CheckpointError, match="1 tensors were not written"):
+        checkpoint.read(tmp_path, 7)
