@@ -23,7 +23,8 @@ quickstart: setup
 	@$(BIN)/laminar train -c configs/quickstart.toml --move-old
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long"
+	$(BIN)/python -m pytest -m "process and not long"
 
 lint: setup
 	$(BIN)/ruff check .
