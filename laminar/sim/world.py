@@ -93,9 +93,10 @@ class World:
         """To the end of the run; the digest of its last state. Raises Violation."""
         self.begin()
         limit, quiet_ns = self.scenario.checks.events_max, seconds(self.scenario.checks.quiet_s)
-        scheduler, checks = self.scheduler, self.checks
-        while not self.coordinator.ended:
-            if not scheduler.step():
+        scheduler, checks, coordinator = self.scheduler, self.checks, self.coordinator
+        step = scheduler.step
+        while not coordinator.ended:
+            if not step():
                 raise Violation("progress", "nothing will ever happen")
             if scheduler.now - checks.progress_ns > quiet_ns:
                 self._stands_still()
