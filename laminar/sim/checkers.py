@@ -265,14 +265,17 @@ class Checks:
 
     def turned(self, disk: SimDisk, sends: bool) -> None:
         """durable_before_sent: what leaves, and what it follows from, survives every crash."""
-        if not sends:
+        if not sends or self._must_is_durable():
             return
         self._read_durable(disk)
-        if self._durable[0] < self._must[0] or self._durable[1] < self._must[1]:
+        if not self._must_is_durable():
             what = f"{self._must} events and decisions were acted on, {self._durable} are durable"
             raise Violation("durable_before_sent", what)
         if self._durable[0] >= self._seen[0]:
             self._recent.clear()
+
+    def _must_is_durable(self) -> bool:
+        return self._durable[0] >= self._must[0] and self._durable[1] >= self._must[1]
 
     def _read_durable(self, disk: SimDisk) -> None:
         """Count the records of this incarnation that have become durable."""
