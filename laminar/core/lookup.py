@@ -177,6 +177,8 @@ def next_timer_ns(state: State) -> int | None:
 def due_timers(state: State, now_ns: int) -> list[str]:
     """Names of the timers that are due, earliest first; they stay set until they are handled."""
     heap = state.lookup.timers
+    if not heap or heap[0][0] > now_ns:
+        return []  # asked in every turn: mostly none is
     due: dict[str, int] = {}
     while (due_ns := next_timer_ns(state)) is not None and due_ns <= now_ns:
         due[heappop(heap)[1]] = due_ns

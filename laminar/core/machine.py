@@ -7,7 +7,8 @@ Emits   commands, each with its cause
     handle(event) = refuse it if its sender is fenced, or is not the one to report it,
                     or if it cannot be true
                   -> its handler records the fact          (one function per event, HANDLERS)
-                  -> the planner acts on the new situation (until nothing is left to decide)
+                  -> the planner acts on the new situation (until nothing is left to decide),
+                     unless no decision can depend on the fact
 
 The handlers only record; every decision is made by the planner from the state as it then is, so the
 order in which facts arrived cannot be forgotten or counted twice. Pure: no clock, no randomness, no
@@ -50,6 +51,8 @@ LOGIC_VERSION = 1
 
 PLAN_ROUNDS_MAX = 10_000
 """The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
+UNPLANNED = (ev.TokenProgress, ev.TrajectoryStarted)
+"""No decision depends on what these report, and after every event nothing is left to decide."""
 
 
 class LogicError(RuntimeError):
@@ -83,9 +86,11 @@ class Machine:
         state.time_ns = max(state.time_ns, stamped.time_ns)
         turn = Turn(state, stamped)
         if _from_known_sender(turn) and _from_right_sender(turn) and _plausible(turn):
-            HANDLERS[type(stamped.event)](turn, stamped.event)
-            plan(turn)
-            siblings.send_endings(turn)
+            event = stamped.event
+            HANDLERS[type(event)](turn, event)
+            if not isinstance(event, UNPLANNED):
+                plan(turn)
+                siblings.send_endings(turn)
         return turn.commands
 
 

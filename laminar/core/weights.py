@@ -166,8 +166,10 @@ def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
 def plan_pull(turn: Turn, replica: Replica) -> None:
     """An empty replica pulls what is newer: had it admitted, it would have been given a group."""
     state = turn.state
+    if not _can_pull(state, replica):
+        return
     newest = state.newest_for(replica)
-    if newest <= replica.version or not _can_pull(state, replica):
+    if newest <= replica.version:
         return
     purpose = "start" if replica.version < 0 else "newer"
     pull(turn, replica, newest, exact=False, purpose=purpose)

@@ -102,7 +102,8 @@ class Checks:
         self.no_command_to_fenced(stamped, commands, state)
         self._learn_fences(stamped, state)
         self._note_failure(stamped, state)
-        self.lease_ran_out(stamped)
+        if isinstance(stamped.event, ev.HeartbeatLost):
+            self.lease_ran_out(stamped.event)
         self.waiting_leads_to_something(stamped, commands, state)
         self._invariants(stamped, state)
         self._note_progress(state)
@@ -151,11 +152,13 @@ class Checks:
     def no_command_to_fenced(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """What a fenced process says is refused by name, and has no effect."""
         name = f"{type(stamped.event).__name__}: fenced"
-        refused, before = state.ignored.get(name, 0), self._refused[name]
-        self._refused[name] = refused
-        why, _ = self._fenced.get((stamped.peer, stamped.incarnation), ("", 0))
-        if not why or isinstance(stamped.event, ev.ActorJoined):
+        refused, before = state.ignored.get(name, 0), self._refused.get(name, 0)
+        if refused != before:
+            self._refused[name] = refused
+        fenced = self._fenced.get((stamped.peer, stamped.incarnation))
+        if fenced is None or isinstance(stamped.event, ev.ActorJoined):
             return
+        why, _ = fenced
         if commands or refused <= before:
             done = "acted on" if commands else "believed"
             what = f"{stamped.peer} is fenced ({why}), and event {stamped.seq} of it was {done}"
@@ -163,10 +166,12 @@ class Checks:
 
     def old_placement_has_no_effect(self, stamped: Stamped, commands: list[Command]) -> None:
         """Words about a placement that was replaced since lead to nothing."""
+        if not commands:
+            return
         trajectory = getattr(stamped.event, "trajectory", "")
         placement = getattr(stamped.event, "placement", 0)
         _, newest = self._placed.get(trajectory, [(0, 0)])[-1]
-        if commands and trajectory and placement < newest:
+        if trajectory and placement < newest:
             what = f"event {stamped.seq} is of placement {placement}, and was acted on"
             raise Violation("old_placement_has_no_effect", what, trajectory)
 
@@ -211,11 +216,8 @@ class Checks:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
 
-    def lease_ran_out(self, stamped: Stamped) -> None:
+    def lease_ran_out(self, event: ev.HeartbeatLost) -> None:
         """Only who was silent for a lease is given up."""
-        event = stamped.event
-        if not isinstance(event, ev.HeartbeatLost):
-            return
         boot_id, _ = self._boots.get((event.actor, event.actor_incarnation), ("", 0))
         silent_ns = self.world.scheduler.now - self._heard_ns.get(boot_id, 0)
         if silent_ns < self.world.scenario.lease_ns:
@@ -266,14 +268,17 @@ class Checks:
 
     def turned(self, disk: SimDisk, sends: bool) -> None:
         """durable_before_sent: what leaves, and what it follows from, survives every crash."""
-        if not sends:
+        if not sends or self._must_is_durable():
             return
         self._read_durable(disk)
-        if self._durable[0] < self._must[0] or self._durable[1] < self._must[1]:
+        if not self._must_is_durable():
             what = f"{self._must} events and decisions were acted on, {self._durable} are durable"
             raise Violation("durable_before_sent", what)
         if self._durable[0] >= self._seen[0]:
             self._recent.clear()
+
+    def _must_is_durable(self) -> bool:
+        return self._durable[0] >= self._must[0] and self._durable[1] >= self._must[1]
 
     def _read_durable(self, disk: SimDisk) -> None:
         """Count the records of this incarnation that have become durable."""

@@ -11,6 +11,7 @@ turn. Its supervisor starts it again after every death, until the run has ended.
 from __future__ import annotations
 
 from functools import partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from laminar.coordinator.tick import Tick
@@ -59,6 +60,7 @@ class SimCoordinator:
         self._inbox: list[tuple[bytes, bytes]] = []
         self._own: list[Event] = []
         self._turn_ns = NEVER_NS  #: when the next turn is planned
+        self._wakes: list[int] = []  #: heap of the times at which the scheduler will call
         self._farewell_ns = NEVER_NS
         self._limits = Limits()
         self._quantum_ns = world.scenario.quantum_ns
@@ -201,14 +203,22 @@ class SimCoordinator:
         when_ns = (max(when_ns, self.world.scheduler.now) // quantum + 1) * quantum
         if when_ns < self._turn_ns and self.tick is not None and not self.paused:
             self._turn_ns = when_ns
-            self.world.scheduler.at(when_ns, self._planned, when_ns)
+            self._wake_at(when_ns)
 
-    def _planned(self, when_ns: int) -> None:
-        if when_ns != self._turn_ns:
-            return
-        self._turn_ns = NEVER_NS
-        if self.tick is not None and not self.paused:
-            self._turn(self.tick)
+    def _wake_at(self, when_ns: int) -> None:
+        """Be woken then at the latest; who is woken too early sleeps on."""
+        if not self._wakes or when_ns < self._wakes[0]:
+            heappush(self._wakes, when_ns)
+            self.world.scheduler.at(when_ns, self._wake)
+
+    def _wake(self) -> None:
+        when_ns = heappop(self._wakes)
+        if when_ns < self._turn_ns < NEVER_NS:
+            self._wake_at(self._turn_ns)
+        elif when_ns == self._turn_ns:
+            self._turn_ns = NEVER_NS
+            if self.tick is not None and not self.paused:
+                self._turn(self.tick)
 
     def _turn(self, tick: Tick) -> None:
         frames = self._inbox[:FRAMES_PER_TURN]

@@ -62,6 +62,7 @@ class Network:
         self.weather = Weather()
         self._scheduler = scheduler
         self._chance = chance
+        self._random = chance.random
         self._delay_ns = delay_ms * MS
         self._links: dict[tuple[str, str], Link] = {}
 
@@ -92,7 +93,7 @@ class Network:
 
     def _deliver_in_order(self, link: Link, deliver: Deliver, message: Any) -> None:
         scheduler = self._scheduler
-        when = scheduler.now + int(self._delay_ns * (0.5 + self._chance.random()))
+        when = scheduler.now + int(self._delay_ns * (0.5 + self._random()))
         if when < link.last_ns:
             when = link.last_ns
         link.last_ns = when

@@ -9,8 +9,8 @@ nothing but its seed.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 MS = 1_000_000  #: nanoseconds
@@ -26,27 +26,24 @@ class Scheduler:
         self.now = 0  #: nanoseconds since the world began
         self._heap: list[tuple[int, int, Action, tuple[Any, ...]]] = []
         self._order = 0
-
-    @property
-    def made(self) -> int:
-        """Calls so far."""
-        return self._order - len(self._heap)
+        self.made = 0  #: calls so far
 
     def at(self, when_ns: int, action: Action, *args: Any) -> None:
         """Call `action(*args)` at a time, or at once if that has passed."""
         self._order += 1
-        heapq.heappush(self._heap, (when_ns, self._order, action, args))
+        heappush(self._heap, (when_ns, self._order, action, args))
 
     def after(self, delay_ns: int, action: Action, *args: Any) -> None:
         self._order += 1
-        heapq.heappush(self._heap, (self.now + delay_ns, self._order, action, args))
+        heappush(self._heap, (self.now + delay_ns, self._order, action, args))
 
     def step(self) -> bool:
         """Make the next call; False when there is none."""
         if not self._heap:
             return False
-        when, _, action, args = heapq.heappop(self._heap)
+        when, _, action, args = heappop(self._heap)
         if when > self.now:
             self.now = when
+        self.made += 1
         action(*args)
         return True

@@ -36,6 +36,8 @@ from laminar.storage.rules import Row
 FIRST_NODE = "node-0"
 CALLS_PER_EVENT = 2_000
 """A hundred times what is usual: somebody wakes up again and again and does nothing."""
+CALLS_PER_LOOK = 16
+"""So often a run is asked whether it has made too many calls or events."""
 _MODELS: dict[str, Callable[[SimProcess], Model]] = {
     "node": Node,
     "store": Store,
@@ -93,17 +95,16 @@ class World:
     def run(self) -> str:
         """To the end of the run; the digest of its last state. Raises Violation."""
         self.begin()
-        limit, quiet_ns = self.scenario.checks.events_max, seconds(self.scenario.checks.quiet_s)
-        scheduler, checks = self.scheduler, self.checks
-        while not self.coordinator.ended:
-            if not scheduler.step():
+        quiet_ns = seconds(self.scenario.checks.quiet_s)
+        scheduler, checks, coordinator = self.scheduler, self.checks, self.coordinator
+        step = scheduler.step
+        while not coordinator.ended:
+            if not step():
                 raise Violation("progress", "nothing will ever happen")
             if scheduler.now - checks.progress_ns > quiet_ns:
                 self._stands_still()
-            if checks.events > limit:
-                raise Violation("progress", f"the run does not end within {limit} events")
-            if scheduler.made > CALLS_PER_EVENT * (checks.events + 1_000):
-                raise Violation("progress", f"{scheduler.made} calls led to {checks.events} events")
+            if not scheduler.made % CALLS_PER_LOOK:
+                self._must_not_be_endless()
         digest = self.checks.finish(self.coordinator, self.rows)
         if self.coordinator.state is not None:
             self.marks.finish(self.coordinator.state)
@@ -116,6 +117,14 @@ class World:
             if process.role == "node":
                 process.start()
         self.faults.begin()
+
+    def _must_not_be_endless(self) -> None:
+        calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
+        if events > limit.events_max:
+            what = f"the run does not end within {limit.events_max} events"
+            raise Violation("progress", what)
+        if calls > CALLS_PER_EVENT * (events + 1_000):
+            raise Violation("progress", f"{calls} calls led to {events} events")
 
     def _stands_still(self) -> None:
         state = self.coordinator.state

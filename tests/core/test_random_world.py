@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from laminar.core.machine import Machine
+from laminar.core.machine import Machine, plan
 from laminar.core.state import digest
+from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -178,3 +179,16 @@ def test_failing_runs_survive_repeats() -> None:
         world.faults.repeat_event = 1.0
         world.run()
         assert world.state.phase == "ended"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_every_event_nothing_is_left_to_decide(seed: int) -> None:
+    """So the planner need not look again after what no decision depends on (UNPLANNED)."""
+    world, machine = random_world(seed).run(), Machine()
+    for stamped, _ in world.log:
+        machine.handle(stamped)
+        before = digest(machine.state)
+        again = Turn(machine.state, stamped)
+        plan(again)
+        assert not again.commands and not again.endings, stamped
+        assert digest(machine.state) == before, stamped
