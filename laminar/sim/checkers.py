@@ -427,9 +427,16 @@ class Checks:
         struck = f"fault:lost-{self.world.faults.fatal_role}" in self.world.marks.counts
         before_it_joined = "not started" in state.failure or "never joined" in state.failure
         never_came = struck and before_it_joined
-        known = named or drained or replicas_gone or never_came
+        known = named or drained or replicas_gone or never_came or self._lost_for_good(state)
         if state.exit_code not in (1, 130) or not known:
             raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
+
+    def _lost_for_good(self, state: State) -> bool:
+        """It was lost in one of the ways that no fence tells of, or it lied about its weights."""
+        role, struck = self.world.faults.fatal_role, self.world.marks.counts
+        if "fault:publish-differs" in struck and "read back" in state.failure:
+            return True
+        return f"fault:lost-{role}" in struck and f"{role}-0" in state.failure
 
     def books_are_closed(self, state: State, rows: dict[str, Row]) -> None:
         """Nothing is live, and everything that the store has, has an end."""

@@ -33,6 +33,7 @@ class Trainer(Idle):
         self.slot = -1
         self.asking = False
         self.digest = "w0"
+        self._other = ""  #: added to the digest when the weights are handed over with other bytes
         self._relay, self._store = "relay-0", "store-0"
         self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._loaded)
 
@@ -57,9 +58,14 @@ class Trainer(Idle):
             request = s.Fetch(tuple(command.trajectories))
             self.process.client.call(self._store, request, lambda rows: self._train(command, rows))
         elif isinstance(command, cmd.PublishWeights):
-            self._publish_somehow(command.version, command.step, self._next)
+            self._other = "-other" if self.world.faults.publish_differs() else ""
+            self._publish_somehow(command.version, command.step, self._told_done)
         elif isinstance(command, cmd.ExportModel):
             self.process.compute(EXPORT_S, self._export, command)
+
+    def _told_done(self) -> None:
+        self._other = ""
+        self._next()
 
     # --- training -----------------------------------------------------------------------------
 
@@ -123,7 +129,7 @@ class Trainer(Idle):
     def _publish(
         self, version: int, step: int, then: Callable[[], None], refused: Callable[[], None]
     ) -> None:
-        commit = r.Commit(self.slot, version, step, self.digest)
+        commit = r.Commit(self.slot, version, step, self.digest + self._other)
         self.slot = -1
 
         def committed(taken: bool) -> None:
