@@ -39,6 +39,8 @@ LAST_WORDS: dict[str, Event] = {
     "complains": ev.ActorFailed(reason="out of memory", user_error=False),
 }
 DEATHS = 3
+SILENCE = 1.5
+"""Leases for which it does."""
 SLOW = 20.0
 HELD = 0.8
 """Part of its lease for which a process may stand still without being lost."""
@@ -49,7 +51,7 @@ def lose(faults: Faults, process: SimProcess, way: str) -> None:
     if not process.alive or process.stopping:
         return
     if way == "silent":
-        faults.pause(process, faults.lease_s * 1.5)
+        faults.pause(process, faults.lease_s * SILENCE)
     elif way == "replaced":
         process.replace()
     elif way in LAST_WORDS and process.welcomed:
@@ -107,6 +109,7 @@ class LastAnswer(Aim):
     """
 
     kind = "last-answer-lost"
+    share = 1.0  # three moments, five ways and three kinds of work that it may complete
 
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         super().__init__(faults, chance)
@@ -171,10 +174,11 @@ class RelayWhilePublishing(Aim):
     publish that it is owed, when a batch is due meanwhile or the run is at its end."""
 
     kind = "relay-lost-publishing"
+    share = 1.0  # three moments, five ways
 
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._drains = chance.random() < 0.3
+        self._drains = chance.random() < 0.25
         self._lost_before = False
         self._held_ns = 0
 
@@ -195,7 +199,7 @@ class RelayWhilePublishing(Aim):
         if not self._held_ns:
             self._held_ns = self.now
             self.struck()
-            self.faults.pause(self.world.processes["relay-0"], 1.5 * self.faults.lease_s)
+            self.faults.pause(self.world.processes["relay-0"], SILENCE * self.faults.lease_s)
         elif self._drains:
             self._drains = False
             self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
@@ -316,6 +320,37 @@ class PinLate(Aim):
         return process.welcomed and version in model.slots.versions_held
 
 
+class EvaluationOutOfReach(Aim):
+    """A machine's relay and replicas start afresh during an evaluation of an older version; when
+    they are back, and until they have weights, all replicas elsewhere are lost."""
+
+    kind = "evaluation-out-of-reach"
+    share = 1.0  # few runs have several machines and such an evaluation
+
+    def __init__(self, faults: Faults, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._relay = ""
+        self._struck = False
+
+    def look(self, state: State) -> None:
+        evaluation = state.evaluation
+        if evaluation is None or evaluation.version >= state.newest or len(state.relays) < 2:
+            self.done = self._struck
+        elif not self._relay:
+            self._relay = state.chain[-1]
+            for process in self.world.children_of(state.relays[self._relay].node):
+                self.lose(process.name, "dies")
+        elif self._relay in state.relays:
+            self.done = state.relays[self._relay].newest >= 0
+            living = state.live_replicas()
+            elsewhere = [r for r in living if r.relay != self._relay]
+            if not self.done and len(elsewhere) < len(living):
+                self._struck = True
+                self.struck()
+                for replica in elsewhere:
+                    self.lose(replica.name, "dies")
+
+
 class OnlyOneOfItsVersion(Aim):
     """The only replica of a version is lost with its work while another one is empty."""
 
@@ -347,6 +382,6 @@ AIMS: dict[str, type[Aim]] = {
     aim.kind: aim
     for aim in (
         LastAnswer, RelayWhilePublishing, RelayInTransfer, DrainInPhase, PublishDiffers, PinLate,
-        OnlyOneOfItsVersion,
+        EvaluationOutOfReach, OnlyOneOfItsVersion,
     )
 }  # fmt: skip

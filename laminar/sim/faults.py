@@ -20,7 +20,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
-from laminar.sim.aims import AIMS, WAYS, Aim, lose
+from laminar.sim.aims import AIMS, SILENCE, WAYS, Aim, lose
 from laminar.sim.config import FaultConfig
 from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.network import Weather
@@ -41,8 +41,8 @@ RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine. Its relay may die and come back, but somebody must start it again."""
-EARLY = 0.15
-"""Part of such losses that come before everybody has joined."""
+EARLY, EARLY_S = 0.2, 0.6
+"""Part of such losses that come before everybody has joined, and until when that is."""
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
 
@@ -111,10 +111,15 @@ class Faults:
             when = seconds(self._chance("machine").uniform(0.1, self.until_ns / 1e9))
             self.world.scheduler.at(when, self._machine_lost)
         if self.fatal_role:
-            latest_s = 1.0 if self._fatal_early else self.until_ns / 1e9
-            when = seconds(self._chance("fatal").uniform(0.1, latest_s))
+            when = seconds(self._chance("fatal").uniform(0.1, self._fatal_latest_s()))
             self.world.scheduler.at(when, self._lose_for_good)
         self.world.scheduler.at(self.until_ns, self.heal)
+
+    def _fatal_latest_s(self) -> float:
+        if self._fatal_early:
+            return EARLY_S
+        silence_s = SILENCE * self.lease_s if self.fatal_way == "silent" else 0.0
+        return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
 
     def heal(self) -> None:
         """Nothing goes wrong any more, and everything that can be mended is."""

@@ -16,7 +16,7 @@ MOMENTS = (
     ("last-answer-lost", 32, "TrajectoryFailed -> TrainStep"),
     ("relay-lost-publishing", 55, "ActorLeft -> ProposeBatch"),
     ("relay-lost-publishing", 19, "HeartbeatLost -> TrainStep"),
-    ("relay-lost-publishing", 37, "ActorFailed -> ExportModel"),
+    ("relay-lost-publishing", 67, "ActorFailed -> ExportModel"),
     ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
     ("drain-in-phase", 11, "WeightsPublished -> AbortTrajectories"),
     ("drain-in-phase", 4, "StepCompleted -> PullWeights"),
@@ -24,6 +24,7 @@ MOMENTS = (
     ("publish-differs", 50, "WeightsReceived -> RestartActor"),
     ("pin-late", 48, "WeightsReceived -> PinVersion"),
     ("pin-late", 5, "VersionGone -> PinVersion"),
+    ("evaluation-out-of-reach", 2, "WeightsReceived -> PinVersion"),
     ("only-one-of-its-version-lost", 15, "ActorFailed -> PullWeights"),
 )
 
