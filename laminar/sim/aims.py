@@ -78,6 +78,7 @@ class Aim:
 
     kind: str
     share = 0.6  #: part of `faults.share` of the runs, unless a menu asks for it
+    after_healing = False  #: its moment may come when nothing goes wrong any more
 
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         self.faults, self.world, self.chance = faults, faults.world, chance
@@ -234,11 +235,11 @@ class DrainInPhase(Aim):
 
     kind = "drain-in-phase"
     share = 1.0  # few runs evaluate while they export
+    after_healing = True  # a request is no fault
 
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         super().__init__(faults, chance)
         self._phase = chance.choice((RUNNING, FINAL_EVALUATION, *4 * (EXPORTING,)))
-        self._slow = False
 
     def look(self, state: State) -> None:
         if self._phase == EXPORTING:
@@ -258,8 +259,7 @@ class DrainInPhase(Aim):
     def _hold_up(self, state: State) -> None:
         """What evaluates while the last batches are made is still at it when the run exports."""
         near = groups_wanted(state) <= 2 * state.settings.groups_per_step
-        if near and state.evaluation is not None and not self._slow:
-            self._slow = True
+        if near and state.evaluation is not None and not self.faults.healed:
             slow_down(self.faults, state, state.evaluation.version)
 
 

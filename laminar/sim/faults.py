@@ -126,6 +126,7 @@ class Faults:
         if self.healed:
             return
         self.healed = True
+        self._aims = [aim for aim in self._aims if aim.after_healing]
         self._disk_full = False
         self._disk_fault = ""
         self.world.healed_ns = self.world.scheduler.now
@@ -137,9 +138,9 @@ class Faults:
 
     def turned(self, state: State) -> None:
         """The coordinator has made a turn: aimed faults look whether their moment has come."""
-        if self._aims and not self.healed and not self.world.finished:
-            for aim in self._aims:
-                aim.look(state)
+        for aim in self._aims:
+            aim.look(state)
+        if any(aim.done for aim in self._aims):
             self._aims = [aim for aim in self._aims if not aim.done]
 
     # --- questions of the models ----------------------------------------------------------------

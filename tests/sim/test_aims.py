@@ -18,7 +18,7 @@ MOMENTS = (
     ("relay-lost-publishing", 19, "HeartbeatLost -> TrainStep"),
     ("relay-lost-publishing", 67, "ActorFailed -> ExportModel"),
     ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
-    ("drain-in-phase", 11, "WeightsPublished -> AbortTrajectories"),
+    ("drain-in-phase", 19, "WeightsPublished -> AbortTrajectories"),
     ("drain-in-phase", 4, "StepCompleted -> PullWeights"),
     ("publish-differs", 0, "WeightsPublished -> RestartActor"),
     ("publish-differs", 50, "WeightsReceived -> RestartActor"),
