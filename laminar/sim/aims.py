@@ -190,9 +190,14 @@ class RelayWhilePublishing(Aim):
             self._hold(state)
         elif self._held_ns:
             self.done = True  # it was lost by another fault
-        elif not self._lost_before and trainer_idle(state) and state.master() is not None:
+        elif not self._lost_before and self._ripe(state):
             self._lost_before = True
             self.lose("relay-0", "dies")
+
+    def _ripe(self, state: State) -> bool:
+        """There will be another batch before the relay is back, and one after it."""
+        under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
+        return trainer_idle(state) and state.master() is not None and (under_way or self._drains)
 
     def _hold(self, state: State) -> None:
         """It stands still until somebody waits for the trainer."""

@@ -41,7 +41,8 @@ RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine. Its relay may die and come back, but somebody must start it again."""
-EARLY, EARLY_S = 0.2, 0.6
+AGAIN_S = 0.05
+EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before everybody has joined, and until when that is."""
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
@@ -111,14 +112,14 @@ class Faults:
             when = seconds(self._chance("machine").uniform(0.1, self.until_ns / 1e9))
             self.world.scheduler.at(when, self._machine_lost)
         if self.fatal_role:
-            when = seconds(self._chance("fatal").uniform(0.1, self._fatal_latest_s()))
+            when = seconds(self._chance("fatal").uniform(0.02, self._fatal_latest_s()))
             self.world.scheduler.at(when, self._lose_for_good)
         self.world.scheduler.at(self.until_ns, self.heal)
 
     def _fatal_latest_s(self) -> float:
         if self._fatal_early:
             return EARLY_S
-        silence_s = SILENCE * self.lease_s if self.fatal_way == "silent" else 0.0
+        silence_s = 2 * SILENCE * self.lease_s if self.fatal_way == "silent" else 0.0
         return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
 
     def heal(self) -> None:
@@ -334,7 +335,7 @@ class Faults:
         boot = process.boot
 
         def resume() -> None:
-            if process.boot == boot:
+            if process.boot == boot and process.name not in self._dead:
                 process.resume()
 
         self._later(duration_s, resume)
@@ -343,8 +344,10 @@ class Faults:
         """Its node starts nothing again; of a node itself nothing is heard any more."""
         if self.healed or self.world.finished:
             return
-        self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         process = self.world.processes[f"{self.fatal_role}-0"]
+        if not process.alive:  # it is being started
+            return self._later(AGAIN_S, self._lose_for_good)
+        self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         self._dead.add(process.name)
         lose(self, process, self.fatal_way)
 
