@@ -73,7 +73,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
-        self._made: dict[int, str] = {}  #: digest by version
+        self._made: dict[int, set[str]] = {}  #: digests by version, asked for membership only
         self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
@@ -396,13 +396,13 @@ class Checks:
             self.book[trajectory] = command.step
 
     def made(self, version: int, digest: str) -> None:
-        """The trainer has these weights under this number."""
-        self._made[version] = digest
+        """The trainer hands over, or saves, these weights under this number."""
+        self._made.setdefault(version, set()).add(digest)
 
     def loaded(self, command: cmd.PullWeights, version: int, digest: str) -> None:
         """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
         asked = version == command.version if command.exact else version >= command.version
-        if not asked or self._made.get(version) != digest:
+        if not asked or digest not in self._made.get(version, ()):
             what = f"{command.to} loaded {digest} as version {version} for {command}"
             raise Violation("loaded_is_trained", what)
 
@@ -449,9 +449,16 @@ class Checks:
         struck = f"fault:lost-{self.world.faults.fatal_role}" in self.world.marks.counts
         before_it_joined = "not started" in state.failure or "never joined" in state.failure
         never_came = struck and before_it_joined
-        known = named or drained or replicas_gone or never_came
+        known = named or drained or replicas_gone or never_came or self._lost_for_good(state)
         if state.exit_code not in (1, 130) or not known:
             raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
+
+    def _lost_for_good(self, state: State) -> bool:
+        """It was lost in one of the ways that no fence tells of, or it lied about its weights."""
+        role, struck = self.world.faults.fatal_role, self.world.marks.counts
+        if "fault:publish-differs" in struck and "read back" in state.failure:
+            return True
+        return f"fault:lost-{role}" in struck and f"{role}-0" in state.failure
 
     def books_are_closed(self, state: State, rows: dict[str, Row]) -> None:
         """Nothing is live, and everything that the store has, has an end."""

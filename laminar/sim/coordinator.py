@@ -241,6 +241,7 @@ class SimCoordinator:
         for command_id, command in tick.local:
             self._local(command_id, command)
         tick.local.clear()
+        self.world.faults.turned(self.state)
         self._after_turn(tick)
 
     def _after_turn(self, tick: Tick) -> None:

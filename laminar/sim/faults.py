@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from laminar import ids
+from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
+from laminar.sim.aims import AIMS, SILENCE, WAYS, Aim, lose
 from laminar.sim.config import FaultConfig
 from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.network import Weather
@@ -39,6 +41,9 @@ RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine. Its relay may die and come back, but somebody must start it again."""
+AGAIN_S = 0.05
+EARLY, EARLY_S = 0.3, 0.3
+"""Part of such losses that come before everybody has joined, and until when that is."""
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
 
@@ -52,17 +57,21 @@ class Faults:
         self._seed = seed
         self._streams: dict[str, random.Random] = {}
         chance = stream(seed, "faults")
-        menu = config.menu or list(KINDS)
+        menu = [kind for kind in config.menu or KINDS if kind not in AIMS]
         calm = chance.random() < config.calm_share
         self.until_ns = seconds(_pick(chance, config.seconds))
         rare = {} if config.menu else RARE
         shares = {kind: config.share * rare.get(kind, 1.0) for kind in menu}
         self.active = [kind for kind in menu if chance.random() < shares[kind] and not calm]
-        self.every_s = {kind: _pick(chance, config.every_s) for kind in KINDS}
+        self.every_s = {kind: _pick(chance, config.every_s) for kind in UNAIMED}
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
         self.fatal_role = ""
         if not calm and chance.random() < config.fatal_share:
-            self.fatal_role = chance.choice(FATAL_ROLES)
+            self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # its loss has most ways
+        fatal = stream(seed, "fatal way")
+        self.fatal_way, self._fatal_early = fatal.choice(WAYS), fatal.random() < EARLY
+        if self.fatal_way == "replaced" and self.fatal_role in ("node", "relay"):
+            self.fatal_way = "dies"  # a new relay would do, and a new node starts all afresh
         self.healed = calm
         self.storm = "node-storm" in self.active
         self.poison: tuple[int, ...] = ()
@@ -71,6 +80,22 @@ class Faults:
         self._disk_full = False
         self._disk_fault = ""
         self._dead: set[str] = set()  #: asked for membership only, never walked
+        self.unscorable: set[str] = set()  #: the same
+        self.differs_next = False
+        """The trainer's next publish that it was told to make has other bytes."""
+        self._aims = [] if calm else self._aimed(config)
+
+    def _aimed(self, config: FaultConfig) -> list[Aim]:
+        """Each draws from a stream of its own, so that a new one shifts nobody else's luck."""
+        found = []
+        for kind in config.menu or AIMS:
+            if kind in AIMS:
+                chance = self._chance(kind)
+                share = config.share * (1.0 if config.menu else AIMS[kind].share)
+                if chance.random() < share:
+                    self.active.append(kind)
+                    found.append(AIMS[kind](self, chance))
+        return found
 
     def begin(self) -> None:
         """Make the weather, and plan the first fault of each kind."""
@@ -87,28 +112,46 @@ class Faults:
             when = seconds(self._chance("machine").uniform(0.1, self.until_ns / 1e9))
             self.world.scheduler.at(when, self._machine_lost)
         if self.fatal_role:
-            when = seconds(self._chance("fatal").uniform(0.1, self.until_ns / 1e9))
+            when = seconds(self._chance("fatal").uniform(0.02, self._fatal_latest_s()))
             self.world.scheduler.at(when, self._lose_for_good)
         self.world.scheduler.at(self.until_ns, self.heal)
+
+    def _fatal_latest_s(self) -> float:
+        if self._fatal_early:
+            return EARLY_S
+        silence_s = 2 * SILENCE * self.lease_s if self.fatal_way == "silent" else 0.0
+        return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
 
     def heal(self) -> None:
         """Nothing goes wrong any more, and everything that can be mended is."""
         if self.healed:
             return
         self.healed = True
+        self._aims = [aim for aim in self._aims if aim.after_healing]
         self._disk_full = False
         self._disk_fault = ""
         self.world.healed_ns = self.world.scheduler.now
         self.world.network.heal()
         self.world.coordinator.resume()
         for process in self.world.processes.values():
-            self._speed(process, 1.0)
+            self.speed(process, 1.0)
             process.resume()
+
+    def turned(self, state: State) -> None:
+        """The coordinator has made a turn: aimed faults look whether their moment has come."""
+        for aim in self._aims:
+            aim.look(state)
+        if any(aim.done for aim in self._aims):
+            self._aims = [aim for aim in self._aims if not aim.done]
 
     # --- questions of the models ----------------------------------------------------------------
 
     def publish_fails(self) -> bool:
         return self._strikes("publish-skipped")
+
+    def publish_differs(self) -> bool:
+        differs, self.differs_next = self.differs_next and not self.healed, False
+        return differs
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool:
         return self._strikes("hangs")
@@ -127,7 +170,8 @@ class Faults:
         return self._strikes("weights-corrupt")
 
     def reward_failure(self, command: cmd.ScoreTrajectories) -> str:
-        return "unscored" if self._strikes("reward-fails") else ""
+        doomed = not self.healed and any(i.trajectory in self.unscorable for i in command.items)
+        return "unscored" if doomed or self._strikes("reward-fails") else ""
 
     def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
         """A bad prompt stays bad."""
@@ -221,15 +265,15 @@ class Faults:
         """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
         process = self._replica(chance)
         if process is not None:
-            self._pause(process, self._lease_s * chance.uniform(0.5, 3.0))
+            self.pause(process, self.lease_s * chance.uniform(0.5, 3.0))
 
     def _replica_slow(self, chance: random.Random) -> None:
         if (process := self._replica(chance)) is not None:
             self._slow_for_a_while(process, chance)
 
     def _slow_for_a_while(self, process: SimProcess, chance: random.Random) -> None:
-        self._speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
-        self._later(chance.uniform(1, 20), self._speed, process, 1.0)
+        self.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
+        self._later(chance.uniform(1, 20), self.speed, process, 1.0)
 
     def _rack_lost(self, chance: random.Random) -> None:
         """A quarter of the replicas, in the same instant."""
@@ -237,7 +281,7 @@ class Faults:
         for process in chance.sample(living, len(living) // 4):
             process.die(EXIT_KILLED)
 
-    def _speed(self, process: SimProcess, slow: float) -> None:
+    def speed(self, process: SimProcess, slow: float) -> None:
         if process.alive and process.slow != slow:
             process.model.pause()
             process.slow = slow
@@ -261,7 +305,7 @@ class Faults:
     def _relay_paused(self, chance: random.Random) -> None:
         """Longer than its lease: it wakes up fenced, and its successor has another predecessor."""
         if (process := self._relay(chance)) is not None:
-            self._pause(process, self._lease_s * chance.uniform(0.5, 3.0))
+            self.pause(process, self.lease_s * chance.uniform(0.5, 3.0))
 
     def _relay_slow(self, chance: random.Random) -> None:
         if (process := self._relay(chance)) is not None:
@@ -284,14 +328,14 @@ class Faults:
 
     def _single_paused(self, chance: random.Random) -> None:
         """Not long enough to be lost."""
-        self._pause(self._single(chance), self._lease_s * SHORT * chance.random())
+        self.pause(self._single(chance), self.lease_s * SHORT * chance.random())
 
-    def _pause(self, process: SimProcess, duration_s: float) -> None:
+    def pause(self, process: SimProcess, duration_s: float) -> None:
         process.pause()
         boot = process.boot
 
         def resume() -> None:
-            if process.boot == boot:
+            if process.boot == boot and process.name not in self._dead:
                 process.resume()
 
         self._later(duration_s, resume)
@@ -300,13 +344,15 @@ class Faults:
         """Its node starts nothing again; of a node itself nothing is heard any more."""
         if self.healed or self.world.finished:
             return
-        self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         process = self.world.processes[f"{self.fatal_role}-0"]
+        if not process.alive:  # it is being started
+            return self._later(AGAIN_S, self._lose_for_good)
+        self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         self._dead.add(process.name)
-        process.die(EXIT_KILLED)
+        lose(self, process, self.fatal_way)
 
     @property
-    def _lease_s(self) -> float:
+    def lease_s(self) -> float:
         return self.world.scenario.lease_ms / 1000
 
     # --- the coordinator ------------------------------------------------------------------------
@@ -330,7 +376,7 @@ class Faults:
 
     def _coordinator_paused(self, chance: random.Random) -> None:
         self.world.coordinator.pause()
-        self._later(self._lease_s * chance.uniform(0.1, 3.0), self.world.coordinator.resume)
+        self._later(self.lease_s * chance.uniform(0.1, 3.0), self.world.coordinator.resume)
 
     def _clock_step(self, chance: random.Random) -> None:
         """The clock of the day jumps by up to an hour; the monotonic one does not."""
@@ -349,31 +395,31 @@ class Faults:
         replica = process.role == "rollout"
         if replica and chance.random() < 0.3:
             other = chance.choice(["store-0", ids.actor_name("relay", process.node, 0)])
-            return process.name, other, self._lease_s * chance.uniform(0.1, 2.0)
+            return process.name, other, self.lease_s * chance.uniform(0.1, 2.0)
         if process.role == "relay" and chance.random() < 0.5:
             relays = [p.name for p in self.world.processes.values() if p.role == "relay"]
-            return process.name, chance.choice(relays), self._lease_s * chance.uniform(0.1, 2.0)
+            return process.name, chance.choice(relays), self.lease_s * chance.uniform(0.1, 2.0)
         longest = 2.0 if replica else SHORT
-        return process.name, COORDINATOR, self._lease_s * chance.uniform(0.05, longest)
+        return process.name, COORDINATOR, self.lease_s * chance.uniform(0.05, longest)
 
     def _partition(self, chance: random.Random) -> None:
         one, other, duration_s = self._victim(chance)
-        self._cut(one, other, duration_s)
-        self._cut(other, one, duration_s)
+        self.cut(one, other, duration_s)
+        self.cut(other, one, duration_s)
 
     def _partition_one_way(self, chance: random.Random) -> None:
         one, other, duration_s = self._victim(chance)
         if chance.random() < 0.5:
             one, other = other, one
-        self._cut(one, other, duration_s)
+        self.cut(one, other, duration_s)
 
     def _flapping(self, chance: random.Random) -> None:
         one, other, duration_s = self._victim(chance)
         for i in range(5):
-            self._later(2 * i * duration_s / 10, self._cut, one, other, duration_s / 10)
-            self._later(2 * i * duration_s / 10, self._cut, other, one, duration_s / 10)
+            self._later(2 * i * duration_s / 10, self.cut, one, other, duration_s / 10)
+            self._later(2 * i * duration_s / 10, self.cut, other, one, duration_s / 10)
 
-    def _cut(self, source: str, target: str, duration_s: float) -> None:
+    def cut(self, source: str, target: str, duration_s: float) -> None:
         if not self.healed:
             self.world.network.cut(source, target, +1)
             self._later(duration_s, self._mend, source, target)
@@ -386,7 +432,7 @@ class Faults:
         """Connections stop one after the other, and go on in another order."""
         names = list(self.world.processes)
         chosen = chance.sample(names, max(1, len(names) // 3))
-        step_s = self._lease_s * SHORT / (2 * len(chosen))
+        step_s = self.lease_s * SHORT / (2 * len(chosen))
         order = chance.sample(chosen, len(chosen))
         for i, name in enumerate(chosen):
             self._later(i * step_s, self._clog, name)
@@ -442,4 +488,5 @@ RECURRING: dict[str, Strike] = {
     "connection-breaks": Faults._connection_breaks,
 }
 
-KINDS: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *ONCE)
+UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *ONCE)
+KINDS: tuple[str, ...] = (*UNAIMED, *AIMS)

@@ -27,7 +27,7 @@ DROP_REASONS = (
     "run-ended", "too-few-scored", "unscored",
 )  # fmt: skip
 IGNORED_REASONS = (
-    "fenced", "late", "not-pulling", "old-incarnation", "old-placement", "old-process", "repeat",
+    "fenced", "late", "old-incarnation", "old-placement", "old-process", "repeat",
     "unusable-proposal",
 )  # fmt: skip
 OUTSIDE = (
@@ -58,7 +58,6 @@ OUTSIDE = (
     "store:open-open-create",
     "store:open-open-move",
     "store:open-open-restart",
-    "store:open-rewarded-move",
     "store:reward-fenced",
 )
 

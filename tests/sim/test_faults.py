@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.sim.aims import AIMS
 from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, RECURRING, WEATHER
 from laminar.sim.run import Outcome, run_seed
 from laminar.sim.world import World
@@ -35,7 +36,7 @@ def test_weather_breaks_nothing(kind: str) -> None:
 
 
 def test_menu_is_complete() -> None:
-    assert set(KINDS) == {*RECURRING, *RATES, *WEATHER, *ONCE}
+    assert set(KINDS) == {*RECURRING, *RATES, *WEATHER, *ONCE, *AIMS}
 
 
 def test_replicas_that_are_lost_are_replaced() -> None:

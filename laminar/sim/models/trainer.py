@@ -44,7 +44,7 @@ class Trainer(Idle):
         self.slot = -1
         self.asking = False
         self.digest = "w0"
-        self.world.checks.made(0, self.digest)
+        self._other = ""  #: added to the digest when the weights are handed over with other bytes
         self._relay, self._store = "relay-0", "store-0"
         self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._loaded)
 
@@ -69,9 +69,14 @@ class Trainer(Idle):
             request = s.Fetch(tuple(command.trajectories))
             self.process.client.call(self._store, request, lambda rows: self._train(command, rows))
         elif isinstance(command, cmd.PublishWeights):
-            self._publish_somehow(command.version, command.step, self._next)
+            self._other = "-other" if self.world.faults.publish_differs() else ""
+            self._publish_somehow(command.version, command.step, self._told_done)
         elif isinstance(command, cmd.ExportModel):
             self.process.compute(EXPORT_S, self._export, command)
+
+    def _told_done(self) -> None:
+        self._other = ""
+        self._next()
 
     # --- training -----------------------------------------------------------------------------
 
@@ -84,7 +89,6 @@ class Trainer(Idle):
         changed = self.chance.random() >= UNCHANGED
         if changed:
             self.digest = f"w{command.step + 1}"
-        self.world.checks.made(command.version, self.digest)
         if self.slot >= 0 and not self.world.faults.publish_fails():
             self._publish(
                 command.version,
@@ -117,6 +121,7 @@ class Trainer(Idle):
         freq, step = self.scenario.save_freq, command.step + 1
         if freq and step % freq == 0:
             weights = Checkpoint(command.version, step, self.digest)
+            self.world.checks.made(command.version, self.digest)
             self.process.compute(SAVE_S, self._saved, f"checkpoints/step_{step}", weights)
         self._next()
 
@@ -135,7 +140,6 @@ class Trainer(Idle):
             self.process.emit(ev.ModelExported(version=command.version, path="export"))
             self._next()
 
-        self.world.checks.made(command.version, self.digest)
         self._publish_somehow(command.version, command.step, published)
 
     # --- slots --------------------------------------------------------------------------------
@@ -151,7 +155,8 @@ class Trainer(Idle):
     def _publish(
         self, version: int, step: int, then: Callable[[], None], refused: Callable[[], None]
     ) -> None:
-        commit = r.Commit(self.slot, version, step, self.digest)
+        commit = r.Commit(self.slot, version, step, self.digest + self._other)
+        self.world.checks.made(version, commit.digest)
         self.slot = -1
 
         def committed(taken: bool) -> None:

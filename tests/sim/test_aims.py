@@ -1,0 +1,91 @@
+"""Aimed faults: each finds its moment, leads to what it is meant for, and breaks no promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.sim.aims import AIMS, LAST_WORDS, WAYS, Aim, lose
+from laminar.sim.faults import FATAL_ROLES
+from laminar.sim.run import run_seed
+from laminar.sim.world import World
+from tests.sim.worlds import calm, config
+
+MOMENTS = (
+    ("last-answer-lost", 38, "ActorJoined -> TrainStep"),
+    ("last-answer-lost", 20, "ActorFailed -> PinVersion"),
+    ("last-answer-lost", 32, "TrajectoryFailed -> TrainStep"),
+    ("relay-lost-publishing", 55, "ActorLeft -> ProposeBatch"),
+    ("relay-lost-publishing", 19, "HeartbeatLost -> TrainStep"),
+    ("relay-lost-publishing", 67, "ActorFailed -> ExportModel"),
+    ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
+    ("drain-in-phase", 19, "WeightsPublished -> AbortTrajectories"),
+    ("drain-in-phase", 4, "StepCompleted -> PullWeights"),
+    ("publish-differs", 0, "WeightsPublished -> RestartActor"),
+    ("publish-differs", 50, "WeightsReceived -> RestartActor"),
+    ("pin-late", 48, "WeightsReceived -> PinVersion"),
+    ("pin-late", 5, "VersionGone -> PinVersion"),
+    ("evaluation-out-of-reach", 42, "WeightsReceived -> PinVersion"),
+    ("evicted-version-lost", 244, "CheckpointRefused -> EndTrajectories"),
+    ("evicted-version-lost", 111, "CheckpointRefused -> PullWeights"),
+    ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
+)
+
+
+@pytest.mark.parametrize(("kind", "seed", "mark"), MOMENTS)
+def test_aim_finds_its_moment(kind: str, seed: int, mark: str) -> None:
+    outcome = run_seed(config(kind), seed)
+    assert not outcome.invariant, outcome.details
+    assert outcome.faults == (kind,)
+    assert outcome.marks[f"fault:{kind}"] > 0
+    assert outcome.marks[mark] > 0
+
+
+def test_every_aim_is_tested() -> None:
+    assert {kind for kind, _, _ in MOMENTS} == set(AIMS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_lose_a_replica(way: str) -> None:
+    """The coordinator hears of it as of such a loss, and somebody of that name comes back."""
+    world = World(calm(replicas=4, total_steps=0, num_train=100), 1)
+    world.begin()
+    victim = world.rollouts[0]
+    while not victim.welcomed:
+        world.scheduler.step()
+    boot = victim.boot_id
+    lose(world.faults, victim, way)
+    assert victim.paused == (way == "silent")
+    while not world.finished:
+        world.scheduler.step()
+    news = {"leaves": "ActorLeft", "complains": "ActorFailed", "silent": "HeartbeatLost"}
+    assert world.marks.counts[f"event:{news.get(way, 'ProcessExited')}"] > 0
+    assert set(LAST_WORDS) < set(WAYS)
+    assert victim.boot_id != boot
+
+
+def test_who_is_gone_is_not_lost_again() -> None:
+    world = World(calm(replicas=4), 1)
+    lose(world.faults, world.rollouts[0], "replaced")
+    assert not world.rollouts[0].alive
+
+
+@pytest.mark.parametrize("role", FATAL_ROLES)
+def test_what_a_run_needs_is_lost_in_every_way(role: str) -> None:
+    """The run ends with a reason, whatever the way."""
+    fatal = config("hangs", fatal_share=1.0, replicas=4, total_steps=4, num_train=60, seconds=30.0)
+    met: set[str] = set()
+    for seed in range(200):
+        faults = World(fatal, seed).faults
+        if faults.fatal_role != role or faults.fatal_way in met:
+            continue
+        outcome = run_seed(fatal, seed)
+        assert not outcome.invariant, (seed, outcome.details)
+        if f"{role}-0" in outcome.failure:
+            met.add(faults.fatal_way)
+    assert met == set(WAYS) - ({"replaced"} if role in ("node", "relay") else set())
+
+
+def test_an_aim_has_to_look() -> None:
+    world = World(calm(), 1)
+    with pytest.raises(NotImplementedError):
+        Aim(world.faults, world.faults._chance("aim")).look(None)  # type: ignore[arg-type]
