@@ -1,7 +1,9 @@
-"""Independent checks of a simulated run, one function and one name each.
+"""Independent checks of a simulated run while it goes on, one function and one name each.
 
 Reads   what goes over the wire, what the store writes, what the disk holds, what was decided
 Raises  Violation: the name of the promise, what contradicts it, whose story to tell
+
+What must be true at the end is in sim/verdict.py, which reads the books that are kept here.
 
 Written from the promises (docs/simulator.md), not from the code that keeps them: they count
 again, with books of their own, what the coordinator's state only claims. The invariants of the
@@ -19,10 +21,7 @@ from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
 from laminar.core.state import State, digest
-from laminar.eventlog.reader import read_log
-from laminar.eventlog.record import FRAME, KIND_KEY, EventRecord, frame_end
-from laminar.eventlog.replay import replay
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.record import FRAME, KIND_KEY, frame_end
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
@@ -39,8 +38,6 @@ SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
 DEATHS_MAX = 3
 WAITS_MAX = 3
-SNAPSHOTS_SAMPLE = 8
-"""In one run of so many the replay from every snapshot is made, not only from the newest."""
 _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"
 Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
@@ -55,9 +52,9 @@ class Checks:
         self.events = 0
         self.replays = 0
         self.book: dict[str, int] = {}  #: trained trajectories, with their step
-        self._sent: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
+        self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
-        self._boots: dict[Key, tuple[str, int]] = {}
+        self.boots: dict[Key, tuple[str, int]] = {}
         self._keys: dict[str, Key] = {}  #: the same by boot id
         self._newest: dict[str, Key] = {}  #: the last one by name
         self._fenced: dict[Key, tuple[str, int]] = {}  #: why, and since which event
@@ -72,7 +69,7 @@ class Checks:
         self._numbers: dict[str, list[int]] = {}
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
-        self._failed: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
+        self.failure: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
         self._made: dict[int, set[str]] = {}  #: digests by version, asked for membership only
         self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
@@ -117,7 +114,7 @@ class Checks:
             self._decided[first + index] = type(command).__name__
             self._note_placement(stamped, command)
         if stamped.peer_seq:
-            boot_id, _ = self._boots.get((stamped.peer, stamped.incarnation), ("", 0))
+            boot_id, _ = self.boots.get((stamped.peer, stamped.incarnation), ("", 0))
             places = self._numbers.setdefault(boot_id, [])
             del places[stamped.peer_seq - 1 :]
             places.append(stamped.seq)
@@ -190,12 +187,12 @@ class Checks:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
     def _note_failure(self, stamped: Stamped, state: State) -> None:
-        if state.failure and not self._failed[0]:
+        if state.failure and not self.failure[0]:
             lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
-            self._failed = stamped.seq, lost
+            self.failure = stamped.seq, lost
 
     def _boot(self, key: Key, boot_id: str, seq: int) -> None:
-        self._boots[key] = (boot_id, seq)
+        self.boots[key] = (boot_id, seq)
         self._keys[boot_id] = self._newest[key[0]] = key
 
     def _fence(self, key: Key, why: str, stamped: Stamped) -> None:
@@ -218,7 +215,7 @@ class Checks:
 
     def lease_ran_out(self, event: ev.HeartbeatLost) -> None:
         """Only who was silent for a lease is given up."""
-        boot_id, _ = self._boots.get((event.actor, event.actor_incarnation), ("", 0))
+        boot_id, _ = self.boots.get((event.actor, event.actor_incarnation), ("", 0))
         silent_ns = self.world.scheduler.now - self._heard_ns.get(boot_id, 0)
         if silent_ns < self.world.scenario.lease_ns:
             what = f"{event.actor} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
@@ -227,10 +224,10 @@ class Checks:
     # --- what goes over the wire ------------------------------------------------------------------
 
     def process_started(self, process: SimProcess) -> None:
-        self._sent[process.boot_id] = []
+        self.bodies[process.boot_id] = []
 
     def sent(self, process: SimProcess, body: bytes) -> None:
-        self._sent[process.boot_id].append(body)
+        self.bodies[process.boot_id].append(body)
 
     def heard(self, process: SimProcess) -> None:
         self._heard_ns[process.boot_id] = self.world.scheduler.now
@@ -332,9 +329,9 @@ class Checks:
                 del self._placed[trajectory]
         for key in [k for k, (_, since) in self._fenced.items() if since > seq]:
             del self._fenced[key]
-        if self._failed[0] > seq:
-            self._failed = 0, []
-        boots, self._boots, self._keys, self._newest = self._boots, {}, {}, {}
+        if self.failure[0] > seq:
+            self.failure = 0, []
+        boots, self.boots, self._keys, self._newest = self.boots, {}, {}, {}
         for key, (boot_id, since) in boots.items():
             if since <= seq:
                 self._boot(key, boot_id, since)
@@ -376,7 +373,7 @@ class Checks:
 
         A run that has failed drops its last batch, which its trainer may still have to fetch.
         """
-        if self._failed[0]:
+        if self.failure[0]:
             return
         for row in rows:
             if row.status != "rewarded" or row.end is not None:
@@ -421,124 +418,6 @@ class Checks:
         if kills > DEATHS_MAX:
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)
-
-    # --- at the end -------------------------------------------------------------------------------
-
-    def finish(self, coordinator: SimCoordinator, rows: dict[str, Row]) -> str:
-        """Everything that must be true of a run that has ended; gives the state's digest."""
-        state = coordinator.state
-        if state is None:
-            raise Violation("run_ends", "no coordinator ever made a turn")
-        invariants.check(state)
-        self.failure_has_a_reason(state)
-        if not state.failure or "store" not in state.failure:
-            self.books_are_closed(state, rows)
-        if not state.failure:
-            self.two_books(state, rows)
-            self.work_is_done(state)
-        self.events_once(coordinator.disk)
-        return self.replay_equal(coordinator.disk, state)
-
-    def failure_has_a_reason(self, state: State) -> None:
-        """A run fails only for a process that it has really lost."""
-        if not state.failure:
-            return
-        named = [name for name in self._failed[1] if name in state.failure]
-        drained = state.draining and state.exit_code == 130
-        replicas_gone = "no replica is left" in state.failure
-        struck = f"fault:lost-{self.world.faults.fatal_role}" in self.world.marks.counts
-        before_it_joined = "not started" in state.failure or "never joined" in state.failure
-        never_came = struck and before_it_joined
-        known = named or drained or replicas_gone or never_came or self._lost_for_good(state)
-        if state.exit_code not in (1, 130) or not known:
-            raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
-
-    def _lost_for_good(self, state: State) -> bool:
-        """It was lost in one of the ways that no fence tells of, or it lied about its weights."""
-        role, struck = self.world.faults.fatal_role, self.world.marks.counts
-        if "fault:publish-differs" in struck and "read back" in state.failure:
-            return True
-        return f"fault:lost-{role}" in struck and f"{role}-0" in state.failure
-
-    def books_are_closed(self, state: State, rows: dict[str, Row]) -> None:
-        """Nothing is live, and everything that the store has, has an end."""
-        ledger = state.ledger
-        for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
-            if book.live:
-                raise Violation("books_are_closed", f"{book.live} {name} have no end")
-        for row in rows.values():
-            if row.end is None:
-                raise Violation("books_are_closed", f"{row.id} has no end in the store", row.id)
-
-    def two_books(self, state: State, rows: dict[str, Row]) -> None:
-        """The ledger, the store's rows and the trainer's book know nothing of each other."""
-        ledger, ends = state.ledger, [row.end for row in rows.values()]
-        tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
-        claims = (
-            ("issued", ledger.trajectories.issued, len(ends)),
-            ("trained", ledger.trajectories.trained, ends.count("trained")),
-            ("trained, by the trainer", ledger.trajectories.trained, len(self.book)),
-            ("evaluated", ledger.trajectories.evaluated, ends.count("evaluated")),
-            ("tokens", ledger.tokens.issued, tokens),
-            ("live tokens", ledger.tokens.live, 0),
-        )
-        for name, ledger_says, books_say in claims:
-            if ledger_says != books_say:
-                what = f"{name}: the ledger says {ledger_says}, the other book {books_say}"
-                raise Violation("two_books", what)
-        for row in rows.values():
-            if (row.end == "trained") != (row.id in self.book):
-                raise Violation("two_books", f"{row.id} ended as {row.end}", row.id)
-
-    def work_is_done(self, state: State) -> None:
-        """A run that was not asked to stop has made its steps and its last evaluation."""
-        if state.draining:
-            return
-        total = state.settings.total_steps
-        if total and state.completed != total:
-            raise Violation("work_is_done", f"{state.completed} of {total} steps are completed")
-        if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
-            raise Violation("work_is_done", "the last evaluation is missing")
-
-    def events_once(self, disk: SimDisk) -> None:
-        """Every numbered event of a process is in the log once, in order, as it was sent."""
-        logged: dict[tuple[str, int], int] = {}
-        for _, record in read_log(disk):
-            if not isinstance(record, EventRecord) or not record.peer_seq:
-                continue
-            key = (record.peer, record.incarnation)
-            last = logged.get(key, 0)
-            boot_id, _ = self._boots[key]
-            sent = self._sent[boot_id]
-            if record.peer_seq != last + 1 or bytes(record.event) != sent[last]:
-                what = f"event {record.seq} is number {record.peer_seq} of {boot_id} after {last}"
-                raise Violation("events_once", what, record.peer)
-            logged[key] = record.peer_seq
-
-    def replay_equal(self, disk: SimDisk, state: State) -> str:
-        """The log alone, and each snapshot with what follows it, lead to the same state.
-
-        The log alone meets every snapshot on its way. What follows the newest is replayed in each
-        run, what follows the older ones in a sample of the runs.
-        """
-        live, kept = digest(state), snapshots(disk).usable
-        known = {snapshot.seq: snapshot for snapshot in kept}
-
-        def meet(stamped: Stamped, commands: list[Command], state: State) -> None:
-            met = known.get(stamped.seq)
-            if met is not None and digest(state) != met.digest:
-                raise Violation("replay_equal", f"{met.name} holds another state than the log")
-
-        sampled = self.world.scenario.seed % SNAPSHOTS_SAMPLE == 0
-        for start in (None, *(kept if sampled else kept[:1])):
-            found = replay(disk, observer=None if start else meet, snapshot=start)
-            self.replays += 1
-            name = start.name if start is not None else "the first event"
-            if found.difference is not None:
-                raise Violation("replay_equal", f"from {name}: {found.difference}")
-            if digest(found.machine.state) != live:
-                raise Violation("replay_equal", f"from {name} on it leads to another state")
-        return live
 
 
 def _failed_invariant(error: AssertionError) -> str:

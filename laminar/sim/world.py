@@ -30,6 +30,7 @@ from laminar.sim.network import Network
 from laminar.sim.process import Model, SimProcess
 from laminar.sim.scenario import draw, seconds, stream
 from laminar.sim.scheduler import SECOND, Scheduler
+from laminar.sim.verdict import judge
 from laminar.sim.violation import Violation
 from laminar.storage.rules import Row
 
@@ -105,7 +106,7 @@ class World:
                 self._stands_still()
             if not scheduler.made % CALLS_PER_LOOK:
                 self._must_not_be_endless()
-        digest = self.checks.finish(self.coordinator, self.rows)
+        digest = judge(self)
         if self.coordinator.state is not None:
             self.marks.finish(self.coordinator.state)
         return digest

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laminar.sim.checkers import Checks
+from laminar.sim import verdict
 from laminar.sim.coordinator import SimCoordinator
 from laminar.sim.liveness import heals_in_time
 from laminar.sim.models.store import Store, tokens_of
@@ -27,14 +27,14 @@ def world() -> World:
     return ran(calm(**SMALL), seed=3)
 
 
-def broken(world: World, check: Callable[[Checks], object]) -> str:
+def broken(check: Callable[[], object]) -> str:
     with pytest.raises(Violation) as violation:
-        check(world.checks)
+        check()
     return violation.value.invariant
 
 
 def test_a_run_that_kept_everything_passes_again(world: World) -> None:
-    assert world.checks.finish(world.coordinator, world.rows)
+    assert verdict.judge(world)
 
 
 def test_row_without_an_end(world: World) -> None:
@@ -43,7 +43,7 @@ def test_row_without_an_end(world: World) -> None:
     rows[name] = rows[name]._replace(end=None)
     state = world.coordinator.state
     assert state is not None
-    assert broken(world, lambda checks: checks.books_are_closed(state, rows)) == "books_are_closed"
+    assert broken(lambda: verdict.books_are_closed(state, rows)) == "books_are_closed"
 
 
 @pytest.mark.parametrize("change", [{"num_tokens": 99_999}, {"end": "dropped"}, {"end": "trained"}])
@@ -55,7 +55,7 @@ def test_books_that_differ(world: World, change: dict[str, object]) -> None:
     rows[name] = rows[name]._replace(**change)
     state = world.coordinator.state
     assert state is not None
-    assert broken(world, lambda checks: checks.two_books(state, rows)) == "two_books"
+    assert broken(lambda: verdict.two_books(state, rows, world.checks.book)) == "two_books"
 
 
 def test_trajectory_that_the_store_does_not_know(world: World) -> None:
@@ -63,7 +63,7 @@ def test_trajectory_that_the_store_does_not_know(world: World) -> None:
     rows.popitem()
     state = world.coordinator.state
     assert state is not None
-    assert broken(world, lambda checks: checks.two_books(state, rows)) == "two_books"
+    assert broken(lambda: verdict.two_books(state, rows, world.checks.book)) == "two_books"
 
 
 def test_work_that_is_missing() -> None:
@@ -71,10 +71,10 @@ def test_work_that_is_missing() -> None:
     state = world.coordinator.state
     assert state is not None
     state.completed -= 1
-    assert broken(world, lambda checks: checks.work_is_done(state)) == "work_is_done"
+    assert broken(lambda: verdict.work_is_done(state)) == "work_is_done"
     state.completed += 1
     state.evaluations.clear()
-    assert broken(world, lambda checks: checks.work_is_done(state)) == "work_is_done"
+    assert broken(lambda: verdict.work_is_done(state)) == "work_is_done"
 
 
 def test_failure_without_a_loss() -> None:
@@ -82,7 +82,7 @@ def test_failure_without_a_loss() -> None:
     state = world.coordinator.state
     assert state is not None
     state.failure, state.exit_code = "store-0 is lost: it is said", 1
-    name = broken(world, lambda checks: checks.failure_has_a_reason(state))
+    name = broken(lambda: verdict.failure_has_a_reason(world, state))
     assert name == "failure_has_a_reason"
 
 
@@ -92,13 +92,15 @@ def test_state_that_the_log_does_not_lead_to() -> None:
     assert state is not None
     state.staleness_sum += 1
     disk = world.coordinator.disk
-    assert broken(world, lambda checks: checks.replay_equal(disk, state)) == "replay_equal"
+    assert broken(lambda: verdict.replay_equal(world, disk, state)) == "replay_equal"
 
 
 def test_event_that_was_sent_otherwise() -> None:
     world = ran(calm(**SMALL), seed=3)
-    world.checks._sent["rollout-0/1"][2] = b"another"
-    assert broken(world, lambda checks: checks.events_once(world.coordinator.disk)) == "events_once"
+    world.checks.bodies["rollout-0/1"][2] = b"another"
+    assert (
+        broken(lambda: verdict.events_once(world.checks, world.coordinator.disk)) == "events_once"
+    )
 
 
 def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:

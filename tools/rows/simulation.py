@@ -3,8 +3,8 @@
 Reads   configs/sim_small.toml
 Gives   ROWS; one swarm of runs serves all rows of a scorecard
 
-Every run checks itself while it runs and at its end (laminar/sim/checkers.py): the invariants, the
-two books, the replay of its log from the first event and from each snapshot.
+Every run checks itself while it runs (laminar/sim/checkers.py) and at its end (verdict.py): the
+invariants, the two books, the replay of its log from the first event and from each snapshot.
 """
 
 from __future__ import annotations
