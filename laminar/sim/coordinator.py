@@ -185,9 +185,11 @@ class SimCoordinator:
 
     def _hear(self, route: bytes, frame: bytes) -> None:
         """Who sends something readable on a connection where it has said who it is, is alive."""
+        if isinstance(frame, Garbage):
+            return
         if b"\xa5hello" in frame[:16]:
             self._introduced[route] = None
-        if route in self._introduced and not isinstance(frame, Garbage):
+        if route in self._introduced:
             self.world.checks.heard(self._routes[route])
 
     # --- turns --------------------------------------------------------------------------------
