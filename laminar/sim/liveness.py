@@ -12,8 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from laminar.sim.config import FaultConfig, SimConfig
-from laminar.sim.scenario import seconds
-from laminar.sim.scheduler import SECOND
+from laminar.sim.scenario import START_TIMEOUT_MS, seconds
+from laminar.sim.scheduler import MS, SECOND
 from laminar.sim.violation import Violation
 from laminar.sim.world import World
 
@@ -24,8 +24,14 @@ CALM = FaultConfig(calm_share=1.0)
 
 
 def heals_in_time(world: World, config: SimConfig) -> None:
-    """What was left when the faults ended took at most FACTOR times a whole run without faults."""
-    healing_ns = world.scheduler.now - world.healed_ns
+    """What was left when the faults ended took at most FACTOR times a whole run without faults.
+
+    A run whose machine was lost before anything of it had joined learns that by its start's end.
+    """
+    state = world.coordinator.state
+    never_began = state is not None and "not started within" in state.failure
+    began_ns = max(world.healed_ns, START_TIMEOUT_MS * MS) if never_began else world.healed_ns
+    healing_ns = world.scheduler.now - began_ns
     if not world.healed_ns or healing_ns <= QUICK_NS:
         return
     calm = World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed)

@@ -147,6 +147,18 @@ def test_healing_that_takes_too_long() -> None:
         heals_in_time(world, calm(**SMALL))
 
 
+def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    world.healed_ns, state.failure = 1, "not started within 120000 ms: missing store"
+    world.scheduler.now = seconds(140)
+    heals_in_time(world, calm(**SMALL))
+    world.scheduler.now = seconds(5_000)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 4880 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
 def test_processes_that_only_wake_up() -> None:
     """A clock that something pushes on by a nanosecond at a time never comes to a quiet end."""
     world = World(calm(**SMALL), 3)
