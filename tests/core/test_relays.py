@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.core.admission import refusal
 from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -211,6 +212,18 @@ def test_relay_that_comes_back_is_fed_as_the_last_one() -> None:
     assert "receive:relay-1" in bench.state.timers
     bench.receive("relay-1", 0)
     assert "receive:relay-1" not in bench.state.timers
+
+
+def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is_lost() -> None:
+    """At once, and not when something else happens to touch it."""
+    bench = Bench(replicas=2, capacity=4, groups_per_step=2, max_staleness=4, groups_per_version=1)
+    bench.start()
+    bench.complete("0.0", "0.1")
+    bench.train()
+    assert not only(cmd.GenerateTrajectory, bench.complete("0.4"))
+    assert refusal(bench.state, bench.replica("rollout-0")) == "draining"
+    given = only(cmd.GenerateTrajectory, bench.kill("relay-0"))
+    assert {c.to for c in given} == {"rollout-0"}
 
 
 def test_replicas_of_a_lost_relay_go_on() -> None:
