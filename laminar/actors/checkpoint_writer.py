@@ -75,9 +75,18 @@ class CheckpointWriter:
     ) -> None:
         """A disk that fails costs this checkpoint and nothing else."""
         path = f"{CHECKPOINTS_DIR}/step_{step}"
+        directory = self.host.run_dir / path
         try:
-            await asyncio.to_thread(self._write, version, step, tensors, probe)
-            self._kept[version] = self.host.run_dir / path
+            manifest = await asyncio.to_thread(
+                checkpoint.describe,
+                version=version,
+                step=step,
+                specs=self._specs,
+                tensors=tensors.items(),
+                probe=probe,
+            )
+            await asyncio.to_thread(self._write, directory, tensors, manifest)
+            self._kept[version] = directory
             await asyncio.to_thread(self._remove_old)
         except OSError as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
@@ -85,17 +94,10 @@ class CheckpointWriter:
         saved = ev.CheckpointSaved(version=version, step=step, path=path, kept=tuple(self._kept))
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
-    def _write(self, version: int, step: int, tensors: Tensors, probe: mf.Probe) -> None:
-        manifest = checkpoint.describe(
-            version=version, step=step, specs=self._specs, tensors=tensors.items(), probe=probe
-        )
-        export_hf(
-            self._model,
-            self.host.config.model.name,
-            self.host.run_dir / CHECKPOINTS_DIR / f"step_{step}",
-            tensors=tensors,
-            extra={checkpoint.VERSION_FILE: mf.encode(manifest)},
-        )
+    def _write(self, directory: Path, tensors: Tensors, manifest: mf.Manifest) -> None:
+        extra = {checkpoint.VERSION_FILE: mf.encode(manifest)}
+        source = self.host.config.model.name
+        export_hf(self._model, source, directory, tensors=tensors, extra=extra)
 
     def _remove_old(self) -> None:
         while self._keep and len(self._kept) > self._keep:

@@ -17,8 +17,7 @@ from pathlib import Path
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.chain import usual_chunk_bytes
-from laminar.weights.hashes import sealed
+from laminar.weights.hashes import manifest_of
 from laminar.weights.slots import SlotError, SlotTable, VersionGone, slots_within
 
 CHAIN = "chain"
@@ -150,14 +149,14 @@ class RelaySlots:
         None: a newer version came over the chain in the meantime, this one is of no use.
         """
         assert self._arena is not None
-        draft = mf.whole(
+        manifest = await asyncio.to_thread(
+            manifest_of,
+            self._arena.slot(request.slot),
             version=request.version,
             step=request.step,
             tensors=request.tensors,
-            chunk_bytes=usual_chunk_bytes(mf.check_tensors(request.tensors)),
             probe=request.probe,
         )
-        manifest = await asyncio.to_thread(sealed, self._arena.slot(request.slot), draft)
         self._digesting.discard(request.slot)
         return manifest if self.keep(boot_id, request.slot, manifest) else None
 

@@ -68,12 +68,21 @@ def _expect_everywhere(turn: Turn) -> None:
             relays.await_newest(turn, relay)
 
 
+def _pulled(turn: Turn) -> Replica | None:
+    """The sender, whose order to load ends here; None if it has none, and then that is counted."""
+    name = turn.stamped.peer
+    replica = turn.state.replicas.get(name)
+    if replica is None or turn.done(f"pull:{name}") is None:
+        turn.ignore("not-pulling")
+        return None
+    return replica
+
+
 def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
-    state = turn.state
-    replica = state.replicas.get(turn.stamped.peer)
-    if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
-        return turn.ignore("not-pulling")
+    replica = _pulled(turn)
+    if replica is None:
+        return
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     replica.progress_ns = turn.stamped.time_ns
@@ -82,10 +91,9 @@ def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:
 
 def on_weights_rejected(turn: Turn, event: ev.WeightsRejected) -> None:
     """Digest or probe failed: it does not serve; it tries once more, then it is restarted."""
-    state = turn.state
-    replica = state.replicas.get(turn.stamped.peer)
-    if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
-        return turn.ignore("not-pulling")
+    replica = _pulled(turn)
+    if replica is None:
+        return
     replica.version, replica.step, replica.loading = -1, -1, False
     replica.failed_loads += 1
     turn.touch(replica.name)
@@ -99,9 +107,9 @@ def on_version_gone(turn: Turn, event: ev.VersionGone) -> None:
     What the relay has got since, it has told itself; what it had before and has no more is gone.
     """
     state = turn.state
-    replica = state.replicas.get(turn.stamped.peer)
-    if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
-        return turn.ignore("not-pulling")
+    replica = _pulled(turn)
+    if replica is None:
+        return
     replica.loading = False
     relay = state.relays.get(replica.relay)
     if relay is not None:
@@ -123,12 +131,11 @@ def on_checkpoint_saved(turn: Turn, event: ev.CheckpointSaved) -> None:
 
 def on_checkpoint_refused(turn: Turn, event: ev.CheckpointRefused) -> None:
     """What one replica cannot read, no other is sent to: decide again without it."""
-    state = turn.state
-    replica = state.replicas.get(turn.stamped.peer)
-    if replica is None or turn.done(f"pull:{turn.stamped.peer}") is None:
-        return turn.ignore("not-pulling")
+    replica = _pulled(turn)
+    if replica is None:
+        return
     replica.loading = False
-    state.saved.pop(event.version, None)
+    turn.state.saved.pop(event.version, None)
     turn.touch_all()
 
 

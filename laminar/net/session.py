@@ -134,8 +134,7 @@ class Outbox:
             self.first += 1
         self._sent = max(self._sent, seq)
         self._wait_ns = RESEND_MIN_NS
-        in_flight = self._sent >= self.first
-        self._resend_ns = now_ns + self._wait_ns if in_flight else NEVER_NS
+        self._resend_ns = now_ns + self._wait_ns if self._in_flight else NEVER_NS
 
     def rewind(self) -> None:
         """Everything unacknowledged is due again, at once: the server is another one."""
@@ -157,7 +156,7 @@ class Outbox:
             self.rewind()
             self._wait_ns = wait_ns
         due: list[tuple[int, bytes]] = []
-        while self._sent + 1 < self.next and self._may_send():
+        while self._may_send():
             self._sent += 1
             body = self._bodies[self._sent]
             self._flight_bytes += len(body)
@@ -167,15 +166,19 @@ class Outbox:
         return due
 
     def next_due_ns(self) -> int:
-        if self._sent + 1 < self.next and self._may_send():
-            return 0
-        return self._resend_ns
+        return 0 if self._may_send() else self._resend_ns
+
+    @property
+    def _in_flight(self) -> int:
+        return self._sent - self.first + 1
 
     def _may_send(self) -> bool:
-        """The next body that was not sent yet fits into the window; a large one goes alone."""
-        in_flight = self._sent - self.first + 1
+        if self._sent + 1 >= self.next:
+            return False
+        if self._in_flight == 0:
+            return True
         size = self._flight_bytes + len(self._bodies[self._sent + 1])
-        return in_flight == 0 or (in_flight < WINDOW_MESSAGES and size <= WINDOW_BYTES)
+        return self._in_flight < WINDOW_MESSAGES and size <= WINDOW_BYTES
 
 
 class Inbox:

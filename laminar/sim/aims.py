@@ -12,6 +12,7 @@ and strikes then, a few times in a run at most. Way and target are drawn from th
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from laminar import ids
 from laminar.core.admission import groups_wanted
 from laminar.core.buffering import awaited, batch_size, trainer_idle
+from laminar.core.recovery import DEATHS_MAX
 from laminar.core.siblings import members
 from laminar.core.state import EXPORTING, FINAL_EVALUATION, RUNNING, State, Trajectory
 from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
@@ -38,7 +40,6 @@ LAST_WORDS: dict[str, Event] = {
     "leaves": ev.ActorLeft(),
     "complains": ev.ActorFailed(reason="out of memory", user_error=False),
 }
-DEATHS = 3
 SILENCE = 1.5
 """Leases for which it does."""
 SLOW = 20.0
@@ -73,7 +74,7 @@ def slow_down(faults: Faults, state: State, version: int) -> None:
             faults.speed(faults.world.processes[replica.name], SLOW)
 
 
-class Aim:
+class Aim(ABC):
     """Waits for its moment."""
 
     kind: str
@@ -86,9 +87,9 @@ class Aim:
         self.way = chance.choice(WAYS)
         self.from_ns = seconds(chance.uniform(0.5, 0.3 * faults.until_ns / 1e9))
 
+    @abstractmethod
     def look(self, state: State) -> None:
         """The coordinator has made a turn."""
-        raise NotImplementedError
 
     @property
     def now(self) -> int:
@@ -129,9 +130,9 @@ class LastAnswer(Aim):
         if (found.id, found.placement) != self._placed:
             self._placed = found.id, found.placement
             self._losses += 1
-            self.done = self._losses >= 3 * DEATHS
+            self.done = self._losses >= 3 * DEATHS_MAX
             self.struck()
-            last = max(found.deaths, found.attempt - 1) >= DEATHS - 1
+            last = max(found.deaths, found.attempt - 1) >= DEATHS_MAX - 1
             if self._unscored:
                 self.faults.unscorable.add(found.id)
             else:
@@ -161,9 +162,14 @@ def _last_of_data(state: State) -> Iterator[Trajectory]:
 def _last_of_evaluation(state: State) -> Iterator[Trajectory]:
     evaluation = state.evaluation
     if evaluation is not None and evaluation.done == evaluation.total - 1:
-        for group in state.groups.values():
-            if group.purpose == ids.EVAL and group.status == "open":
-                yield from _unfinished(state, group.id)
+        yield from (t for t in _evaluated(state) if t.status in UNFINISHED)
+
+
+def _evaluated(state: State) -> Iterator[Trajectory]:
+    """All answers of the evaluation whose groups have no end yet."""
+    for group in state.groups.values():
+        if group.purpose == ids.EVAL and group.status == "open":
+            yield from members(state, group.id)
 
 
 def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
@@ -328,7 +334,7 @@ class PinLate(Aim):
 class EvaluationOutOfReach(Aim):
     """A machine's relay and replicas start afresh during an evaluation of an older version; when
     they are back, and until they have weights, all replicas elsewhere are lost; half of the time
-    the checkpoints are damaged, too."""
+    the checkpoints are gone, too."""
 
     kind = "evaluation-out-of-reach"
     share = 1.0  # few runs have several machines and such an evaluation
@@ -337,7 +343,7 @@ class EvaluationOutOfReach(Aim):
         super().__init__(faults, chance)
         self._relay = ""
         self._struck = False
-        self._damages = chance.random() < 0.5
+        self._removes = chance.random() < 0.5
 
     def look(self, state: State) -> None:
         evaluation = state.evaluation
@@ -354,7 +360,7 @@ class EvaluationOutOfReach(Aim):
             if not self.done and len(elsewhere) < len(living):
                 self._struck = True
                 self.struck()
-                if self._damages:
+                if self._removes:
                     self.world.checkpoints.clear()
                 for replica in elsewhere:
                     self.lose(replica.name, "dies")
@@ -390,7 +396,7 @@ class OnlyOneOfItsVersion(Aim):
 class EvictedVersion(Aim):
     """A replica is slow with an older version when all relays die, which come back with the newest
     alone; then it is lost with its work, or all replicas are; half of the time the checkpoints are
-    damaged, too."""
+    gone, too."""
 
     kind = "evicted-version-lost"
     share = 1.0  # few runs keep checkpoints
@@ -398,7 +404,7 @@ class EvictedVersion(Aim):
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         super().__init__(faults, chance)
         self._victim: tuple[str, int] = ("", -1)  #: a replica and its version
-        self._damages, self._all = chance.random() < 0.5, chance.random() < 0.5
+        self._removes, self._all = chance.random() < 0.5, chance.random() < 0.5
         self._tries = 3
 
     def look(self, state: State) -> None:
@@ -413,7 +419,7 @@ class EvictedVersion(Aim):
         elif _ripe(state, version):
             self.done = True
             self.struck()
-            if self._damages:
+            if self._removes:
                 self.world.checkpoints.clear()
             for victim in list(state.replicas) if self._all else [name]:
                 self.lose(victim)
@@ -435,8 +441,7 @@ def _ripe(state: State, version: int) -> bool:
     """An evaluation of this version has an answer that waits for its reward, if there is one."""
     if state.evaluation is None or state.evaluation.version != version:
         return True
-    evaluated = [g for g in state.groups.values() if g.purpose == ids.EVAL and g.status == "open"]
-    return any(t.status == GENERATED for group in evaluated for t in members(state, group.id))
+    return any(trajectory.status == GENERATED for trajectory in _evaluated(state))
 
 
 AIMS: dict[str, type[Aim]] = {

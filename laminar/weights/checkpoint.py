@@ -18,8 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from laminar.weights import manifest as mf
-from laminar.weights.chain import usual_chunk_bytes
-from laminar.weights.hashes import Bytes, WeightsCorrupt, sealed, verify
+from laminar.weights.hashes import Bytes, WeightsCorrupt, manifest_of, verify
 from laminar.weights.transfer import write_tensors
 
 MODEL_FILE = "model.safetensors"
@@ -39,12 +38,9 @@ def describe(
     probe: mf.Probe,
 ) -> mf.Manifest:
     """The manifest of a version that is made of these tensors, as a relay would make it."""
-    total = mf.check_tensors(specs)
-    view = np.empty(total, dtype=np.uint8)
+    view = np.empty(mf.check_tensors(specs), dtype=np.uint8)
     write_tensors(view, specs, tensors)
-    chunk = usual_chunk_bytes(total)
-    draft = mf.whole(version=version, step=step, tensors=specs, chunk_bytes=chunk, probe=probe)
-    return sealed(view, draft)
+    return manifest_of(view, version=version, step=step, tensors=specs, probe=probe)
 
 
 def read(directory: Path, version: int) -> tuple[Bytes, mf.Manifest]:

@@ -15,10 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from laminar.weights.chain import usual_chunk_bytes
 from laminar.weights.manifest import (
     Draft,
     Manifest,
     ManifestError,
+    Part,
+    Probe,
+    TensorSpec,
+    check_tensors,
     chunk_bounds,
     chunks_of_ranks,
     seal,
@@ -39,9 +44,26 @@ def checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int
     return _hashes(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
 
 
-def sealed(view: Bytes, draft: Draft) -> Manifest:
-    """The manifest of the version whose bytes lie in this slot; ManifestError if it is smaller."""
-    return seal(draft, *checksums(view, draft.total_bytes, draft.chunk_bytes))
+def manifest_of(
+    view: Bytes, *, version: int, step: int, tensors: tuple[TensorSpec, ...], probe: Probe
+) -> Manifest:
+    """The manifest of a full version that one trainer rank has written into this slot.
+
+    Raises ManifestError for no consistent layout, or a slot that is smaller than the version.
+    """
+    total = check_tensors(tensors)
+    draft = Draft(
+        version=version,
+        step=step,
+        kind="full",
+        dtype=tensors[0].dtype,
+        total_bytes=total,
+        tensors=tensors,
+        parts=(Part(rank=0, offset=0, nbytes=total),),
+        chunk_bytes=usual_chunk_bytes(total),
+        probe=probe,
+    )
+    return seal(draft, *checksums(view, total, draft.chunk_bytes))
 
 
 def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:

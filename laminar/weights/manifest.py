@@ -218,24 +218,6 @@ def same_layout(a: Draft, b: Draft) -> bool:
     return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
 
 
-def whole(
-    *, version: int, step: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int, probe: Probe
-) -> Draft:
-    """A full version that one trainer rank writes; ManifestError for no consistent layout."""
-    total = check_tensors(tensors)
-    return Draft(
-        version=version,
-        step=step,
-        kind="full",
-        dtype=tensors[0].dtype,
-        total_bytes=total,
-        tensors=tensors,
-        parts=(Part(rank=0, offset=0, nbytes=total),),
-        chunk_bytes=chunk_bytes,
-        probe=probe,
-    )
-
-
 def seal(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
     """The manifest of a draft whose bytes are now all in one place."""
     fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}

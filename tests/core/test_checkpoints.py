@@ -16,10 +16,10 @@ def save(bench: Bench, version: int, path: str = PATH, kept: tuple[int, ...] = (
     return bench.say("trainer-0", saved)
 
 
-def with_an_evicted_version() -> Bench:
+def with_an_evicted_version(capacity: int = 2) -> Bench:
     """rollout-0 generates group 0.0 with version 0, which the relay has evicted since; rollout-1
-    is full with group 0.2 of version 1."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
+    has group 0.2 of version 1, and no room but for that with the usual capacity."""
+    bench = Bench(groups_per_step=1, max_staleness=1, capacity=capacity, replicas=2)
     bench.start()
     bench.complete("0.1")
     bench.train(publish=False)
@@ -112,13 +112,8 @@ def test_checkpoint_of_an_evaluation_that_is_refused_gives_its_answers_up() -> N
 
 def test_lost_work_whose_checkpoint_is_removed_starts_over() -> None:
     """A replica has room, but another version: it waited for that of the checkpoint."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
-    bench.start()
-    bench.complete("0.1")
-    bench.train(publish=False)
-    bench.publish(1, 1, held=(1,))
+    bench = with_an_evicted_version(capacity=4)
     save(bench, 0)
-    bench.load("rollout-1")
     assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     again = only(cmd.GenerateTrajectory, save(bench, 1, "checkpoints/step_1", kept=(1,)))
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}

@@ -86,6 +86,7 @@ def test_what_a_run_needs_is_lost_in_every_way(role: str) -> None:
 
 
 def test_an_aim_has_to_look() -> None:
+    """What does not say when its moment is cannot be made."""
     world = World(calm(), 1)
-    with pytest.raises(NotImplementedError):
-        Aim(world.faults, world.faults._chance("aim")).look(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="look"):
+        Aim(world.faults, world.faults._chance("aim"))  # type: ignore[abstract]

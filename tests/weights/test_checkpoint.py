@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from laminar.weights import checkpoint
 from laminar.weights import manifest as mf
-from laminar.weights.chain import usual_chunk_bytes
 from laminar.weights.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
-from laminar.weights.hashes import sealed
+from laminar.weights.hashes import manifest_of
 from laminar.weights.transfer import write_tensors
 
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1)
@@ -48,16 +47,7 @@ def test_version_is_the_one_that_was_published(dtype: str, tmp_path: Path) -> No
     """A relay makes the same manifest of what the trainer writes into its slot."""
     slot = np.full(1 << 16, 0xEE, dtype=np.uint8)
     write_tensors(slot, specs(dtype), weights().items())
-    published = sealed(
-        slot,
-        mf.whole(
-            version=7,
-            step=7,
-            tensors=specs(dtype),
-            chunk_bytes=usual_chunk_bytes(mf.check_tensors(specs(dtype))),
-            probe=PROBE,
-        ),
-    )
+    published = manifest_of(slot, version=7, step=7, tensors=specs(dtype), probe=PROBE)
     assert save(tmp_path, dtype) == published
     view, manifest = checkpoint.read(tmp_path, 7)
     assert manifest == published
