@@ -89,6 +89,13 @@ def history(run: Path) -> Iterator[Event | Command]:
             yield decode_command(record.command)
 
 
+def check_books(run: Finished) -> None:
+    """The log replays to the same decisions, and what was issued is accounted for."""
+    for check in (("log", "replay"), ("audit",)):
+        done = laminar(*check, str(run.directory))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A small run of the quickstart's configuration."""

@@ -11,7 +11,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.weights import checkpoint
-from tests.run.conftest import Finished, history, laminar
+from tests.run.conftest import Finished, check_books, history
 from tests.run.test_interruptions import end, start, status, until
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
@@ -61,6 +61,4 @@ def _check(run: Finished) -> None:
     for order in wanted:
         _, manifest = checkpoint.read(run.directory / order.checkpoint, order.version)
         assert manifest.digest == published[order.version]
-    for check in (("log", "replay"), ("audit",)):
-        done = laminar(*check, str(run.directory))
-        assert done.returncode == 0, done.stdout + done.stderr
+    check_books(run)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.run.conftest import ROOT, Finished, laminar, train
+from tests.run.conftest import ROOT, Finished, check_books, train
 
 SHAPE = {
     "vocab_size": 260,
@@ -100,9 +100,7 @@ def run(tmp_path: Path, kind: str, *switches: str) -> Finished:
         *switches,
     )
     assert finished.code == 0, finished.output
-    for check in (("log", "replay"), ("audit",)):
-        done = laminar(*check, str(finished.directory))
-        assert done.returncode == 0, done.stdout + done.stderr
+    check_books(finished)
     return finished
 
 

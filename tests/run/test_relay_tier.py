@@ -14,7 +14,7 @@ from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.base import Stamped
 from laminar.weights.arena import remove_arenas
-from tests.run.conftest import Finished, laminar, train
+from tests.run.conftest import Finished, check_books, train
 from tests.run.test_interruptions import end, start, status, until
 
 pytestmark = pytest.mark.process
@@ -42,12 +42,6 @@ def events(run: Finished) -> Iterator[Stamped]:
     for record in history.records(run.directory):
         if isinstance(record, EventRecord):
             yield history.typed_event(record)
-
-
-def check_books(run: Finished) -> None:
-    for check in (("log", "replay"), ("audit",)):
-        done = laminar(*check, str(run.directory))
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def digests(run: Finished) -> dict[int, str]:
