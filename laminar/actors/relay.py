@@ -101,7 +101,7 @@ class Relay:
             send_rate=config.rate_mbit * 1_000_000 // 8,
         )
         notify = functools.partial(loop.call_soon_threadsafe, self._on_report)
-        return Plane(identity, self.slots.view, notify, options)
+        return Plane(identity, self.slots.region, notify, options)
 
     async def stop(self) -> None:
         await self.server.close()

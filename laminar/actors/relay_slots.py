@@ -18,6 +18,7 @@ from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
 from laminar.weights.hashes import manifest_of
+from laminar.weights.region import Region
 from laminar.weights.slots import SlotError, SlotTable, VersionGone, slots_within
 
 CHAIN = "chain"
@@ -78,10 +79,10 @@ class RelaySlots:
             return None
         return m.ArenaOpened(arena=str(self._path))
 
-    def view(self, slot: int) -> memoryview:
+    def region(self, slot: int) -> Region:
         """All bytes of a slot."""
         assert self._arena is not None
-        return self._arena.slot(slot).data
+        return self._arena.region(slot)
 
     def close(self) -> None:
         """Remove the file; those who have it mapped keep it."""

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar.ids import hash64
+from laminar.weights.region import NO_FILE, Region
 
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"LAMARENA"
@@ -60,9 +61,12 @@ def _prefix(run_dir: Path, node: str) -> str:
 class Arena:
     """A mapped arena. Creator and attached processes see the same bytes; all may write."""
 
-    def __init__(self, path: Path, memory: mmap.mmap, slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, path: Path, memory: mmap.mmap, slots: int, slot_bytes: int, fd: int = NO_FILE
+    ) -> None:
         """Use `create` or `attach`."""
         self.path = path
+        self._fd = fd  #: of the creator alone, who sends from it
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, dtype=np.uint8)
@@ -83,10 +87,9 @@ class Arena:
             _HEADER.pack_into(memory, 0, _MAGIC, _FORMAT, slots, slot_bytes)
         except BaseException:
             path.unlink(missing_ok=True)
-            raise
-        finally:
             os.close(fd)
-        return cls(path, memory, slots, slot_bytes)
+            raise
+        return cls(path, memory, slots, slot_bytes, fd)
 
     @classmethod
     def attach(cls, path: Path) -> Arena:
@@ -103,14 +106,27 @@ class Arena:
         """Writable view, uint8 [slot_bytes]; its start is aligned to a page."""
         if self._bytes is None:
             raise ArenaError(f"arena {self.path} is closed")
-        if not 0 <= index < self.slots:
-            raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
-        start = _PAGE + index * _page_aligned(self.slot_bytes)
+        start = self._start(index)
         return self._bytes[start : start + self.slot_bytes]
 
+    def region(self, index: int) -> Region:
+        """The same bytes, and where they are in the file (only of an arena that was created)."""
+        return Region(self.slot(index).data, self._fd, self._start(index))
+
+    def _start(self, index: int) -> int:
+        if not 0 <= index < self.slots:
+            raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
+        return _PAGE + index * _page_aligned(self.slot_bytes)
+
     def close(self) -> None:
-        """Let go of the memory. It is unmapped when the last view of it is gone, never before."""
+        """Let go of the memory and the file; nothing may be sent from it any more.
+
+        The memory is unmapped when the last view of it is gone, never before.
+        """
         self._bytes = None
+        if self._fd != NO_FILE:
+            os.close(self._fd)
+            self._fd = NO_FILE
 
     @staticmethod
     def unlink(path: Path) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from laminar.weights.manifest import Draft, Manifest, chunk_bounds, seal, unseal
+from laminar.weights.region import Region
 
 DIGEST_CHUNKS = 4
 """Hashed at most in one step, so that a long backlog never keeps the thread from its sockets."""
@@ -25,11 +26,11 @@ DIGEST_CHUNKS = 4
 class Holding:
     """A version, complete or on its way, and where its bytes are."""
 
-    def __init__(self, draft: Draft, slot: int, view: memoryview) -> None:
-        """`view`: the slot as bytes, at least total_bytes; nothing of the version is in it yet."""
+    def __init__(self, draft: Draft, slot: int, region: Region) -> None:
+        """`region`: of the slot, at least total_bytes; nothing of the version is in it yet."""
         self.draft = draft
         self.slot = slot
-        self.view = view[: draft.total_bytes]
+        self.region = region.part(0, draft.total_bytes)
         self.bounds = chunk_bounds(draft)
         self.num_chunks = len(self.bounds) - 1
         self.have = bytearray(self.num_chunks)  #: 1 where a chunk is here and proved
@@ -42,9 +43,9 @@ class Holding:
         self._num_hashed = 0
 
     @classmethod
-    def published(cls, manifest: Manifest, slot: int, view: memoryview) -> Holding:
+    def published(cls, manifest: Manifest, slot: int, region: Region) -> Holding:
         """A whole version that a trainer of this machine wrote."""
-        holding = cls(unseal(manifest), slot, view)
+        holding = cls(unseal(manifest), slot, region)
         holding.expect(manifest.chunk_checksums, manifest.digest)
         holding.have = bytearray(b"\1" * holding.num_chunks)
         holding.num_have = holding.num_chunks
@@ -53,10 +54,10 @@ class Holding:
 
     @classmethod
     def share(
-        cls, draft: Draft, slot: int, view: memoryview, checksums: Mapping[int, int]
+        cls, draft: Draft, slot: int, region: Region, checksums: Mapping[int, int]
     ) -> Holding:
         """The chunks of a version that trainers of this machine wrote, by index."""
-        holding = cls(draft, slot, view)
+        holding = cls(draft, slot, region)
         for index, checksum in checksums.items():
             holding._checksums[index] = checksum
             holding.have[index] = 1
@@ -85,8 +86,12 @@ class Holding:
         mine, theirs = self.draft, other.draft
         return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
 
-    def chunk(self, index: int) -> memoryview:
-        return self.view[self.bounds[index] : self.bounds[index + 1]]
+    @property
+    def view(self) -> memoryview:
+        return self.region.view
+
+    def chunk(self, index: int) -> Region:
+        return self.region.part(self.bounds[index], self.bounds[index + 1])
 
     def checksum(self, index: int) -> int:
         """xxh3_64 of a chunk that is here."""
@@ -106,7 +111,7 @@ class Holding:
         """
         known = self._checksums[index]
         wanted = checksum if known is None else known
-        found = xxhash.xxh3_64_intdigest(self.chunk(index))
+        found = xxhash.xxh3_64_intdigest(self.chunk(index).view)
         if found != wanted or (checksum is not None and checksum != wanted):
             return False
         self._checksums[index] = wanted
@@ -118,7 +123,7 @@ class Holding:
         """Hash a few more of the leading chunks; whether there is more to do now."""
         end = min(self._num_hashed + DIGEST_CHUNKS, self.num_chunks)
         while self._num_hashed < end and self.have[self._num_hashed]:
-            self._hasher.update(self.chunk(self._num_hashed))
+            self._hasher.update(self.chunk(self._num_hashed).view)
             self._num_hashed += 1
         return self._num_hashed < self.num_chunks and bool(self.have[self._num_hashed])
 

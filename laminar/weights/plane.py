@@ -33,6 +33,7 @@ from laminar.weights.exit import Exit, Successor
 from laminar.weights.holding import Holding
 from laminar.weights.manifest import Draft, Manifest
 from laminar.weights.receiver import Receiver
+from laminar.weights.region import Region
 from laminar.weights.reports import PlaneFailed, Report, Status, Trouble
 from laminar.weights.sender import Sender
 from laminar.weights.stock import Stock
@@ -62,22 +63,22 @@ class Plane:
     def __init__(
         self,
         identity: Identity,
-        slot_view: Callable[[int], memoryview],
+        region: Callable[[int], Region],
         notify: Callable[[Report], None],
         options: PlaneOptions = PlaneOptions(),
     ) -> None:
-        """`slot_view`: all bytes of a slot; asked in the plane's thread.
+        """`region`: all bytes of a slot; asked in the plane's thread.
 
         `notify`: takes a report, in the plane's thread; it must return at once.
         """
-        self._notify, self._slot_view = notify, slot_view
+        self._notify, self._region = notify, region
         self._stock = Stock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()  #: the descriptor below is not closed under a writer
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         book = DeltaBook(options.delta_bytes_max)
         self._sender = Sender(self._stock, book, self._arriving, self._post, notify)
-        self._receiver = Receiver(self._stock, book, self._sender, slot_view, notify)
+        self._receiver = Receiver(self._stock, book, self._sender, region, notify)
         self._entrance = Entrance(identity, self._stock, self._receiver, notify)
         self._exit = Exit(
             identity, self._sender, notify, congestion=options.congestion, rate=options.send_rate
@@ -123,7 +124,7 @@ class Plane:
 
     def publish(self, manifest: Manifest, slot: int) -> None:
         """A whole version was written here; its slot stays as it is until `forget` allows."""
-        self._publish(Holding.published(manifest, slot, self._slot_view(slot)))
+        self._publish(Holding.published(manifest, slot, self._region(slot)))
 
     def publish_share(self, draft: Draft, slot: int, checksums: Mapping[int, int]) -> None:
         """Some chunks of a version were written here: their checksums, by index.
@@ -131,7 +132,7 @@ class Plane:
         Received follows when the rest has come from the predecessor, or SlotReturned when a newer
         version was complete before that.
         """
-        self._publish(Holding.share(draft, slot, self._slot_view(slot), checksums))
+        self._publish(Holding.share(draft, slot, self._region(slot), checksums))
 
     def grant(self, slot: int) -> None:
         """The answer to SlotWanted; the slot is the plane's until Received or SlotReturned."""

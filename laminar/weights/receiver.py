@@ -27,6 +27,7 @@ from laminar.weights.deltas import Delta, DeltaBook
 from laminar.weights.holding import Holding, pack_have
 from laminar.weights.manifest import num_chunks, same_layout
 from laminar.weights.rebuild import Rebuild, begin
+from laminar.weights.region import Region
 from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Trouble
 from laminar.weights.stock import Stock
 from laminar.weights.transport import Transport
@@ -84,14 +85,14 @@ class Receiver:
         stock: Stock,
         book: DeltaBook,
         downstream: Downstream,
-        slot_view: Callable[[int], memoryview],
+        region: Callable[[int], Region],
         emit: Callable[[Report], None],
     ) -> None:
-        """`slot_view`: the bytes of a slot that was granted."""
+        """`region`: the bytes of a slot that was granted."""
         self.incoming: Holding | None = None
         self.damaged = 0
         self._stock, self._book, self._downstream = stock, book, downstream
-        self._slot_view, self._emit = slot_view, emit
+        self._region, self._emit = region, emit
         self._link: Transport | None = None
         self._fail: Callable[[str], None] = lambda reason: None
         self._peer = ""
@@ -198,12 +199,12 @@ class Receiver:
     def _fill(self, slot: int) -> None:
         """Receive the offered version into this slot."""
         assert self._offer is not None
-        draft, view = self._offer.draft, self._slot_view(slot)
-        if view.nbytes < draft.total_bytes:
-            detail = f"{draft.total_bytes} bytes do not fit into a slot of {view.nbytes}"
+        draft, region = self._offer.draft, self._region(slot)
+        if region.nbytes < draft.total_bytes:
+            detail = f"{draft.total_bytes} bytes do not fit into a slot of {region.nbytes}"
             self._emit(SlotReturned(slot))
             return self.denied(detail)
-        holding = Holding(draft, slot, view)
+        holding = Holding(draft, slot, region)
         self._stock.put(holding)
         self._take(holding)
 
@@ -259,7 +260,7 @@ class Receiver:
         holding, index = self.incoming, header.position
         if holding is None or holding.version != header.version or index >= holding.num_chunks:
             raise BadBytes("unasked-chunk", f"{header}")
-        target = holding.chunk(index)
+        target = holding.chunk(index).view
         if holding.have[index] or target.nbytes != header.length:
             raise BadBytes("unasked-chunk", f"{header}")
         return target

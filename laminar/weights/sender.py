@@ -21,6 +21,7 @@ from laminar.weights.chain import next_version
 from laminar.weights.delta import Block
 from laminar.weights.deltas import Delta, DeltaBook, encode_in_thread
 from laminar.weights.holding import Holding, unpack_have
+from laminar.weights.region import Region
 from laminar.weights.reports import Report, Trouble
 from laminar.weights.stock import Stock
 from laminar.weights.transport import Transport
@@ -274,8 +275,8 @@ class Sender:
         current = self.current
         if current is None or current.version != version:
             return
-        if self._link is not None and not self._link.idle:
-            self._fail(f"version {version} was given up in the middle of a chunk")
+        if self._link is not None and current.wanted:  # the kernel may still read the slot
+            self._fail(f"version {version} was given up while it was being sent")
         self._release()
 
     # --- bytes --------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ class Sender:
         if current.by_block:
             assert current.delta is not None
             checksum = current.delta.checksums[position]
-            body = memoryview(current.delta.payloads[position])
+            body = Region(memoryview(current.delta.payloads[position]))
             kind = Kind.BLOCK
         else:
             checksum = current.holding.checksum(position)

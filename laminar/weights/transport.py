@@ -4,16 +4,17 @@ Reads   frames of one neighbour
 Writes  frames to it
 Gives   Transport, FrameHandler; Connection, listen, connect; BadBytes and OSError end a connection
 
-Bulk bytes go from a slot into the socket and from the socket into a slot: nothing is copied or
-allocated on the way. One recv or send per readiness of the socket takes whatever there is; a chunk
-is only the unit of checksums. A plain send copies into the kernel, so that bytes may change once
-`idle` says that they are out. (sendfile and zero-copy sends would save that copy, but keep
-references to the slot until the other side has acknowledged.)
+Bulk bytes go from the pages of a slot's file into the socket (sendfile) and from the socket into a
+slot: nothing else is copied or allocated on the way. One recv or send per readiness of the socket
+takes whatever there is; a chunk is only the unit of checksums. The kernel reads a slot's pages
+until the other side has taken the bytes, so they must not change before that side says what it
+holds; should they, the chunk's checksum shows it there.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import select
 import socket
 import time
@@ -23,6 +24,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from laminar.weights import wire
+from laminar.weights.region import NO_FILE, Region
 from laminar.weights.wire import BadBytes, Header, Kind
 
 BACKLOG = 16
@@ -47,15 +49,15 @@ class Transport(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Everything sent and pushed so far is out: its memory may change."""
+        """Everything sent and pushed so far was handed over: more can be pushed."""
         ...
 
     def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
         """Queue a message."""
         ...
 
-    def push(self, header: Header, body: memoryview) -> None:
-        """Queue a span of a slot; it must not change until `idle`."""
+    def push(self, header: Header, body: Region) -> None:
+        """Queue a chunk or block; it must not change until the neighbour is known to have it."""
         ...
 
 
@@ -94,7 +96,7 @@ class Connection(Generic[Incoming]):
         self._header: Header | None = None  #: of the body that is arriving
         self._message = bytearray()
         self._target = memoryview(self._header_bytes)  #: what is still to be filled
-        self._queue: deque[memoryview] = deque()
+        self._queue: deque[Region] = deque()
         self._queued_bytes = 0
 
     @property
@@ -109,16 +111,16 @@ class Connection(Generic[Incoming]):
         return select.POLLIN if self.idle else select.POLLIN | select.POLLOUT
 
     def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
-        self._enqueue(memoryview(wire.encode(message)))
+        self._enqueue(Region(memoryview(wire.encode(message))))
 
-    def push(self, header: Header, body: memoryview) -> None:
-        self._enqueue(memoryview(wire.pack_header(header)))
+    def push(self, header: Header, body: Region) -> None:
+        self._enqueue(Region(memoryview(wire.pack_header(header))))
         if body.nbytes:
             self._enqueue(body)
 
-    def _enqueue(self, data: memoryview) -> None:
-        self._queued_bytes += data.nbytes
-        self._queue.append(data)
+    def _enqueue(self, region: Region) -> None:
+        self._queued_bytes += region.nbytes
+        self._queue.append(region)
 
     def read(self) -> None:
         """Take what has arrived. BadBytes, or OSError when the connection has ended."""
@@ -142,23 +144,24 @@ class Connection(Generic[Incoming]):
         if self._queued_bytes > _QUEUED_BYTES_MAX:
             raise BadBytes("never-reads", f"{self._queued_bytes} bytes wait to be taken")
         while self._queue:
-            pair = [self._queue[0], self._queue[1]] if len(self._queue) > 1 else [self._queue[0]]
+            first = self._queue[0]
             try:
-                count = self.sock.sendmsg(pair)
+                count = self._hand_over(first)
             except BlockingIOError:
                 return
             self.bytes_out += count
+            self._queued_bytes -= count
             self.moved_at = time.monotonic()
-            self._sent(count)
-
-    def _sent(self, count: int) -> None:
-        self._queued_bytes -= count
-        while count:
-            first = self._queue.popleft()
             if count < first.nbytes:
-                self._queue.appendleft(first[count:])
-                return
-            count -= first.nbytes
+                self._queue[0] = first.part(count, first.nbytes)
+                return  # the socket is full; another send would only say so
+            self._queue.popleft()
+
+    def _hand_over(self, region: Region) -> int:
+        """Bytes of it that the kernel took; BlockingIOError if it takes none now."""
+        if region.fd != NO_FILE:
+            return os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
+        return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 
     def _filled(self) -> None:
         """The target is full: a header, or the body behind it."""

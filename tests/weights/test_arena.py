@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from laminar.weights.arena import Arena, ArenaError, arena_path, remove_arenas
+from laminar.weights.region import NO_FILE
 
 ATTACH = """
 import sys
@@ -46,6 +47,18 @@ def test_file_is_private_and_complete(tmp_path: Path) -> None:
     status = arena.path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_blocks * 512 >= status.st_size >= 3 * 5000
+
+
+def test_a_region_says_where_a_slot_is_in_the_file(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "arena", 3, 5000)
+    arena.slot(2)[:] = np.arange(5000) % 251
+    region = arena.region(2).part(4000, 6000)
+    assert region.nbytes == 1000
+    assert os.pread(region.fd, region.nbytes, region.offset) == bytes(region.view)
+    assert Arena.attach(arena.path).region(2).fd == NO_FILE  # who only reads it sends nothing
+    arena.close()
+    with pytest.raises(OSError):
+        os.fstat(region.fd)
 
 
 def test_slots_do_not_overlap_and_are_page_aligned(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from laminar.weights import manifest as mf
 from laminar.weights.hashes import checksums, share_checksums, verify
 from laminar.weights.holding import DIGEST_CHUNKS, Holding, pack_have, unpack_have
+from laminar.weights.region import Region
 from laminar.weights.stock import Stock
 from tools.bench.weights_relay import draft
 
@@ -19,13 +20,13 @@ PARTS = tuple(
 
 
 def arriving(parts: tuple[mf.Part, ...] | None = None) -> Holding:
-    slot = memoryview(bytearray(SIZE + 100))
+    slot = Region(memoryview(bytearray(SIZE + 100)))
     return Holding(draft(7, SIZE, CHUNK, parts), 2, slot)
 
 
 def put(holding: Holding, index: int) -> None:
     start, end = holding.bounds[index], holding.bounds[index + 1]
-    holding.chunk(index)[:] = DATA[start:end].data
+    holding.chunk(index).view[:] = DATA[start:end].data
 
 
 def test_chunks_end_where_another_rank_begins() -> None:
@@ -99,7 +100,7 @@ def test_have_in_bits(count: int) -> None:
 def test_what_is_pinned_is_not_forgotten_and_what_is_forgotten_cannot_be_pinned() -> None:
     stock = Stock()
     manifest = mf.seal(draft(7, SIZE, CHUNK), SUMS, DIGEST)
-    stock.put(Holding.published(manifest, 0, DATA.data))
+    stock.put(Holding.published(manifest, 0, Region(DATA.data)))
     assert stock.complete() == {7: DIGEST}
     assert stock.pin(7) is not None and stock.pin(7) is not None
     stock.unpin(7)

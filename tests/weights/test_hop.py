@@ -19,6 +19,7 @@ from laminar.weights import wire
 from laminar.weights.deltas import DeltaBook
 from laminar.weights.holding import Holding
 from laminar.weights.receiver import REFUSALS_MAX, Receiver
+from laminar.weights.region import Region
 from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Trouble
 from laminar.weights.sender import Sender
 from laminar.weights.slots import Held, Lease, SlotTable, Writing
@@ -57,10 +58,10 @@ class Link:
         header = wire.unpack_header(data[: wire.HEADER_BYTES], wire.MESSAGE_BYTES_MAX)
         self.frames.append((header, data[wire.HEADER_BYTES :]))
 
-    def push(self, header: Header, body: memoryview) -> None:
+    def push(self, header: Header, body: Region) -> None:
         assert self.idle
         self.stopped = header.kind == self.hold
-        self.frames.append((header, bytes(body)))
+        self.frames.append((header, bytes(body.view)))
 
     def fail(self, reason: str) -> None:
         self.failed = reason
@@ -91,11 +92,12 @@ class Relay:
         self.sender = Sender(
             self.stock, book, self.arriving, self.posted.append, self.reports.append
         )
-        self.receiver = Receiver(
-            self.stock, book, self.sender, lambda i: memoryview(self.memory[i]), self.handle
-        )
+        self.receiver = Receiver(self.stock, book, self.sender, self.region, self.handle)
         self.slot_due = False
         self.down: Link | None = None  #: to the successor
+
+    def region(self, slot: int) -> Region:
+        return Region(memoryview(self.memory[slot]))
 
     def arriving(self, version: int) -> bool:
         incoming = self.receiver.incoming
@@ -123,7 +125,7 @@ class Relay:
         sums = [xxhash.xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, SIZE, CHUNK)]
         manifest = mf.seal(like, sums, digest or digest_of(data))
         self.slots.commit(grant.slot, "trainer", version)
-        self.put(Holding.published(manifest, grant.slot, memoryview(self.memory[grant.slot])))
+        self.put(Holding.published(manifest, grant.slot, self.region(grant.slot)))
 
     def publish_share(self, version: int, rank: int) -> None:
         grant = self.slots.grant(f"trainer-{version}")
@@ -136,7 +138,7 @@ class Relay:
                 bounds[i] : bounds[i + 1]
             ].data
         sums = {i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]]) for i in mine}
-        self.put(Holding.share(like, grant.slot, memoryview(self.memory[grant.slot]), sums))
+        self.put(Holding.share(like, grant.slot, self.region(grant.slot), sums))
 
     def put(self, holding: Holding) -> None:
         self.stock.put(holding)
@@ -315,10 +317,11 @@ def test_a_version_that_died_with_its_publisher_gives_its_slot_to_the_next() -> 
         assert sum(isinstance(relay.slots.state(i), Writing) for i in range(SLOTS)) == 0
 
 
-def test_a_slot_is_not_reused_under_a_chunk_that_is_going_out() -> None:
+@pytest.mark.parametrize("hold", [Kind.CHUNK, None])
+def test_a_slot_is_not_reused_under_chunks_that_go_or_went_out(hold: Kind | None) -> None:
     a, b, c = Relay("a"), Relay("b"), Relay("c")
     links = [*join(a, b), *join(b, c)]
-    links[2].hold = Kind.CHUNK
+    links[2].hold = hold
     a.publish(0)
     run([a, b, c], links, lambda: chunks_here(b) == 3)
     part(a, b)
@@ -326,7 +329,7 @@ def test_a_slot_is_not_reused_under_a_chunk_that_is_going_out() -> None:
     links[:2] = join(master, b)
     master.publish(1)
     run([master, b], links[:2])
-    assert "given up in the middle of a chunk" in links[2].failed
+    assert "given up while it was being sent" in links[2].failed
     part(b, c)
     links[2:] = join(b, c)
     run([master, b, c], links)
@@ -532,7 +535,7 @@ def test_publishers_that_disagree_are_found() -> None:
     a, b = Relay("a"), Relay("b", grants=False)
     links = [*join(a, b)]
     a.publish_share(1, 0)
-    bad = Holding.share(draft(1, SIZE, CHUNK), 0, memoryview(b.memory[0]), {0: 1})
+    bad = Holding.share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
     b.put(bad)
     run([a, b], links)
     assert b.troubles() == [("wrong-layout", 1)] and a.troubles() == [("declined", 1)]

@@ -10,6 +10,7 @@ import pytest
 from laminar.weights import entrance, exit, wire
 from laminar.weights.entrance import Identity
 from laminar.weights.plane import Plane, PlaneError
+from laminar.weights.region import Region
 from laminar.weights.reports import (
     NeighbourDown,
     NeighbourUp,
@@ -24,6 +25,12 @@ from laminar.weights.wire import Header, Kind
 from tools.bench.weights_relay import draft
 
 WAIT_S = 20
+
+
+def no_slots(slot: int) -> Region:
+    raise AssertionError(slot)
+
+
 DIGEST = "0" * 32
 
 
@@ -34,7 +41,7 @@ class Probe:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         slots = [bytearray(4096) for _ in range(3)]
         self.plane = Plane(
-            Identity(run, name, 1), lambda slot: memoryview(slots[slot]), self.reports.put
+            Identity(run, name, 1), lambda slot: Region(memoryview(slots[slot])), self.reports.put
         )
         self.name = name
         self.host, self.port = self.plane.start("127.0.0.1")
@@ -248,12 +255,12 @@ def test_rate_and_congestion_control_are_set_before_anything_is_sent() -> None:
 
 
 def test_a_mistake_of_the_user_is_one_sentence() -> None:
-    plane = Plane(Identity("run", "relay-0", 1), memoryview, print)
+    plane = Plane(Identity("run", "relay-0", 1), no_slots, print)
     with pytest.raises(PlaneError, match=r"cannot listen for weights on relay-host:0 .*numeric"):
         plane.start("relay-host")
     plane.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        plane = Plane(Identity("run", "relay-0", 1), memoryview, print)
+        plane = Plane(Identity("run", "relay-0", 1), no_slots, print)
         with pytest.raises(PlaneError, match=r"in use.*a free port"):
             plane.start("127.0.0.1", server.getsockname()[1])
         plane.close()
@@ -267,7 +274,7 @@ def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe
             raise RuntimeError("a bug")
         failed.put(report)
 
-    plane = Plane(Identity("run", "relay-0", 1), memoryview, notify)
+    plane = Plane(Identity("run", "relay-0", 1), no_slots, notify)
     host, port = plane.start("127.0.0.1")
     with socket.create_connection((host, port)) as sock:
         sock.sendall(hello())

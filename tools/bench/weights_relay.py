@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import multiprocessing as mp
+import os
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ from laminar.weights import holding
 from laminar.weights import manifest as mf
 from laminar.weights.entrance import Identity
 from laminar.weights.plane import Plane, PlaneOptions
+from laminar.weights.region import Region
 from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Status
 from laminar.weights.slots import Lease, SlotTable
 
@@ -87,10 +89,13 @@ class RelayProcess:
         context = mp.get_context("fork")
         self.name = name
         self.happened: list[Happened] = []
-        self.memory = [mmap.mmap(-1, slot_bytes) for _ in range(slots)]
+        files = [os.memfd_create(f"{name}-{slot}") for slot in range(slots)]
+        for file in files:
+            os.truncate(file, slot_bytes)
+        self.memory = [mmap.mmap(file, slot_bytes) for file in files]
         self._pipe, theirs = context.Pipe()
         identity = Identity(run=run, name=name, incarnation=incarnation)
-        stub = _Stub(identity, self.memory, fill, options or PlaneOptions(), grants)
+        stub = _Stub(identity, self.memory, files, fill, options or PlaneOptions(), grants)
 
         def main() -> None:
             if time_hashes:
@@ -101,6 +106,8 @@ class RelayProcess:
         self._process = context.Process(target=main, name=name, daemon=True)
         self._process.start()
         theirs.close()
+        for file in files:
+            os.close(file)
         self.host, self.port = self._call("start")
 
     def set_successor(self, chain: int, successor: RelayProcess | None) -> None:
@@ -244,11 +251,13 @@ class _Stub:
         self,
         identity: Identity,
         memory: list[mmap.mmap],
+        files: list[int],
         fill: Fill,
         options: PlaneOptions,
         grants: bool,
     ) -> None:
-        self.identity, self.memory, self.fill, self.grants = identity, memory, fill, grants
+        self.identity, self.memory, self.files = identity, memory, files
+        self.fill, self.grants = fill, grants
         self.options = options
         self.todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.hashes = _TimedHashes()
@@ -259,7 +268,7 @@ class _Stub:
             slot.madvise(_MADV_POPULATE_WRITE)
         self.plane = Plane(
             self.identity,
-            lambda slot: memoryview(self.memory[slot]),
+            lambda slot: Region(memoryview(self.memory[slot]), self.files[slot]),
             lambda report: self.todo.put(("report", Happened(time.monotonic(), report))),
             self.options,
         )

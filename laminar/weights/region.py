@@ -1,0 +1,29 @@
+"""Bytes in memory, and in which file they are.
+
+Gives   Region
+
+A slot is mapped from a file, so that its bytes can be written and hashed as memory and sent from
+the file's pages, without a copy in between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NO_FILE = -1
+
+
+class Region(NamedTuple):
+    """Some bytes."""
+
+    view: memoryview
+    fd: int = NO_FILE  #: descriptor of the file that `view` is mapped from
+    offset: int = 0  #: in it, of the first byte
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    def part(self, start: int, end: int) -> Region:
+        """Bytes `start` to `end` of it, as far as it reaches."""
+        return Region(self.view[start:end], self.fd, self.offset + start)
