@@ -22,7 +22,14 @@ from laminar.core.admission import groups_wanted
 from laminar.core.buffering import awaited, batch_size, trainer_idle
 from laminar.core.recovery import DEATHS_MAX
 from laminar.core.siblings import members
-from laminar.core.state import EXPORTING, FINAL_EVALUATION, RUNNING, State, Trajectory
+from laminar.core.state import (
+    EXPORTING,
+    FINAL_EVALUATION,
+    RUNNING,
+    Replica,
+    State,
+    Trajectory,
+)
 from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event
@@ -43,6 +50,9 @@ LAST_WORDS: dict[str, Event] = {
 SILENCE = 1.5
 """Leases for which it does."""
 SLOW = 20.0
+SLOW_REWARDS = 5.0
+LOSS_HEARD_NS = 50 * MS
+"""By then the coordinator mostly knows that a process died."""
 HELD = 0.8
 """Part of its lease for which a process may stand still without being lost."""
 
@@ -97,6 +107,13 @@ class Aim(ABC):
 
     def struck(self) -> None:
         self.world.marks.hit(f"fault:{self.kind}")
+
+    def hold_up_evaluation(self, state: State) -> None:
+        """One replica is slow with it, so that newer versions come out meanwhile."""
+        running = (t for t in _evaluated(state) if t.status in IN_ENGINE)
+        found = next(running, None)
+        if found is not None:
+            self.faults.speed(self.world.processes[found.replica], SLOW)
 
     def lose(self, name: str, way: str = "") -> None:
         lose(self.faults, self.world.processes[name], way or self.way)
@@ -332,9 +349,10 @@ class PinLate(Aim):
 
 
 class EvaluationOutOfReach(Aim):
-    """A machine's relay and replicas start afresh during an evaluation of an older version; when
-    they are back, and until they have weights, all replicas elsewhere are lost; half of the time
-    the checkpoints are gone, too."""
+    """A machine's relay and replicas start afresh during an evaluation of an older version, while
+    rewards take long; when they are back, and until they have weights, all replicas elsewhere are
+    lost, or when the relay has them and its replicas are late; half of the time the checkpoints
+    are gone, too."""
 
     kind = "evaluation-out-of-reach"
     share = 1.0  # few runs have several machines and such an evaluation
@@ -343,27 +361,55 @@ class EvaluationOutOfReach(Aim):
         super().__init__(faults, chance)
         self._relay = ""
         self._struck = False
-        self._removes = chance.random() < 0.5
+        self._removes, self._late = chance.random() < 0.5, chance.random() < 0.5
 
     def look(self, state: State) -> None:
         evaluation = state.evaluation
-        if evaluation is None or evaluation.version >= state.newest or len(state.relays) < 2:
+        if evaluation is None or len(state.relays) < 2:
             self.done = self._struck
+        elif evaluation.version >= state.newest:
+            self.hold_up_evaluation(state)
         elif not self._relay:
             self._relay = state.chain[-1]
-            for process in self.world.children_of(state.relays[self._relay].node):
+            self.faults.reward_slow = SLOW_REWARDS
+            for process in self._machine(state):
                 self.lose(process.name, "dies")
         elif self._relay in state.relays:
-            self.done = state.relays[self._relay].newest >= 0
-            living = state.live_replicas()
-            elsewhere = [r for r in living if r.relay != self._relay]
-            if not self.done and len(elsewhere) < len(living):
-                self._struck = True
-                self.struck()
-                if self._removes:
-                    self.world.checkpoints.clear()
-                for replica in elsewhere:
-                    self.lose(replica.name, "dies")
+            has_weights = state.relays[self._relay].newest >= 0
+            here = any(r.relay == self._relay for r in state.live_replicas())
+            if self._late:
+                self._strike_late(state, has_weights, here)
+            else:
+                self.done = has_weights
+                if not self.done and here:
+                    self._strike(state)
+
+    def _machine(self, state: State) -> list[SimProcess]:
+        return self.world.children_of(state.relays[self._relay].node)
+
+    def _strike_late(self, state: State, has_weights: bool, here: bool) -> None:
+        """Its replicas stand still until the relay has weights and an answer waits for a reward."""
+        held = [process for process in self._machine(state) if process.role == "rollout"]
+        self.done = here
+        if here:
+            return
+        for process in held:
+            if process.alive and not process.paused:
+                self.faults.pause(process, HELD * self.faults.lease_s)
+        if has_weights and _waits_for_reward(state):
+            self.done = True
+            self._strike(state)
+            for process in held:
+                self.world.scheduler.after(LOSS_HEARD_NS, process.resume)
+
+    def _strike(self, state: State) -> None:
+        self._struck = True
+        self.struck()
+        if self._removes:
+            self.world.checkpoints.clear()
+        for replica in state.live_replicas():
+            if replica.relay != self._relay:
+                self.lose(replica.name, "dies")
 
 
 class OnlyOneOfItsVersion(Aim):
@@ -394,9 +440,9 @@ class OnlyOneOfItsVersion(Aim):
 
 
 class EvictedVersion(Aim):
-    """A replica is slow with an older version when all relays die, which come back with the newest
-    alone; then it is lost with its work, or all replicas are; half of the time the checkpoints are
-    gone, too."""
+    """A replica is slow with an older version, half of the time an evaluation's, when all relays
+    die, which come back with the newest alone; then it is lost with its work, or all replicas are;
+    half of the time the checkpoints are gone, too."""
 
     kind = "evicted-version-lost"
     share = 1.0  # few runs keep checkpoints
@@ -405,6 +451,9 @@ class EvictedVersion(Aim):
         super().__init__(faults, chance)
         self._victim: tuple[str, int] = ("", -1)  #: a replica and its version
         self._removes, self._all = chance.random() < 0.5, chance.random() < 0.5
+        self._evaluates = chance.random() < 0.5
+        if self._evaluates:
+            self._removes = self._all = True  # then its open answers have nowhere to go
         self._tries = 3
 
     def look(self, state: State) -> None:
@@ -425,22 +474,41 @@ class EvictedVersion(Aim):
                 self.lose(victim)
 
     def _begin(self, state: State) -> None:
-        behind = [r for r in state.replicas.values() if r.running and r.version < state.newest]
-        victim = next((r for r in behind if r.version in state.saved), None)
+        victim = next((r for r in state.replicas.values() if self._suits(state, r)), None)
         if victim is None or not state.chain:
             return
         self._victim = victim.name, victim.version
         self._tries -= 1
         self.done = not self._tries
+        self.faults.reward_slow = SLOW_REWARDS
         self.faults.speed(self.world.processes[victim.name], SLOW)
         for relay in list(state.chain):
             self.lose(relay, "dies")
 
+    def _suits(self, state: State, replica: Replica) -> bool:
+        """It works with an older version that has a checkpoint."""
+        if not replica.running or replica.version not in state.saved:
+            return False
+        if not self._evaluates or not state.num_eval:
+            return replica.version < state.newest
+        evaluation = state.evaluation
+        if evaluation is None or evaluation.version != replica.version:
+            return False
+        self.hold_up_evaluation(state)
+        return replica.version < state.newest
+
 
 def _ripe(state: State, version: int) -> bool:
-    """An evaluation of this version has an answer that waits for its reward, if there is one."""
+    """An evaluation of this version, if there is one, has an answer that waits for its reward and
+    one that is generated."""
     if state.evaluation is None or state.evaluation.version != version:
         return True
+    generated = any(trajectory.status in IN_ENGINE for trajectory in _evaluated(state))
+    return generated and _waits_for_reward(state)
+
+
+def _waits_for_reward(state: State) -> bool:
+    """An answer of the evaluation does."""
     return any(trajectory.status == GENERATED for trajectory in _evaluated(state))
 
 

@@ -81,6 +81,7 @@ class Faults:
         self._disk_fault = ""
         self._dead: set[str] = set()  #: asked for membership only, never walked
         self.unscorable: set[str] = set()  #: the same
+        self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
@@ -130,6 +131,7 @@ class Faults:
         self._aims = [aim for aim in self._aims if aim.after_healing]
         self._disk_full = False
         self._disk_fault = ""
+        self.reward_slow = 1.0
         self.world.healed_ns = self.world.scheduler.now
         self.world.network.heal()
         self.world.coordinator.resume()

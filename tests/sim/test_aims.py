@@ -25,7 +25,8 @@ MOMENTS = (
     ("pin-late", 48, "WeightsReceived -> PinVersion"),
     ("pin-late", 5, "VersionGone -> PinVersion"),
     ("evaluation-out-of-reach", 42, "WeightsReceived -> PinVersion"),
-    ("evicted-version-lost", 244, "CheckpointRefused -> EndTrajectories"),
+    ("evaluation-out-of-reach", 69, "ReplicaReady -> EndTrajectories"),
+    ("evicted-version-lost", 77, "CheckpointRefused -> EndTrajectories"),
     ("evicted-version-lost", 111, "CheckpointRefused -> PullWeights"),
     ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
 )

@@ -264,6 +264,7 @@ class Rollout(Idle):
 
     def _fetched(self, command: cmd.ScoreTrajectories, rows: tuple[Row, ...]) -> None:
         duration = self.scenario.score_s * self.chance.uniform(0.5, 1.5)
+        duration *= self.world.faults.reward_slow
         self.process.compute(duration, self._scored, command, rows)
 
     def _scored(self, command: cmd.ScoreTrajectories, rows: tuple[Row, ...]) -> None:
