@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from laminar.actors.host import Host
+from laminar.config import ConfigError
 from laminar.events import events as ev
 from laminar.rundir import CHECKPOINTS_DIR
 from laminar.training.export import export_hf
@@ -86,11 +87,12 @@ class CheckpointWriter:
                 probe=probe,
             )
             await asyncio.to_thread(self._write, directory, tensors, manifest)
-            self._kept[version] = directory
-            await asyncio.to_thread(self._remove_old)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
             return
+        self._kept[version] = directory
+        for error in await asyncio.to_thread(self._remove_old):
+            self.host.log.warning("checkpoint-not-removed", reason=str(error))
         saved = ev.CheckpointSaved(version=version, step=step, path=path, kept=tuple(self._kept))
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
@@ -99,10 +101,16 @@ class CheckpointWriter:
         source = self.host.config.model.name
         export_hf(self._model, source, directory, tensors=tensors, extra=extra)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self) -> list[OSError]:
+        """Those beyond the newest few; what went wrong. What is half removed is not kept."""
+        errors = []
         while self._keep and len(self._kept) > self._keep:
             version = next(iter(self._kept))
-            shutil.rmtree(self._kept.pop(version))
+            try:
+                shutil.rmtree(self._kept.pop(version))
+            except OSError as error:
+                errors.append(error)
+        return errors
 
 
 def _copy(model: PreTrainedModel) -> Tensors:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ def export_hf(
     tensors: Mapping[str, Tensor] | None = None,
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `model` to `directory`, float32; ConfigError when the directory exists.
+    """Write `model` to `directory`, float32; ConfigError when it exists, OSError from the disk.
 
     `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` take
     the place of the model's own, by the same names; `extra` are further files.
@@ -76,7 +77,11 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     if model.can_generate():
         model.generation_config.to_json_file(directory / "generation_config.json")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "model.safetensors"
+    try:
+        save_file(contiguous, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own name for a disk that fails
+        raise OSError(f"{path}: {error}") from error
 
 
 def _sync(path: Path) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from laminar.actors import checkpoint_writer
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.events import events as ev
+from laminar.training import export
 from laminar.training.model import load_policy, named_weights
 from laminar.weights import checkpoint
 from laminar.weights import manifest as mf
@@ -109,6 +112,38 @@ async def test_a_disk_that_fails_ends_nothing(
     await trainer.writer.close()
     assert [event.kept for event in trainer.saved] == [(2,)]
     assert not trainer.host.failures
+
+
+async def test_a_file_that_the_library_cannot_write_is_a_failed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is not an OSError."""
+
+    def full(*args: object, **named: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    trainer = Trainer(tmp_path, "trainer.save_freq=1")
+    with capture_logs() as lines:
+        await trainer.step(1)
+        await trainer.writer.close()
+    assert [line["event"] for line in lines] == ["checkpoint-failed"]
+    assert "model.safetensors" in lines[0]["reason"] and "No space left" in lines[0]["reason"]
+    assert not trainer.saved
+
+
+async def test_an_old_checkpoint_that_cannot_be_removed_does_not_hide_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", refused)
+    trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    for step in (1, 2):
+        await trainer.step(step)
+        await trainer.writer.close()
+    assert [event.kept for event in trainer.saved] == [(1,), (2,)]
 
 
 async def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
