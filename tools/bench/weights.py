@@ -76,6 +76,9 @@ GATES = {
     "chain_cpu_per_gb_vs_hop": ("<=", 1.2),
     "last_relay_vs_wire_time": ("<=", 1.10),
     "checksum_cpu_share": ("<=", 0.35),
+    "delta_bytes_ratio": (">=", 100.0),
+    "delta_speedup_1600mbit": (">=", 4.0),
+    "delta_speedup_200mbit": (">=", 20.0),
 }
 
 Figure = dict[str, Any]
