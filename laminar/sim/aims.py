@@ -1,7 +1,7 @@
 """Aimed faults: losses and requests at the very moment at which they hurt most.
 
 Reads   the coordinator's state after each of its turns, the seed
-Writes  the world, through Faults: a process is lost in one of five ways, a link is cut, a user asks
+Writes  the world, through Faults: a process is lost or slow, a link is cut, a user asks
 Gives   AIMS, by kind of fault
 
 What strikes at random times seldom meets a short phase: a third death just when the trainer waits
@@ -12,7 +12,6 @@ and strikes then, a few times in a run at most. Way and target are drawn from th
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -32,91 +31,29 @@ from laminar.core.state import (
 )
 from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Event
+from laminar.events.base import COORDINATOR
+from laminar.sim.aim import (
+    SILENCE,
+    SLOW,
+    WAYS,
+    Aim,
+    evaluated,
+    hold_up_evaluation,
+    slow_down,
+)
 from laminar.sim.models.relay import Relay
-from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
+from laminar.sim.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
 
 if TYPE_CHECKING:
     from laminar.sim.faults import Faults
 
-WAYS = ("dies", "leaves", "complains", "replaced", "silent")
-"""To lose a process; `silent`: it stands still for longer than its lease."""
-LAST_WORDS: dict[str, Event] = {
-    "leaves": ev.ActorLeft(),
-    "complains": ev.ActorFailed(reason="out of memory", user_error=False),
-}
-SILENCE = 1.5
-"""Leases for which it does."""
-SLOW = 20.0
 SLOW_REWARDS = 5.0
 LOSS_HEARD_NS = 50 * MS
 """By then the coordinator mostly knows that a process died."""
 HELD = 0.8
 """Part of its lease for which a process may stand still without being lost."""
-
-
-def lose(faults: Faults, process: SimProcess, way: str) -> None:
-    """The process is lost in this way, also if it stands still."""
-    if not process.alive or process.stopping:
-        return
-    if way == "silent":
-        faults.pause(process, faults.lease_s * SILENCE)
-    elif way == "replaced":
-        process.replace()
-    elif way in LAST_WORDS and process.welcomed:
-        process.emit(LAST_WORDS[way])
-        faults.world.scheduler.after(10 * MS, _die, process, process.boot)
-    else:
-        process.die(EXIT_KILLED)
-
-
-def _die(process: SimProcess, boot: int) -> None:
-    if process.boot == boot:
-        process.die(EXIT_FAILED)
-
-
-def slow_down(faults: Faults, state: State, version: int) -> None:
-    """All replicas that have this version."""
-    for replica in state.replicas.values():
-        if replica.version == version:
-            faults.speed(faults.world.processes[replica.name], SLOW)
-
-
-class Aim(ABC):
-    """Waits for its moment."""
-
-    kind: str
-    share = 0.6  #: part of `faults.share` of the runs, unless a menu asks for it
-    after_healing = False  #: its moment may come when nothing goes wrong any more
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        self.faults, self.world, self.chance = faults, faults.world, chance
-        self.done = False
-        self.way = chance.choice(WAYS)
-        self.from_ns = seconds(chance.uniform(0.5, 0.3 * faults.until_ns / 1e9))
-
-    @abstractmethod
-    def look(self, state: State) -> None:
-        """The coordinator has made a turn."""
-
-    @property
-    def now(self) -> int:
-        return self.world.scheduler.now
-
-    def struck(self) -> None:
-        self.world.marks.hit(f"fault:{self.kind}")
-
-    def hold_up_evaluation(self, state: State) -> None:
-        """One replica is slow with it, so that newer versions come out meanwhile."""
-        running = (t for t in _evaluated(state) if t.status in IN_ENGINE)
-        found = next(running, None)
-        if found is not None:
-            self.faults.speed(self.world.processes[found.replica], SLOW)
-
-    def lose(self, name: str, way: str = "") -> None:
-        lose(self.faults, self.world.processes[name], way or self.way)
 
 
 class LastAnswer(Aim):
@@ -179,14 +116,7 @@ def _last_of_data(state: State) -> Iterator[Trajectory]:
 def _last_of_evaluation(state: State) -> Iterator[Trajectory]:
     evaluation = state.evaluation
     if evaluation is not None and evaluation.done == evaluation.total - 1:
-        yield from (t for t in _evaluated(state) if t.status in UNFINISHED)
-
-
-def _evaluated(state: State) -> Iterator[Trajectory]:
-    """All answers of the evaluation whose groups have no end yet."""
-    for group in state.groups.values():
-        if group.purpose == ids.EVAL and group.status == "open":
-            yield from members(state, group.id)
+        yield from (t for t in evaluated(state) if t.status in UNFINISHED)
 
 
 def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
@@ -368,7 +298,7 @@ class EvaluationOutOfReach(Aim):
         if evaluation is None or len(state.relays) < 2:
             self.done = self._struck
         elif evaluation.version >= state.newest:
-            self.hold_up_evaluation(state)
+            hold_up_evaluation(self.faults, state)
         elif not self._relay:
             self._relay = state.chain[-1]
             self.faults.reward_slow = SLOW_REWARDS
@@ -494,7 +424,7 @@ class EvictedVersion(Aim):
         evaluation = state.evaluation
         if evaluation is None or evaluation.version != replica.version:
             return False
-        self.hold_up_evaluation(state)
+        hold_up_evaluation(self.faults, state)
         return replica.version < state.newest
 
 
@@ -503,13 +433,13 @@ def _ripe(state: State, version: int) -> bool:
     one that is generated."""
     if state.evaluation is None or state.evaluation.version != version:
         return True
-    generated = any(trajectory.status in IN_ENGINE for trajectory in _evaluated(state))
+    generated = any(trajectory.status in IN_ENGINE for trajectory in evaluated(state))
     return generated and _waits_for_reward(state)
 
 
 def _waits_for_reward(state: State) -> bool:
     """An answer of the evaluation does."""
-    return any(trajectory.status == GENERATED for trajectory in _evaluated(state))
+    return any(trajectory.status == GENERATED for trajectory in evaluated(state))
 
 
 AIMS: dict[str, type[Aim]] = {

@@ -20,7 +20,8 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
-from laminar.sim.aims import AIMS, SILENCE, WAYS, Aim, lose
+from laminar.sim.aim import SILENCE, WAYS, Aim, lose
+from laminar.sim.aims import AIMS
 from laminar.sim.config import FaultConfig
 from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.network import Weather

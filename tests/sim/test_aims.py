@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.sim.aims import AIMS, LAST_WORDS, WAYS, Aim, lose
+from laminar.sim.aim import LAST_WORDS, WAYS, Aim, lose
+from laminar.sim.aims import AIMS
 from laminar.sim.faults import FATAL_ROLES
 from laminar.sim.run import run_seed
 from laminar.sim.world import World

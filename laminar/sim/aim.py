@@ -1,0 +1,106 @@
+"""What an aimed fault is: it waits for its moment, and loses or holds up whom it concerns.
+
+Reads   the coordinator's state after each of its turns
+Writes  the world, through Faults: a process is lost in one of five ways, or is slow
+Gives   Aim; lose, slow_down, evaluated, hold_up_evaluation for those in aims.py
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from laminar import ids
+from laminar.core.siblings import members
+from laminar.core.state import State, Trajectory
+from laminar.core.transitions import IN_ENGINE
+from laminar.events import events as ev
+from laminar.events.base import Event
+from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
+from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.faults import Faults
+
+WAYS = ("dies", "leaves", "complains", "replaced", "silent")
+"""To lose a process; `silent`: it stands still for longer than its lease."""
+LAST_WORDS: dict[str, Event] = {
+    "leaves": ev.ActorLeft(),
+    "complains": ev.ActorFailed(reason="out of memory", user_error=False),
+}
+SILENCE = 1.5
+"""Leases for which it does."""
+SLOW = 20.0
+
+
+def lose(faults: Faults, process: SimProcess, way: str) -> None:
+    """The process is lost in this way, also if it stands still."""
+    if not process.alive or process.stopping:
+        return
+    if way == "silent":
+        faults.pause(process, faults.lease_s * SILENCE)
+    elif way == "replaced":
+        process.replace()
+    elif way in LAST_WORDS and process.welcomed:
+        process.emit(LAST_WORDS[way])
+        faults.world.scheduler.after(10 * MS, _die, process, process.boot)
+    else:
+        process.die(EXIT_KILLED)
+
+
+def _die(process: SimProcess, boot: int) -> None:
+    if process.boot == boot:
+        process.die(EXIT_FAILED)
+
+
+def slow_down(faults: Faults, state: State, version: int) -> None:
+    """All replicas that have this version."""
+    for replica in state.replicas.values():
+        if replica.version == version:
+            faults.speed(faults.world.processes[replica.name], SLOW)
+
+
+def evaluated(state: State) -> Iterator[Trajectory]:
+    """All answers of the evaluation whose groups have no end yet."""
+    for group in state.groups.values():
+        if group.purpose == ids.EVAL and group.status == "open":
+            yield from members(state, group.id)
+
+
+def hold_up_evaluation(faults: Faults, state: State) -> None:
+    """One replica is slow with it, so that newer versions come out meanwhile."""
+    running = (t for t in evaluated(state) if t.status in IN_ENGINE)
+    found = next(running, None)
+    if found is not None:
+        faults.speed(faults.world.processes[found.replica], SLOW)
+
+
+class Aim(ABC):
+    """Waits for its moment."""
+
+    kind: str
+    share = 0.6  #: part of `faults.share` of the runs, unless a menu asks for it
+    after_healing = False  #: its moment may come when nothing goes wrong any more
+
+    def __init__(self, faults: Faults, chance: random.Random) -> None:
+        self.faults, self.world, self.chance = faults, faults.world, chance
+        self.done = False
+        self.way = chance.choice(WAYS)
+        self.from_ns = seconds(chance.uniform(0.5, 0.3 * faults.until_ns / 1e9))
+
+    @abstractmethod
+    def look(self, state: State) -> None:
+        """The coordinator has made a turn."""
+
+    @property
+    def now(self) -> int:
+        return self.world.scheduler.now
+
+    def struck(self) -> None:
+        self.world.marks.hit(f"fault:{self.kind}")
+
+    def lose(self, name: str, way: str = "") -> None:
+        lose(self.faults, self.world.processes[name], way or self.way)
