@@ -24,6 +24,7 @@ from laminar.sim.aim import SILENCE, WAYS, Aim, lose
 from laminar.sim.aims import AIMS
 from laminar.sim.config import FaultConfig
 from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.sim.models.rollout import Rollout
 from laminar.sim.network import Weather
 from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds, stream
@@ -83,6 +84,7 @@ class Faults:
         self._dead: set[str] = set()  #: asked for membership only, never walked
         self.unscorable: set[str] = set()  #: the same
         self.reward_slow = 1.0  #: factor on the time that a reward takes
+        self.left_hanging = 0  #: sequences that were, when everything healed
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
@@ -134,6 +136,7 @@ class Faults:
         self._disk_fault = ""
         self.reward_slow = 1.0
         self.world.healed_ns = self.world.scheduler.now
+        self.left_hanging = sum(map(_num_hanging, self.world.rollouts))
         self.world.network.heal()
         self.world.coordinator.resume()
         for process in self.world.processes.values():
@@ -457,6 +460,15 @@ class Faults:
         if process.alive:
             process.disconnect()
             self._later(chance.uniform(0, 0.5), self.world.reconnect, process)
+
+
+def _num_hanging(process: SimProcess) -> int:
+    """Sequences of this replica that are never sampled again."""
+    if not process.alive or not process.welcomed:
+        return 0
+    model = process.model
+    assert isinstance(model, Rollout)
+    return sum(sequence.hangs for sequence in model.engine.sequences.values())
 
 
 def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:

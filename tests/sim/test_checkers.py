@@ -147,6 +147,16 @@ def test_healing_that_takes_too_long() -> None:
         heals_in_time(world, calm(**SMALL))
 
 
+def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
+    world = ran(calm(batch_wait_ms=1_000, **SMALL), seed=3)
+    world.healed_ns, world.faults.left_hanging = 1, 1_000
+    world.scheduler.now = seconds(1_020)
+    heals_in_time(world, calm(**SMALL))
+    world.faults.left_hanging = 0
+    with pytest.raises(Violation, match=r"heals_in_time: it took 1020 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
 def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
