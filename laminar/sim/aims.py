@@ -307,22 +307,20 @@ class EvaluationOutOfReach(Aim):
         elif self._relay in state.relays:
             has_weights = state.relays[self._relay].newest >= 0
             here = any(r.relay == self._relay for r in state.live_replicas())
+            self.done = here if self._late else has_weights
+            if self.done:
+                return
             if self._late:
-                self._strike_late(state, has_weights, here)
-            else:
-                self.done = has_weights
-                if not self.done and here:
-                    self._strike(state)
+                self._hold_replicas(state, has_weights)
+            elif here:
+                self._strike(state)
 
     def _machine(self, state: State) -> list[SimProcess]:
         return self.world.children_of(state.relays[self._relay].node)
 
-    def _strike_late(self, state: State, has_weights: bool, here: bool) -> None:
-        """Its replicas stand still until the relay has weights and an answer waits for a reward."""
+    def _hold_replicas(self, state: State, has_weights: bool) -> None:
+        """They stand still until the relay has weights and an answer waits for a reward."""
         held = [process for process in self._machine(state) if process.role == "rollout"]
-        self.done = here
-        if here:
-            return
         for process in held:
             if process.alive and not process.paused:
                 self.faults.pause(process, HELD * self.faults.lease_s)
@@ -404,7 +402,10 @@ class EvictedVersion(Aim):
                 self.lose(victim)
 
     def _begin(self, state: State) -> None:
-        victim = next((r for r in state.replicas.values() if self._suits(state, r)), None)
+        candidates = self._candidates(state)
+        if candidates and self._evaluates:
+            hold_up_evaluation(self.faults, state)
+        victim = next((r for r in candidates if r.version < state.newest), None)
         if victim is None or not state.chain:
             return
         self._victim = victim.name, victim.version
@@ -415,17 +416,13 @@ class EvictedVersion(Aim):
         for relay in list(state.chain):
             self.lose(relay, "dies")
 
-    def _suits(self, state: State, replica: Replica) -> bool:
-        """It works with an older version that has a checkpoint."""
-        if not replica.running or replica.version not in state.saved:
-            return False
+    def _candidates(self, state: State) -> list[Replica]:
+        """Those who work with a version that has a checkpoint, perhaps that of an evaluation."""
+        working = [r for r in state.replicas.values() if r.running and r.version in state.saved]
         if not self._evaluates or not state.num_eval:
-            return replica.version < state.newest
-        evaluation = state.evaluation
-        if evaluation is None or evaluation.version != replica.version:
-            return False
-        hold_up_evaluation(self.faults, state)
-        return replica.version < state.newest
+            return working
+        evaluated_version = state.evaluation.version if state.evaluation is not None else -1
+        return [r for r in working if r.version == evaluated_version]
 
 
 def _ripe(state: State, version: int) -> bool:

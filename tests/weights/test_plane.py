@@ -25,13 +25,11 @@ from laminar.weights.wire import Header, Kind
 from tools.bench.weights_relay import draft
 
 WAIT_S = 20
+DIGEST = "0" * 32
 
 
 def no_slots(slot: int) -> Region:
     raise AssertionError(slot)
-
-
-DIGEST = "0" * 32
 
 
 class Probe:
