@@ -1,8 +1,8 @@
 """Faults: a menu, and for each seed a random part of it, with random rates.
 
 Reads   FaultConfig, the seed
-Writes  the world: processes die, pause and slow down, links cut, clog and lose, disks fail
-Gives   answers to models that ask whether something of theirs goes wrong
+Writes  the world, when its strikes (strikes.py) and aims (aims.py) are due, and when all heals
+Gives   answers to models that ask whether something of theirs goes wrong; KINDS
 
 Faults happen until `heal`; from then on nothing new goes wrong, and what was broken is mended. Each
 kind draws from its own random stream. A process without which a run cannot go on (node, store,
@@ -19,16 +19,16 @@ from laminar import ids
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR
 from laminar.sim.aim import SILENCE, WAYS, Aim, lose
 from laminar.sim.aims import AIMS
 from laminar.sim.config import FaultConfig
 from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.models.rollout import Rollout
 from laminar.sim.network import Weather
-from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
+from laminar.sim.process import EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds, stream
 from laminar.sim.scheduler import MS
+from laminar.sim.strikes import RECURRING
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -46,8 +46,6 @@ FATAL_ROLES = ("node", "store", "trainer", "relay")
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before everybody has joined, and until when that is."""
-SHORT = 0.3
-"""Part of the lease for which a process may be cut off that must not be lost."""
 
 
 class Faults:
@@ -79,8 +77,8 @@ class Faults:
         self.poison: tuple[int, ...] = ()
         if "poison-prompt" in self.active:
             self.poison = (chance.randrange(world.scenario.num_train),)
-        self._disk_full = False
-        self._disk_fault = ""
+        self.disk_full = False
+        self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
         self._dead: set[str] = set()  #: asked for membership only, never walked
         self.unscorable: set[str] = set()  #: the same
         self.reward_slow = 1.0  #: factor on the time that a reward takes
@@ -132,8 +130,8 @@ class Faults:
             return
         self.healed = True
         self._aims = [aim for aim in self._aims if aim.after_healing]
-        self._disk_full = False
-        self._disk_fault = ""
+        self.disk_full = False
+        self.disk_fault = ""
         self.reward_slow = 1.0
         self.world.healed_ns = self.world.scheduler.now
         self.left_hanging = sum(map(_num_hanging, self.world.rollouts))
@@ -185,13 +183,13 @@ class Faults:
 
     def before_disk_use(self, disk: SimDisk) -> None:
         """Plan what goes wrong with the coordinator's next calls."""
-        if self._disk_full:
+        if self.disk_full:
             disk.plan(disk.calls + 1, "enospc")
-        elif self._disk_fault == "coordinator-cut":
+        elif self.disk_fault == "coordinator-cut":
             disk.plan(disk.calls + self._chance("cut").randint(1, 3), "crash")
-        elif self._disk_fault:
+        elif self.disk_fault:
             disk.plan(disk.calls + self._chance("eio").randint(1, 2), "eio")
-        self._disk_fault = ""
+        self.disk_fault = ""
 
     def crash_mode(self) -> CrashMode:
         return self._chance("crash-mode").choice(CRASH_MODES)
@@ -237,55 +235,14 @@ class Faults:
         RECURRING[kind](self, self._chance(kind))
         self._again(kind)
 
-    def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+    # --- what faults are made of ------------------------------------------------------------------
+
+    @property
+    def lease_s(self) -> float:
+        return self.world.scenario.lease_ms / 1000
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
-
-    # --- replicas -----------------------------------------------------------------------------
-
-    def _replica(self, chance: random.Random) -> SimProcess | None:
-        living = [p for p in self.world.rollouts if p.alive and not p.stopping]
-        return chance.choice(living) if living else None
-
-    def _replica_dies(self, chance: random.Random) -> None:
-        if (process := self._replica(chance)) is not None:
-            process.die(EXIT_KILLED)
-
-    def _replica_leaves(self, chance: random.Random) -> None:
-        process = self._replica(chance)
-        if process is not None and process.welcomed and not process.paused:
-            process.emit(ev.ActorLeft())
-            process.after(10 * MS, process.die, EXIT_FAILED)
-
-    def _replica_complains(self, chance: random.Random) -> None:
-        process = self._replica(chance)
-        if process is not None and process.welcomed and not process.paused:
-            process.fail("out of memory")
-
-    def _replica_replaced(self, chance: random.Random) -> None:
-        """A new process joins before anybody has heard that the old one died."""
-        process = self._replica(chance)
-        if process is not None:
-            process.replace()
-
-    def _replica_paused(self, chance: random.Random) -> None:
-        """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
-        process = self._replica(chance)
-        if process is not None:
-            self.pause(process, self.lease_s * chance.uniform(0.5, 3.0))
-
-    def _replica_slow(self, chance: random.Random) -> None:
-        if (process := self._replica(chance)) is not None:
-            self._slow_for_a_while(process, chance)
-
-    def _slow_for_a_while(self, process: SimProcess, chance: random.Random) -> None:
-        self.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
-        self._later(chance.uniform(1, 20), self.speed, process, 1.0)
-
-    def _rack_lost(self, chance: random.Random) -> None:
-        """A quarter of the replicas, in the same instant."""
-        living = [p for p in self.world.rollouts if p.alive]
-        for process in chance.sample(living, len(living) // 4):
-            process.die(EXIT_KILLED)
 
     def speed(self, process: SimProcess, slow: float) -> None:
         if process.alive and process.slow != slow:
@@ -293,29 +250,31 @@ class Faults:
             process.slow = slow
             process.model.resume()
 
-    # --- relays and machines --------------------------------------------------------------------
+    def pause(self, process: SimProcess, duration_s: float) -> None:
+        process.pause()
+        boot = process.boot
 
-    def _relay(self, chance: random.Random) -> SimProcess | None:
-        relays = [p for p in self.world.processes.values() if p.role == "relay"]
-        living = [p for p in relays if p.alive and not p.stopping]
-        return chance.choice(living) if living else None
+        def resume() -> None:
+            if process.boot == boot and process.name not in self._dead:
+                process.resume()
 
-    def _relay_dies(self, chance: random.Random) -> None:
-        if (process := self._relay(chance)) is not None:
-            process.die(EXIT_KILLED)
+        self.later(duration_s, resume)
 
-    def _relay_replaced(self, chance: random.Random) -> None:
-        if (process := self._relay(chance)) is not None:
-            process.replace()
+    def cut(self, source: str, target: str, duration_s: float) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, +1)
+            self.later(duration_s, self._mend, source, target)
 
-    def _relay_paused(self, chance: random.Random) -> None:
-        """Longer than its lease: it wakes up fenced, and its successor has another predecessor."""
-        if (process := self._relay(chance)) is not None:
-            self.pause(process, self.lease_s * chance.uniform(0.5, 3.0))
+    def _mend(self, source: str, target: str) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, -1)
 
-    def _relay_slow(self, chance: random.Random) -> None:
-        if (process := self._relay(chance)) is not None:
-            self._slow_for_a_while(process, chance)
+    # --- faults that strike once ------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        if not self.healed and not self.world.finished:
+            self.world.marks.hit("fault:drain")
+            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
 
     def _machine_lost(self) -> None:
         """All processes of a machine, at once and for good; never those of the first."""
@@ -327,139 +286,16 @@ class Faults:
         for process in (node, *self.world.children_of(node.name)):
             process.die(EXIT_KILLED)
 
-    # --- single processes -----------------------------------------------------------------------
-
-    def _single(self, chance: random.Random) -> SimProcess:
-        return chance.choice([p for p in self.world.processes.values() if p.role != "rollout"])
-
-    def _single_paused(self, chance: random.Random) -> None:
-        """Not long enough to be lost."""
-        self.pause(self._single(chance), self.lease_s * SHORT * chance.random())
-
-    def pause(self, process: SimProcess, duration_s: float) -> None:
-        process.pause()
-        boot = process.boot
-
-        def resume() -> None:
-            if process.boot == boot and process.name not in self._dead:
-                process.resume()
-
-        self._later(duration_s, resume)
-
     def _lose_for_good(self) -> None:
         """Its node starts nothing again; of a node itself nothing is heard any more."""
         if self.healed or self.world.finished:
             return
         process = self.world.processes[f"{self.fatal_role}-0"]
         if not process.alive:  # it is being started
-            return self._later(AGAIN_S, self._lose_for_good)
+            return self.later(AGAIN_S, self._lose_for_good)
         self.world.marks.hit(f"fault:lost-{self.fatal_role}")
         self._dead.add(process.name)
         lose(self, process, self.fatal_way)
-
-    @property
-    def lease_s(self) -> float:
-        return self.world.scenario.lease_ms / 1000
-
-    # --- the coordinator ------------------------------------------------------------------------
-
-    def _coordinator_killed(self, chance: random.Random) -> None:
-        self.world.coordinator.kill()
-
-    def _coordinator_cut(self, chance: random.Random) -> None:
-        """The machine loses power in one of the next calls of the disk."""
-        self._disk_fault = "coordinator-cut"
-
-    def _disk_error(self, chance: random.Random) -> None:
-        self._disk_fault = "disk-error"
-
-    def _disk_fills(self, chance: random.Random) -> None:
-        self._disk_full = True
-        self._later(chance.uniform(0.1, 5.0), self._disk_has_room)
-
-    def _disk_has_room(self) -> None:
-        self._disk_full = False
-
-    def _coordinator_paused(self, chance: random.Random) -> None:
-        self.world.coordinator.pause()
-        self._later(self.lease_s * chance.uniform(0.1, 3.0), self.world.coordinator.resume)
-
-    def _clock_step(self, chance: random.Random) -> None:
-        """The clock of the day jumps by up to an hour; the monotonic one does not."""
-        self.world.coordinator.wall_offset_ns += seconds(chance.uniform(-3600, 3600))
-
-    def _drain(self) -> None:
-        if not self.healed and not self.world.finished:
-            self.world.marks.hit("fault:drain")
-            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
-
-    # --- the network ----------------------------------------------------------------------------
-
-    def _victim(self, chance: random.Random) -> tuple[str, str, float]:
-        """Two ends of a link, and for how long it may be cut."""
-        process = chance.choice(list(self.world.processes.values()))
-        replica = process.role == "rollout"
-        if replica and chance.random() < 0.3:
-            other = chance.choice(["store-0", ids.actor_name("relay", process.node, 0)])
-            return process.name, other, self.lease_s * chance.uniform(0.1, 2.0)
-        if process.role == "relay" and chance.random() < 0.5:
-            relays = [p.name for p in self.world.processes.values() if p.role == "relay"]
-            return process.name, chance.choice(relays), self.lease_s * chance.uniform(0.1, 2.0)
-        longest = 2.0 if replica else SHORT
-        return process.name, COORDINATOR, self.lease_s * chance.uniform(0.05, longest)
-
-    def _partition(self, chance: random.Random) -> None:
-        one, other, duration_s = self._victim(chance)
-        self.cut(one, other, duration_s)
-        self.cut(other, one, duration_s)
-
-    def _partition_one_way(self, chance: random.Random) -> None:
-        one, other, duration_s = self._victim(chance)
-        if chance.random() < 0.5:
-            one, other = other, one
-        self.cut(one, other, duration_s)
-
-    def _flapping(self, chance: random.Random) -> None:
-        one, other, duration_s = self._victim(chance)
-        for i in range(5):
-            self._later(2 * i * duration_s / 10, self.cut, one, other, duration_s / 10)
-            self._later(2 * i * duration_s / 10, self.cut, other, one, duration_s / 10)
-
-    def cut(self, source: str, target: str, duration_s: float) -> None:
-        if not self.healed:
-            self.world.network.cut(source, target, +1)
-            self._later(duration_s, self._mend, source, target)
-
-    def _mend(self, source: str, target: str) -> None:
-        if not self.healed:
-            self.world.network.cut(source, target, -1)
-
-    def _swizzle_clog(self, chance: random.Random) -> None:
-        """Connections stop one after the other, and go on in another order."""
-        names = list(self.world.processes)
-        chosen = chance.sample(names, max(1, len(names) // 3))
-        step_s = self.lease_s * SHORT / (2 * len(chosen))
-        order = chance.sample(chosen, len(chosen))
-        for i, name in enumerate(chosen):
-            self._later(i * step_s, self._clog, name)
-        for i, name in enumerate(order):
-            self._later((len(chosen) + i) * step_s, self._unclog, name)
-
-    def _clog(self, name: str) -> None:
-        if not self.healed:
-            self.world.network.clog(name, COORDINATOR)
-            self.world.network.clog(COORDINATOR, name)
-
-    def _unclog(self, name: str) -> None:
-        self.world.network.unclog(name, COORDINATOR)
-        self.world.network.unclog(COORDINATOR, name)
-
-    def _connection_breaks(self, chance: random.Random) -> None:
-        """What is in flight is lost; the process finds the coordinator again."""
-        process = chance.choice(list(self.world.processes.values()))
-        if process.alive:
-            process.disconnect()
-            self._later(chance.uniform(0, 0.5), self.world.reconnect, process)
 
 
 def _num_hanging(process: SimProcess) -> int:
@@ -474,34 +310,6 @@ def _num_hanging(process: SimProcess) -> int:
 def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
     return chance.choice(value) if isinstance(value, tuple) else value
 
-
-Strike = Callable[[Faults, random.Random], None]
-
-RECURRING: dict[str, Strike] = {
-    "replica-dies": Faults._replica_dies,
-    "replica-leaves": Faults._replica_leaves,
-    "replica-complains": Faults._replica_complains,
-    "replica-replaced": Faults._replica_replaced,
-    "replica-paused": Faults._replica_paused,
-    "replica-slow": Faults._replica_slow,
-    "rack-lost": Faults._rack_lost,
-    "relay-dies": Faults._relay_dies,
-    "relay-replaced": Faults._relay_replaced,
-    "relay-paused": Faults._relay_paused,
-    "relay-slow": Faults._relay_slow,
-    "single-paused": Faults._single_paused,
-    "coordinator-killed": Faults._coordinator_killed,
-    "coordinator-cut": Faults._coordinator_cut,
-    "coordinator-paused": Faults._coordinator_paused,
-    "disk-error": Faults._disk_error,
-    "disk-full": Faults._disk_fills,
-    "clock-step": Faults._clock_step,
-    "partition": Faults._partition,
-    "partition-one-way": Faults._partition_one_way,
-    "flapping": Faults._flapping,
-    "swizzle-clog": Faults._swizzle_clog,
-    "connection-breaks": Faults._connection_breaks,
-}
 
 UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *ONCE)
 KINDS: tuple[str, ...] = (*UNAIMED, *AIMS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from laminar.sim.aims import AIMS
-from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, RECURRING, WEATHER
+from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, WEATHER
 from laminar.sim.run import Outcome, run_seed
+from laminar.sim.strikes import RECURRING
 from laminar.sim.world import World
 from tests.sim.worlds import calm, config
 

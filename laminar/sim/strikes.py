@@ -1,0 +1,235 @@
+"""Strikes: the faults that come back at random times, one function each.
+
+Reads   the world: who lives, and the stream of its kind for whom to hit and how hard
+Writes  the world, through Faults: processes die, pause and slow down, links are cut and clogged
+Gives   RECURRING, kind -> strike
+
+When each one strikes is planned by Faults. A process without which a run cannot go on is only
+disturbed for less than its lease, except for a relay: its node starts another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from laminar import ids
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
+from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
+from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.faults import Faults
+
+Strike = Callable[["Faults", random.Random], None]
+SHORT = 0.3
+"""Part of the lease for which a process may be cut off that must not be lost."""
+
+
+# --- a replica or a relay -------------------------------------------------------------------------
+
+
+def _one_of(role: str, faults: Faults, chance: random.Random) -> SimProcess | None:
+    processes = [p for p in faults.world.processes.values() if p.role == role]
+    living = [p for p in processes if p.alive and not p.stopping]
+    return chance.choice(living) if living else None
+
+
+def _dies(role: str) -> Strike:
+    def strike(faults: Faults, chance: random.Random) -> None:
+        if (process := _one_of(role, faults, chance)) is not None:
+            process.die(EXIT_KILLED)
+
+    return strike
+
+
+def _replaced(role: str) -> Strike:
+    """A new process joins before anybody has heard that the old one died."""
+
+    def strike(faults: Faults, chance: random.Random) -> None:
+        if (process := _one_of(role, faults, chance)) is not None:
+            process.replace()
+
+    return strike
+
+
+def _paused(role: str) -> Strike:
+    """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
+
+    def strike(faults: Faults, chance: random.Random) -> None:
+        if (process := _one_of(role, faults, chance)) is not None:
+            faults.pause(process, faults.lease_s * chance.uniform(0.5, 3.0))
+
+    return strike
+
+
+def _slow(role: str) -> Strike:
+    """For a while."""
+
+    def strike(faults: Faults, chance: random.Random) -> None:
+        if (process := _one_of(role, faults, chance)) is not None:
+            faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
+            faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
+
+    return strike
+
+
+def _replica_leaves(faults: Faults, chance: random.Random) -> None:
+    process = _one_of("rollout", faults, chance)
+    if process is not None and process.welcomed and not process.paused:
+        process.emit(ev.ActorLeft())
+        process.after(10 * MS, process.die, EXIT_FAILED)
+
+
+def _replica_complains(faults: Faults, chance: random.Random) -> None:
+    process = _one_of("rollout", faults, chance)
+    if process is not None and process.welcomed and not process.paused:
+        process.fail("out of memory")
+
+
+# --- several at once, or any other ----------------------------------------------------------------
+
+
+def _rack_lost(faults: Faults, chance: random.Random) -> None:
+    """A quarter of the replicas, in the same instant."""
+    living = [p for p in faults.world.rollouts if p.alive]
+    for process in chance.sample(living, len(living) // 4):
+        process.die(EXIT_KILLED)
+
+
+def _single_paused(faults: Faults, chance: random.Random) -> None:
+    """Not long enough to be lost."""
+    process = chance.choice([p for p in faults.world.processes.values() if p.role != "rollout"])
+    faults.pause(process, faults.lease_s * SHORT * chance.random())
+
+
+# --- the coordinator ------------------------------------------------------------------------------
+
+
+def _coordinator_killed(faults: Faults, chance: random.Random) -> None:
+    faults.world.coordinator.kill()
+
+
+def _coordinator_paused(faults: Faults, chance: random.Random) -> None:
+    faults.world.coordinator.pause()
+    faults.later(faults.lease_s * chance.uniform(0.1, 3.0), faults.world.coordinator.resume)
+
+
+def _coordinator_cut(faults: Faults, chance: random.Random) -> None:
+    """The machine loses power in one of the next calls of the disk."""
+    faults.disk_fault = "coordinator-cut"
+
+
+def _disk_error(faults: Faults, chance: random.Random) -> None:
+    faults.disk_fault = "disk-error"
+
+
+def _disk_full(faults: Faults, chance: random.Random) -> None:
+    def has_room() -> None:
+        faults.disk_full = False
+
+    faults.disk_full = True
+    faults.later(chance.uniform(0.1, 5.0), has_room)
+
+
+def _clock_step(faults: Faults, chance: random.Random) -> None:
+    """The clock of the day jumps by up to an hour; the monotonic one does not."""
+    faults.world.coordinator.wall_offset_ns += seconds(chance.uniform(-3600, 3600))
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+def _link(faults: Faults, chance: random.Random) -> tuple[str, str, float]:
+    """Two ends of a link, and for how long it may be cut."""
+    process = chance.choice(list(faults.world.processes.values()))
+    replica = process.role == "rollout"
+    if replica and chance.random() < 0.3:
+        other = chance.choice(["store-0", ids.actor_name("relay", process.node, 0)])
+        return process.name, other, faults.lease_s * chance.uniform(0.1, 2.0)
+    if process.role == "relay" and chance.random() < 0.5:
+        relays = [p.name for p in faults.world.processes.values() if p.role == "relay"]
+        return process.name, chance.choice(relays), faults.lease_s * chance.uniform(0.1, 2.0)
+    longest = 2.0 if replica else SHORT
+    return process.name, COORDINATOR, faults.lease_s * chance.uniform(0.05, longest)
+
+
+def _partition(faults: Faults, chance: random.Random) -> None:
+    one, other, duration_s = _link(faults, chance)
+    faults.cut(one, other, duration_s)
+    faults.cut(other, one, duration_s)
+
+
+def _partition_one_way(faults: Faults, chance: random.Random) -> None:
+    one, other, duration_s = _link(faults, chance)
+    if chance.random() < 0.5:
+        one, other = other, one
+    faults.cut(one, other, duration_s)
+
+
+def _flapping(faults: Faults, chance: random.Random) -> None:
+    one, other, duration_s = _link(faults, chance)
+    for i in range(5):
+        faults.later(2 * i * duration_s / 10, faults.cut, one, other, duration_s / 10)
+        faults.later(2 * i * duration_s / 10, faults.cut, other, one, duration_s / 10)
+
+
+def _swizzle_clog(faults: Faults, chance: random.Random) -> None:
+    """Connections stop one after the other, and go on in another order."""
+    names = list(faults.world.processes)
+    chosen = chance.sample(names, max(1, len(names) // 3))
+    step_s = faults.lease_s * SHORT / (2 * len(chosen))
+    order = chance.sample(chosen, len(chosen))
+    for i, name in enumerate(chosen):
+        faults.later(i * step_s, _clog, faults, name)
+    for i, name in enumerate(order):
+        faults.later((len(chosen) + i) * step_s, _unclog, faults, name)
+
+
+def _clog(faults: Faults, name: str) -> None:
+    if not faults.healed:
+        faults.world.network.clog(name, COORDINATOR)
+        faults.world.network.clog(COORDINATOR, name)
+
+
+def _unclog(faults: Faults, name: str) -> None:
+    faults.world.network.unclog(name, COORDINATOR)
+    faults.world.network.unclog(COORDINATOR, name)
+
+
+def _connection_breaks(faults: Faults, chance: random.Random) -> None:
+    """What is in flight is lost; the process finds the coordinator again."""
+    process = chance.choice(list(faults.world.processes.values()))
+    if process.alive:
+        process.disconnect()
+        faults.later(chance.uniform(0, 0.5), faults.world.reconnect, process)
+
+
+RECURRING: dict[str, Strike] = {
+    "replica-dies": _dies("rollout"),
+    "replica-leaves": _replica_leaves,
+    "replica-complains": _replica_complains,
+    "replica-replaced": _replaced("rollout"),
+    "replica-paused": _paused("rollout"),
+    "replica-slow": _slow("rollout"),
+    "rack-lost": _rack_lost,
+    "relay-dies": _dies("relay"),
+    "relay-replaced": _replaced("relay"),
+    "relay-paused": _paused("relay"),
+    "relay-slow": _slow("relay"),
+    "single-paused": _single_paused,
+    "coordinator-killed": _coordinator_killed,
+    "coordinator-cut": _coordinator_cut,
+    "coordinator-paused": _coordinator_paused,
+    "disk-error": _disk_error,
+    "disk-full": _disk_full,
+    "clock-step": _clock_step,
+    "partition": _partition,
+    "partition-one-way": _partition_one_way,
+    "flapping": _flapping,
+    "swizzle-clog": _swizzle_clog,
+    "connection-breaks": _connection_breaks,
+}
