@@ -99,7 +99,10 @@ def relink(turn: Turn) -> None:
         relay = state.relays[name]
         if relay.successor != following:
             relay.successor = following
-            _forward(turn, relay, state.relays.get(following))
+            successor = state.relays.get(following)
+            _forward(turn, relay, successor)
+            if successor is not None:
+                successor.lags = 0  # another hop, perhaps a quick one
 
 
 def _forward(turn: Turn, relay: Relay, successor: Relay | None) -> None:
@@ -153,7 +156,7 @@ def on_weights_received(turn: Turn, event: ev.WeightsReceived) -> None:
     if not hold(turn, relay, event.version, event.digest, event.held):
         return turn.ignore("repeat")
     if relay.newest == event.version and news:
-        _judge_speed(state, relay, event)
+        _judge_speed(turn, relay, event)
         turn.clear_timer(f"receive:{relay.name}")
         await_newest(turn, relay)
     _move_slow(turn)
@@ -171,8 +174,9 @@ def hold(turn: Turn, relay: Relay, version: int, digest: str, held: tuple[int, .
     if version > relay.newest:
         changed = True
         relay.newest, relay.newest_digest = version, digest
-        relay.newest_ns = turn.stamped.time_ns
+        relay.arrived[version] = turn.stamped.time_ns
         touch_replicas(turn, relay)
+    relay.arrived = {v: at for v, at in relay.arrived.items() if v in held}
     return changed
 
 
@@ -221,19 +225,20 @@ def on_transfer_trouble(turn: Turn, event: ev.TransferTrouble) -> None:
 # --- slow ones --------------------------------------------------------------------------------
 
 
-def _judge_speed(state: State, relay: Relay, event: ev.WeightsReceived) -> None:
+def _judge_speed(turn: Turn, relay: Relay, event: ev.WeightsReceived) -> None:
     """Count the transfers in a row that this relay has held up.
 
     With cut-through a hop ends shortly after the one before it; what it adds, its predecessor was
-    quicker by. The first hop has only the trainer before it, which receives nothing: a full version
-    is compared with the quickest hop of the run instead.
+    quicker by, which may have got newer versions since. The first hop has only the trainer before
+    it, which receives nothing: a full version is compared with the quickest hop of the run instead.
     """
+    state = turn.state
     position = state.chain.index(relay.name)
     before = state.relays[state.chain[position - 1]] if position else None
-    if before is None or before.newest != event.version:
+    if before is None or event.version not in before.arrived:
         return
     if before is not state.master():
-        lag_ms = (relay.newest_ns - before.newest_ns) // 1_000_000
+        lag_ms = (turn.stamped.time_ns - before.arrived[event.version]) // 1_000_000
     elif event.kind == "full" and state.fastest >= 0:
         lag_ms = event.duration_ms - state.fastest * event.num_bytes // 1_000_000_000
     else:
@@ -246,16 +251,19 @@ def _judge_speed(state: State, relay: Relay, event: ev.WeightsReceived) -> None:
 
 
 def _move_slow(turn: Turn) -> None:
-    """Between two broadcasts, one relay that has held up several goes to the end."""
+    """A relay that has held up several transfers goes to the end.
+
+    Also while others are under way: a relay that is slower than versions are made would otherwise
+    hold up everybody behind it for good, and whoever has another predecessor goes on with what it
+    has.
+    """
     state = turn.state
     chain = [state.relays[name] for name in state.chain]
     slow = next((relay for relay in chain[:-1] if relay.lags >= LAGS_MAX), None)
-    if slow is None or any(relay.newest < state.newest for relay in chain):
-        return
-    slow.lags = 0
-    state.chain.remove(slow.name)
-    state.chain.append(slow.name)
-    relink(turn)
+    if slow is not None:
+        state.chain.remove(slow.name)
+        state.chain.append(slow.name)
+        relink(turn)
 
 
 # --- machines ---------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ class Relay(msgspec.Struct, kw_only=True):
     held: list[int] = []  #: versions that can be pulled here, ascending
     newest: int = -1  #: highest that it has reported
     newest_digest: str = ""
-    newest_ns: int = -1  #: when that was
-    lags: int = 0  #: transfers in a row that it held up
+    arrived: dict[int, int] = {}  #: version, of those held -> time_ns of its report
+    lags: int = 0  #: transfers in a row from the relay before it that this hop held up
     unlinked: int = 0  #: orders in a row that it did not carry out in time
     trouble: str = ""  #: kind of the last one that it reported
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from laminar.sim.faults import Faults
 
 SLOW_REWARDS = 5.0
+SLOW_HOP = 50.0
+"""Enough that it holds up a transfer by more than what passes for noise (core/relays.py)."""
 LOSS_HEARD_NS = 50 * MS
 """By then the coordinator mostly knows that a process died."""
 HELD = 0.8
@@ -185,6 +187,29 @@ class RelayInTransfer(Aim):
             self.done = True
             self.struck()
             self.lose(self.chance.choice([*state.chain, *behind]))
+
+
+class RelayHoldsUp(Aim):
+    """A relay in the middle of the chain is slow until it is the last one, whatever else may end
+    its slowness."""
+
+    kind = "relay-holds-up-transfers"
+    share = 1.0  # few runs have so many machines
+
+    def __init__(self, faults: Faults, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._relay = ""
+
+    def look(self, state: State) -> None:
+        if not self._relay:
+            between = state.chain[2:-1]  # whom others than the head feed
+            if not between or state.phase != RUNNING:
+                return
+            self._relay = self.chance.choice(between)
+            self.struck()
+        self.done = self._relay not in state.relays or self._relay == state.chain[-1]
+        process = self.world.processes[self._relay]
+        self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
 
 
 class DrainInPhase(Aim):
@@ -442,7 +467,7 @@ def _waits_for_reward(state: State) -> bool:
 AIMS: dict[str, type[Aim]] = {
     aim.kind: aim
     for aim in (
-        LastAnswer, RelayWhilePublishing, RelayInTransfer, DrainInPhase, PublishDiffers, PinLate,
-        EvaluationOutOfReach, OnlyOneOfItsVersion, EvictedVersion,
+        LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, DrainInPhase,
+        PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion, EvictedVersion,
     )
 }  # fmt: skip

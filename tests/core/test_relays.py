@@ -514,6 +514,38 @@ def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
     ]  # fmt: skip
 
 
+def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
+    """The one before it always has a newer version, and some relay always lacks the newest."""
+    bench = started(nodes=4, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
+    bench.complete(*bench.open_groups()[:1])
+    for version in range(1, LAGS_MAX + 2):
+        assert bench.state.chain[1:] == ["relay-1", "relay-2", "relay-3"]
+        bench.train(publish=False)
+        bench.publish(version, version)
+        bench.receive("relay-1", version)
+        bench.now_ms += 2_000
+        commands = bench.receive("relay-2", version - 1, **SLOW) if version > 1 else []
+        bench.complete(*bench.open_groups()[:1])
+    assert bench.state.chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
+    assert forwarded(commands) == [
+        ("relay-1", "relay-3"), ("relay-3", "relay-2"), ("relay-2", ""),
+    ]  # fmt: skip
+
+
+def test_relay_with_another_predecessor_is_judged_afresh() -> None:
+    bench = started(nodes=4, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
+    bench.complete(*bench.open_groups()[:1])
+    bench.train()
+    bench.receive("relay-1", 1)
+    bench.receive("relay-2", 1)
+    bench.now_ms += 2_000
+    bench.receive("relay-3", 1, **SLOW)
+    assert bench.state.relays["relay-3"].lags == 1
+    bench.kill("relay-2")
+    assert bench.state.chain == ["relay-0", "relay-1", "relay-3"]
+    assert bench.state.relays["relay-3"].lags == 0
+
+
 def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
     bench = started(nodes=3, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
     bench.complete(*bench.open_groups()[:1])
