@@ -13,6 +13,7 @@ holds; should they, the chunk's checksum shows it there.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import select
@@ -160,7 +161,10 @@ class Connection(Generic[Incoming]):
     def _hand_over(self, region: Region) -> int:
         """Bytes of it that the kernel took; BlockingIOError if it takes none now."""
         if region.fd != NO_FILE:
-            return os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
+            count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
+            if not count:
+                raise OSError(errno.EIO, "somebody has cut the file of the weights short")
+            return count
         return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 
     def _filled(self) -> None:
