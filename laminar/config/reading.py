@@ -1,0 +1,145 @@
+"""From files and overrides to a checked tree, and back.
+
+Reads   TOML files (left to right, the later wins) and `a.b=c` overrides
+Gives   Config, or ConfigError
+
+An unknown key is an error that names the nearest key; a key of another system is answered with
+ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import tomli_w
+
+from laminar.config.rules import ConfigError, check_together, checked
+from laminar.config.tree import Config
+
+#: Keys that users of verl, TRL, slime and prime-rl type; the error names ours.
+FOREIGN_KEYS = {
+    "trainer.seed": "seed",
+    "model.path": "model.name",
+    "actor_rollout_ref.model.path": "model.name",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "rollout.n": "rollout.group_size",
+    "data.batch_size": "data.train_batch_size",
+    "actor_rollout_ref.actor.optim.lr": "optim.lr",
+    "optim.learning_rate": "optim.lr",
+    "learning_rate": "optim.lr",
+    "max_steps": "trainer.total_training_steps",
+    "num_generations": "rollout.group_size",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "async.staleness_threshold": "async.max_staleness",
+    "max_staleness": "async.max_staleness",
+    "trainer.output_dir": "run.output_dir",
+}
+
+
+def known_keys() -> dict[str, Any]:
+    """Every dotted key with its annotated type, in the order of the tree."""
+    found: dict[str, Any] = {}
+
+    def walk(struct: type[msgspec.Struct], prefix: str) -> None:
+        hints = get_type_hints(struct)
+        for field in msgspec.structs.fields(struct):
+            key, kind = prefix + field.encode_name, hints[field.name]
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                walk(kind, key + ".")
+            else:
+                found[key] = kind
+
+    walk(Config, "")
+    return found
+
+
+def load(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """Read TOML files left to right, apply `key=value` overrides, check everything."""
+    flat: dict[str, Any] = {}
+    for file in files:
+        flat.update(_flatten(_read_toml(Path(file)), str(file)))
+    for text in overrides:
+        key, value = _parse_override(text)
+        flat[key] = value
+    return resolve(flat)
+
+
+def resolve(flat: Mapping[str, Any]) -> Config:
+    """Build and check the tree from dotted keys; raises ConfigError."""
+    keys = known_keys()
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key not in keys:
+            raise ConfigError(_unknown_key(key, keys))
+        value = checked(key, value, keys[key])
+        node = tree
+        *parents, leaf = key.split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    config = msgspec.convert(tree, Config)
+    check_together(config)
+    return config
+
+
+def dumps(config: Config) -> str:
+    """The resolved tree as TOML; `load` of it gives the same Config."""
+    return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give the path of a TOML file to -c")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+
+
+def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Nested tables to dotted keys; tables below a dict-typed key stay values."""
+    keys = known_keys()
+    flat: dict[str, Any] = {}
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            key = prefix + name
+            is_table = isinstance(value, Mapping) and key not in keys
+            if is_table and any(k.startswith(key + ".") for k in keys):
+                walk(value, key + ".")
+            elif key not in keys:
+                raise ConfigError(f"{source}: {_unknown_key(key, keys)}")
+            else:
+                flat[key] = value
+
+    walk(tree, "")
+    return flat
+
+
+def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
+    if any(k.startswith(key + ".") for k in keys):
+        return f"{key} is a section, not a key; write {key}.NAME=VALUE"
+    near = FOREIGN_KEYS.get(key)
+    if near is None:
+        leaf = key.rsplit(".", 1)[-1]
+        same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
+        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+        near = (same_leaf or close or difflib.get_close_matches(key, keys, n=1, cutoff=0.0))[0]
+    return f"unknown key {key}; the nearest key is {near}"
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    text = text.removeprefix("--")
+    key, sign, raw = text.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"override {text!r} is not of the form key=value")
+    try:
+        return key.strip(), tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), raw

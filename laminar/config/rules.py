@@ -1,0 +1,188 @@
+"""What is allowed: choices, smallest values, and rules over several keys.
+
+Reads   one value, or the whole tree
+Raises  ConfigError, which names the key, the value and the fix
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from laminar.config.tree import Config
+
+
+class ConfigError(ValueError):
+    """A mistake of the user: one sentence that names the key, the value and the fix."""
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "rollout.engine": ("torch",),
+    "rollout.device": ("auto", "cpu", "cuda"),
+    "rollout.dtype": ("auto", "float32", "bfloat16"),
+    "reward.kind": ("auto", "dataset", "math", "exact", "custom"),
+    "reward.scope": ("auto", "trajectory", "group"),
+    "algorithm.adv_estimator": ("grpo", "rloo"),
+    "algorithm.loss_agg_mode": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ),
+    "algorithm.kl_loss_type": ("low_var_kl", "k2"),
+    "algorithm.truncated": ("train", "mask"),
+    "algorithm.rollout_correction.rollout_is": ("token", "none"),
+    "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.dtype": ("auto", "float32", "bfloat16"),
+    "weights.dtype": ("auto", "float32", "bfloat16"),
+}
+
+#: Smallest legal value of the numbers that have one.
+MINIMA: dict[str, float] = {
+    "seed": 0,
+    "run.nodes": 1,
+    "data.dataset_size": 1,
+    "data.val_size": 0,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.train_batch_size": 1,
+    "rollout.replicas": 1,
+    "rollout.group_size": 1,
+    "rollout.max_num_seqs": 1,
+    "rollout.groups_per_version": 0,
+    "rollout.progress_interval_ms": 10,
+    "rollout.threads": 1,
+    "async.max_staleness": 0,
+    "reward.workers": 1,
+    "reward.timeout_s": 0.01,
+    "reward.max_retries": 0,
+    "algorithm.ppo_mini_batch_size": 0,
+    "algorithm.clip_ratio_low": 0,
+    "algorithm.clip_ratio_high": 0,
+    "algorithm.clip_ratio_c": 1,
+    "optim.lr": 0,
+    "optim.weight_decay": 0,
+    "optim.clip_grad": 0,
+    "optim.lr_warmup_steps": 0,
+    "trainer.total_training_steps": 0,
+    "trainer.total_epochs": 1,
+    "trainer.test_freq": 0,
+    "trainer.save_freq": 0,
+    "trainer.max_ckpt_to_keep": 0,
+    "trainer.micro_batch_tokens": 1,
+    "trainer.batch_wait_s": 0.1,
+    "trainer.threads": 1,
+    "weights.slots": 3,
+    "weights.max_bytes": 0,
+    "weights.rate_mbit": 0,
+    "coordinator.port": 0,
+    "coordinator.heartbeat_ms": 50,
+    "coordinator.lease_ms": 150,
+    "coordinator.log_keep_mb": 0,
+    "recovery.resume_wait_ms": 0,
+    "recovery.max_restarts": 0,
+    "recovery.coordinator_restart_ms": 0,
+}
+
+
+def checked(key: str, value: Any, kind: Any) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # run.name=7 on a command line is a name
+    if kind == list[str] and isinstance(value, str):
+        value = [value]
+    try:
+        value = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigError(
+            f"{key} = {value!r} has the wrong type: it must be {_type_name(kind)}"
+        ) from None
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ConfigError(f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}")
+    if key in MINIMA and value < MINIMA[key]:
+        raise ConfigError(f"{key} = {value!r} is too small: it must be at least {MINIMA[key]}")
+    return value
+
+
+def _type_name(kind: Any) -> str:
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        bool: "true or false",
+    }
+    if get_origin(kind) is list:
+        return "a list of strings"
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} numbers"
+    return names.get(kind, "a table")
+
+
+def check_together(c: Config) -> None:
+    """Rules over several keys (each a sentence with the values and the fix)."""
+    if bool(c.data.dataset) == bool(c.data.train_files):
+        raise ConfigError(
+            "give exactly one of data.dataset (a reasoning-gym name) and data.train_files"
+        )
+    if not c.model.name:
+        raise ConfigError("model.name is empty; give the directory of a Hugging Face model")
+    if c.rollout.max_num_seqs < c.rollout.group_size:
+        raise ConfigError(
+            f"rollout.max_num_seqs = {c.rollout.max_num_seqs} is smaller than "
+            f"rollout.group_size = {c.rollout.group_size}; a replica must hold one whole group"
+        )
+    if c.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size = {c.rollout.group_size}: a group-relative advantage needs "
+            "at least 2 siblings"
+        )
+    _check_sampling(c)
+    _check_batches(c)
+    if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
+        raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
+    if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
+        raise ConfigError(
+            f"rollout.max_model_len = {c.rollout.max_model_len} is smaller than "
+            f"data.max_prompt_length + data.max_response_length = "
+            f"{c.data.max_prompt_length + c.data.max_response_length}"
+        )
+    if c.coordinator.lease_ms < 3 * c.coordinator.heartbeat_ms:
+        raise ConfigError(
+            f"coordinator.lease_ms = {c.coordinator.lease_ms} must be at least three times "
+            f"coordinator.heartbeat_ms = {c.coordinator.heartbeat_ms}"
+        )
+
+
+def _check_sampling(c: Config) -> None:
+    """Training refuses sampling filters that the trainer cannot mirror."""
+    if c.rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature = {c.rollout.temperature} must be above 0 for training; "
+            "evaluation is greedy anyway"
+        )
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name, value in neutral.items():
+        given = getattr(c.rollout, name)
+        if given != value:
+            raise ConfigError(
+                f"rollout.{name} = {given} would make the recorded log-probs differ from the "
+                f"trainer's; only {value} is allowed for training"
+            )
+
+
+def _check_batches(c: Config) -> None:
+    groups, mini = c.data.train_batch_size, c.mini_batch_groups
+    if mini > groups or groups % mini:
+        raise ConfigError(
+            f"algorithm.ppo_mini_batch_size = {mini} must divide "
+            f"data.train_batch_size = {groups} (both count prompts)"
+        )
+    if not 2 <= c.min_scored <= c.rollout.group_size:
+        raise ConfigError(
+            f"algorithm.min_scored = {c.min_scored} must lie between 2 and "
+            f"rollout.group_size = {c.rollout.group_size}"
+        )
