@@ -21,8 +21,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
-from laminar.tasks.reward_functions import RewardCall, RewardResult, reward_spec
+from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
+from laminar.tasks.rewards import RewardCall, RewardResult
 
 CORRECT = 1.0
 """Several datasets give partial credit to wrong answers: correct means the full score."""

@@ -23,8 +23,8 @@ from typing import cast
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.tasks.reward_functions import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.reward_worker import LENGTH, Ready, Refused, Scored, Start, frame
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
 REAP_S = 5.0  #: for the end of a process that was told to end

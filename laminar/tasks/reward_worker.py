@@ -24,13 +24,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.tasks.reward_functions import (
-    RewardCall,
-    RewardResult,
-    RewardSpec,
-    describe,
-    open_scorer,
-)
+from laminar.tasks.reward_functions import open_scorer
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, describe
 
 LENGTH = struct.Struct("<I")
 END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself

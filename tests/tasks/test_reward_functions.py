@@ -8,14 +8,9 @@ import pytest
 
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
-from laminar.tasks.reward_functions import (
-    RewardCall,
-    RewardSpec,
-    check_rows,
-    load_function,
-    open_scorer,
-    reward_spec,
-)
+from laminar.tasks.reward_functions import check_rows, open_scorer, reward_spec
+from laminar.tasks.rewards import RewardCall, RewardSpec
+from laminar.tasks.user_function import load_function
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 

@@ -11,8 +11,9 @@ import uvloop
 
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
-from laminar.tasks.reward_functions import RewardCall, RewardSpec, reward_spec
+from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
+from laminar.tasks.rewards import RewardCall, RewardSpec
 
 pytestmark = pytest.mark.process
 LIMIT_S = 0.5

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from laminar.tasks.prompts import PromptRow
-from laminar.tasks.reward_functions import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.reward_worker import LENGTH, Ready, Refused, Scored, Start, frame
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
 
 pytestmark = pytest.mark.process
 

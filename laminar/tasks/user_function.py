@@ -1,0 +1,274 @@
+"""The user's reward function: found in its file, called in the style that it is written in.
+
+Reads   the user's Python file, a RewardCall per score
+Gives   RewardSpec of it, its scorer; ConfigError at start for what cannot work
+
+Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or
+verifiers (`completion`). The names of the parameters say which, so such a file runs unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from laminar.config import ConfigError
+from laminar.tasks.prompts import PromptRow
+from laminar.tasks.rewards import (
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    Scorer,
+    describe,
+    guarded,
+    listed,
+    numbers_in,
+    result_of,
+)
+
+Function = Callable[..., Any]
+
+#: The style that a parameter name shows; the first of these that a function has decides.
+MARKERS = {
+    "solution_str": "verl",
+    "completions": "group",
+    "completion": "single",
+    "states": "group",
+    "state": "single",
+}
+
+
+# --- at start -----------------------------------------------------------------------------------
+
+
+def custom_spec(path: str, name: str, scope: str) -> RewardSpec:
+    """Of the function `name` in the file, or of its only one; raises ConfigError."""
+    name, function = load_function(path, name)
+    style = _style(function, f"{name} of {path}")
+    if scope == "group" and style != "group":
+        raise ConfigError(
+            f"reward.scope = 'group' needs a function that takes completions, but {name} of "
+            f"{path} takes one response at a time; set reward.scope = 'auto'"
+        )
+    if scope == "auto":
+        scope = "group" if style == "group" else "trajectory"
+    resolved = str(Path(path).resolve())
+    return RewardSpec(kind="custom", scope=scope, style=style, path=resolved, name=name)
+
+
+def load_function(path: str, name: str) -> tuple[str, Function]:
+    """Import a Python file and find the function in it (and its name); raises ConfigError."""
+    module = _import_file(Path(path))
+    public = _public(module)
+    if not name and "compute_score" in public:
+        name = "compute_score"
+    elif not name and len(public) == 1:
+        name = next(iter(public))
+    elif not name:
+        raise ConfigError(
+            f"{path} has the public functions {listed(public)}; name one of them in "
+            "reward.custom_reward_function.name"
+        )
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path} has no function {name!r}; it has {listed(public)}")
+    return name, function
+
+
+def _style(function: Function, where: str) -> str:
+    names = inspect.signature(function).parameters
+    for marker, style in MARKERS.items():
+        if marker in names:
+            return style
+    raise ConfigError(
+        f"the parameters of {where} are {listed(names)}; it needs solution_str (verl), "
+        "completions (TRL, all siblings in one call) or completion (verifiers)"
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(
+            f"reward.custom_reward_function.path = {str(path)!r} is not a file; correct the path"
+        )
+    name = f"laminar_user_reward_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that a helper beside the file shadows no library
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} does not import: {describe(error, str(path))}") from None
+    return module
+
+
+def _public(module: ModuleType) -> dict[str, Function]:
+    """The functions that the file itself defines, in its order."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+
+
+def check_arguments(spec: RewardSpec, signature: inspect.Signature, row: PromptRow) -> None:
+    """Raise ConfigError if the function cannot be called with what a row has."""
+    call = RewardCall(row, [("", [])])
+    offered = _group_values(call, _Log(1)) if spec.style == "group" else _values(spec.style, call)
+    try:
+        signature.bind(**_accepted(signature, offered))
+    except TypeError as error:
+        raise ConfigError(
+            f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
+            f"{row.data_source}: {error}; it can have {listed(offered)}"
+        ) from None
+
+
+# --- in the worker ------------------------------------------------------------------------------
+
+
+def open_function(spec: RewardSpec) -> Scorer:
+    """Its scorer; raises ConfigError."""
+    _, function = load_function(spec.path, spec.name)
+    score = _score_group if spec.style == "group" else _score_one
+    settle = _Settle()
+    return lambda call: score(spec, function, settle, call)
+
+
+class _Settle:
+    """Waits for the result of an async function, always on the same event loop.
+
+    One loop for the worker's life, because clients (HTTP sessions) belong to the loop they met.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def __call__(self, value: Any) -> Any:
+        async def wait(awaitable: Awaitable[Any]) -> Any:
+            return await awaitable
+
+        return self._runner.run(wait(value)) if inspect.isawaitable(value) else value
+
+
+def _score_one(
+    spec: RewardSpec, function: Function, settle: _Settle, call: RewardCall
+) -> list[RewardResult]:
+    signature = inspect.signature(function)
+
+    def score(completion: tuple[str, list[int]]) -> Any:
+        alone = RewardCall(call.row, [completion], call.step)
+        return settle(function(**_accepted(signature, _values(spec.style, alone))))
+
+    return [guarded(partial(score, one), spec.path) for one in call.completions]
+
+
+def _score_group(
+    spec: RewardSpec, function: Function, settle: _Settle, call: RewardCall
+) -> list[RewardResult]:
+    count, log = len(call.completions), _Log(len(call.completions))
+    offered = _accepted(inspect.signature(function), _group_values(call, log))
+    try:
+        scores = settle(function(**offered))
+    except BaseException as error:  # SystemExit too is the function's own failure
+        return [RewardResult(None, "error", describe(error, spec.path))] * count
+    if not isinstance(scores, list | tuple) or len(scores) != count:
+        detail = f"returned {_shape(scores)} for {count} completions, not a list of {count} scores"
+        return [RewardResult(None, "error", detail)] * count
+    results = [guarded(partial(result_of, score), spec.path) for score in scores]
+    return [
+        RewardResult(r.score, r.reason, r.detail, {**r.extras, **extras})
+        for r, extras in zip(results, log.extras, strict=True)
+    ]
+
+
+def _shape(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+class _Log:
+    """TRL's log_metric(name, value) and log_extra(column, values) of one call."""
+
+    def __init__(self, count: int) -> None:
+        self.extras: list[dict[str, float]] = [{} for _ in range(count)]
+
+    def metric(self, name: str, value: float) -> None:
+        for extras in self.extras:
+            extras.update(numbers_in({name: value}))
+
+    def extra(self, column: str, values: list[Any]) -> None:
+        for extras, value in zip(self.extras, values, strict=True):
+            extras.update(numbers_in({column: value}))
+
+
+def _accepted(signature: inspect.Signature, offered: dict[str, Any]) -> dict[str, Any]:
+    """What the function declares; everything when it has **kwargs."""
+    parameters = signature.parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _values(style: str, call: RewardCall) -> dict[str, Any]:
+    """What a function for one response can ask for by name."""
+    row, (text, ids) = call.row, call.completions[0]
+    if style == "verl":
+        return {
+            "data_source": row.data_source,
+            "solution_str": text,
+            "ground_truth": row.ground_truth,
+            "extra_info": row.columns.get("extra_info", row.columns),
+        }
+    common = {**_row_values(row), "prompt": row.prompt, "completion": _message(row, text)}
+    names = ("prompt", "completion", "answer", "info", "task")
+    return {**common, "completion_ids": ids, "state": {name: common[name] for name in names}}
+
+
+def _group_values(call: RewardCall, log: _Log) -> dict[str, Any]:
+    """What a function for all siblings can ask for: lists with one entry per sibling."""
+    row, count = call.row, len(call.completions)
+    alone = [RewardCall(row, [completion], call.step) for completion in call.completions]
+    states = [_values("single", one)["state"] for one in alone]
+    return {
+        "states": states,
+        **{f"{name}s": [state[name] for state in states] for name in ("answer", "info", "task")},
+        **{name: [value] * count for name, value in _row_values(row).items()},
+        "prompts": [row.prompt] * count,
+        "completions": [_message(row, text) for text, _ in call.completions],
+        "completion_ids": [ids for _, ids in call.completions],
+        "trainer_state": SimpleNamespace(global_step=call.step),
+        "log_extra": log.extra,
+        "log_metric": log.metric,
+    }
+
+
+def _row_values(row: PromptRow) -> dict[str, Any]:
+    """The columns, and the names that every row answers to where no column has them."""
+    return {
+        "answer": row.ground_truth,
+        "ground_truth": row.ground_truth,
+        "data_source": row.data_source,
+        "task": row.data_source,
+        "info": row.columns,
+        **row.columns,
+    }
+
+
+def _message(row: PromptRow, text: str) -> str | list[dict[str, str]]:
+    """A completion in the form of its prompt: messages for messages, text for text."""
+    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
