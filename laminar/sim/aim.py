@@ -33,6 +33,8 @@ LAST_WORDS: dict[str, Event] = {
 }
 SILENCE = 1.5
 """Leases for which it does."""
+HELD = 0.8
+"""Part of its lease for which a process may stand still without being lost."""
 SLOW = 20.0
 
 

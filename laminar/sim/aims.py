@@ -1,8 +1,8 @@
 """Aimed faults: losses and requests at the very moment at which they hurt most.
 
 Reads   the coordinator's state after each of its turns, the seed
-Writes  the world, through Faults: a process is lost or slow, a link is cut, a user asks
-Gives   AIMS, by kind of fault
+Writes  the world, through Faults: a process is lost or slow, a user asks
+Gives   AIMS, by kind of fault; those of relays are in relay_aims.py
 
 What strikes at random times seldom meets a short phase: a third death just when the trainer waits
 for that answer, a relay that is lost while it is being published to. An aim waits for its moment
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from laminar import ids
 from laminar.core.admission import groups_wanted
-from laminar.core.buffering import awaited, batch_size, trainer_idle
+from laminar.core.buffering import awaited, trainer_idle
 from laminar.core.recovery import DEATHS_MAX
 from laminar.core.siblings import members
 from laminar.core.state import (
@@ -31,9 +31,8 @@ from laminar.core.state import (
 )
 from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR
 from laminar.sim.aim import (
-    SILENCE,
+    HELD,
     SLOW,
     WAYS,
     Aim,
@@ -41,8 +40,14 @@ from laminar.sim.aim import (
     hold_up_evaluation,
     slow_down,
 )
-from laminar.sim.models.relay import Relay
 from laminar.sim.process import SimProcess
+from laminar.sim.relay_aims import (
+    PinLate,
+    PublishDiffers,
+    RelayHoldsUp,
+    RelayInTransfer,
+    RelayWhilePublishing,
+)
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
 
@@ -50,12 +55,8 @@ if TYPE_CHECKING:
     from laminar.sim.faults import Faults
 
 SLOW_REWARDS = 5.0
-SLOW_HOP = 50.0
-"""Enough that it holds up a transfer by more than what passes for noise (core/relays.py)."""
 LOSS_HEARD_NS = 50 * MS
 """By then the coordinator mostly knows that a process died."""
-HELD = 0.8
-"""Part of its lease for which a process may stand still without being lost."""
 
 
 class LastAnswer(Aim):
@@ -125,93 +126,6 @@ def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
     return [t for t in members(state, group) if t.status in UNFINISHED]
 
 
-class RelayWhilePublishing(Aim):
-    """The relay of the trainer's machine is lost, comes back, and is lost once more with the
-    publish that it is owed, when a batch is due meanwhile or the run is at its end."""
-
-    kind = "relay-lost-publishing"
-    share = 1.0  # three moments, five ways
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._drains = chance.random() < 0.25
-        self._lost_before = False
-        self._held_ns = 0
-
-    def look(self, state: State) -> None:
-        if state.phase not in (RUNNING, EXPORTING) or self.now < self.from_ns:
-            return
-        if "publish" in state.commands:
-            self._hold(state)
-        elif self._held_ns:
-            self.done = True  # it was lost by another fault
-        elif not self._lost_before and self._ripe(state):
-            self._lost_before = True
-            self.lose("relay-0", "dies")
-
-    def _ripe(self, state: State) -> bool:
-        """There will be another batch before the relay is back, and one after it."""
-        under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
-        return trainer_idle(state) and state.master() is not None and (under_way or self._drains)
-
-    def _hold(self, state: State) -> None:
-        """It stands still until somebody waits for the trainer."""
-        lease_ns = seconds(self.faults.lease_s)
-        if not self._held_ns:
-            self._held_ns = self.now
-            self.struck()
-            self.faults.pause(self.world.processes["relay-0"], SILENCE * self.faults.lease_s)
-        elif self._drains:
-            self._drains = False
-            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
-        elif self.way == "silent":
-            self.done = state.master() is None
-        elif batch_size(state) or state.phase == EXPORTING or self._held_for(HELD * lease_ns):
-            self.done = True
-            self.lose("relay-0")
-
-    def _held_for(self, duration_ns: float) -> bool:
-        return self.now - self._held_ns > duration_ns
-
-
-class RelayInTransfer(Aim):
-    """A relay is lost while a version passes along the chain."""
-
-    kind = "relay-lost-in-transfer"
-
-    def look(self, state: State) -> None:
-        if self.now < self.from_ns or len(state.chain) < 2 or state.phase != RUNNING:
-            return
-        behind = [r.name for r in state.relays.values() if r.newest < state.newest]
-        if behind:
-            self.done = True
-            self.struck()
-            self.lose(self.chance.choice([*state.chain, *behind]))
-
-
-class RelayHoldsUp(Aim):
-    """A relay in the middle of the chain is slow until it is the last one, whatever else may end
-    its slowness."""
-
-    kind = "relay-holds-up-transfers"
-    share = 1.0  # few runs have so many machines
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._relay = ""
-
-    def look(self, state: State) -> None:
-        if not self._relay:
-            between = state.chain[2:-1]  # whom others than the head feed
-            if not between or state.phase != RUNNING:
-                return
-            self._relay = self.chance.choice(between)
-            self.struck()
-        self.done = self._relay not in state.relays or self._relay == state.chain[-1]
-        process = self.world.processes[self._relay]
-        self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
-
-
 class DrainInPhase(Aim):
     """The user asks a run to end that trains and has several versions in use, or that is about to
     end anyway: that exports during an evaluation, or evaluates for the last time."""
@@ -244,63 +158,6 @@ class DrainInPhase(Aim):
         near = groups_wanted(state) <= 2 * state.settings.groups_per_step
         if near and state.evaluation is not None and not self.faults.healed:
             slow_down(self.faults, state, state.evaluation.version)
-
-
-class PublishDiffers(Aim):
-    """The relay of the trainer's machine is lost, with another one half of the time, and what the
-    trainer hands over again has other bytes under the same number."""
-
-    kind = "publish-differs"
-
-    def look(self, state: State) -> None:
-        if self.now >= self.from_ns and state.phase == RUNNING and state.newest > 0:
-            self.done = True
-            self.struck()
-            self.faults.differs_next = True
-            self.lose("relay-0", "dies")
-            others = [name for name in state.chain if name != "relay-0"]
-            if others and self.chance.random() < 0.5:
-                self.lose(self.chance.choice(others), "dies")
-
-
-class PinLate(Aim):
-    """No relay hears that the version of an evaluation is to be kept, and whoever runs it is slow.
-    All of them are lost when the version is gone and the coordinator does not know it."""
-
-    kind = "pin-late"
-    share = 1.0  # few evaluations last so long
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._cut = False
-        self._slow = False
-
-    def look(self, state: State) -> None:
-        evaluation = state.evaluation
-        if evaluation is None:
-            if state.evaluation_due >= 0 and not self._cut:
-                self._cut = True
-                for name in state.relays:
-                    duration_s = self.chance.uniform(1, 3) * self.faults.lease_s
-                    self.faults.cut(COORDINATOR, name, duration_s)
-            self.done = self._slow
-        elif self._cut:
-            if not self._slow:
-                self._slow = True
-                slow_down(self.faults, state, evaluation.version)
-            believed = [r for r in state.relays.values() if evaluation.version in r.held]
-            if believed and not any(self._holds(r.name, evaluation.version) for r in believed):
-                self.done = True
-                self.struck()
-                for replica in list(state.replicas.values()):
-                    if replica.version == evaluation.version:
-                        self.lose(replica.name, "dies")
-
-    def _holds(self, relay: str, version: int) -> bool:
-        process = self.world.processes[relay]
-        model = process.model
-        assert isinstance(model, Relay)
-        return process.welcomed and version in model.slots.versions_held
 
 
 class EvaluationOutOfReach(Aim):
