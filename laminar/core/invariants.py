@@ -22,6 +22,7 @@ from laminar.events import commands as cmd
 
 WEIGHTS_TIMERS = ("weights", "receive:", "rejoin:relay")
 """Replicas that have nothing to do may be waiting for new weights."""
+WATCHED_OTHERWISE = (cmd.GenerateTrajectory, cmd.RestartActor)
 
 
 def check(state: State) -> None:
@@ -88,6 +89,23 @@ def every_wait_has_an_owner(state: State) -> None:
         _require(replica.loading == (f"pull:{replica.name}" in state.commands), replica)
     if not ending(state):
         _weights_are_on_their_way(state)
+
+
+def commands_have_deadlines(state: State) -> None:
+    """What somebody was told to do is done in time, or he is being restarted.
+
+    A generation is watched by its replica's progress, a restart by its node's lease, and the first
+    publish by the deadline of the start. When the run ends, what has none is not waited for.
+    """
+    if ending(state):
+        return
+    for key, outstanding in state.commands.items():
+        command = outstanding.command
+        if isinstance(command, WATCHED_OTHERWISE):
+            continue
+        timed = f"command:{key}" in state.timers or f"restart:{command.to}" in state.commands
+        first = isinstance(command, cmd.PublishWeights) and "start" in state.timers
+        _require(timed or first, key, outstanding)
 
 
 def _weights_are_on_their_way(state: State) -> None:
@@ -218,6 +236,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     commands_have_living_owners,
     relay_chain_is_path,
     every_wait_has_an_owner,
+    commands_have_deadlines,
     no_standstill,
     lost_work_takes_room,
     versions_monotonic,

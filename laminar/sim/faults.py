@@ -16,9 +16,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from laminar import ids
+from laminar.core.lifecycle import STOP_TIMEOUT_MS
+from laminar.core.relays import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
+from laminar.core.siblings import SCORE_TIMEOUT_MS
 from laminar.core.state import State
+from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Command
 from laminar.sim.aim import SILENCE, WAYS, Aim, lose
 from laminar.sim.aims import AIMS
 from laminar.sim.config import FaultConfig
@@ -38,6 +43,15 @@ RATES = (
     "weights-corrupt", "chunk-damaged", "publish-skipped", "reward-fails", "sibling-refused",
     "hangs",
 )  # fmt: skip
+WEDGES = ("command-ignored", "transfer-sticks")
+"""What is never done; noticed when a deadline is over, if nobody else does the work."""
+DEADLINES_MS: dict[type[Command], int] = {
+    cmd.ForwardWeights: LINK_TIMEOUT_MS,
+    cmd.PullWeights: PULL_TIMEOUT_MS,
+    cmd.ScoreTrajectories: SCORE_TIMEOUT_MS,
+    cmd.StopActor: STOP_TIMEOUT_MS,
+}
+"""What replicas or relays leave undone, one of these in a run: after so long somebody acts."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
@@ -65,6 +79,8 @@ class Faults:
         self.active = [kind for kind in menu if chance.random() < shares[kind] and not calm]
         self.every_s = {kind: _pick(chance, config.every_s) for kind in UNAIMED}
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
+        self.rates |= {kind: self._chance(kind).choice([0.1, 0.3, 1.0]) for kind in WEDGES}
+        self.ignored = stream(seed, "ignored command").choice(tuple(DEADLINES_MS))
         self.fatal_role = ""
         if not calm and chance.random() < config.fatal_share:
             self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # its loss has most ways
@@ -83,6 +99,7 @@ class Faults:
         self.unscorable: set[str] = set()  #: the same
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.left_hanging = 0  #: sequences that were, when everything healed
+        self.wedged_until_ns = 0  #: by then somebody has acted on whatever is never done
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
@@ -166,6 +183,16 @@ class Faults:
     def damages_chunk(self) -> bool:
         return self._strikes("chunk-damaged")
 
+    def ignores(self, process: SimProcess, command: Command) -> bool:
+        """The process lives and says so, but never carries out this command."""
+        if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
+            return False
+        return self._strikes("command-ignored") and self._wedged(DEADLINES_MS[self.ignored])
+
+    def sticks(self) -> bool:
+        """A relay that is connected to its successor sends nothing more."""
+        return self._strikes("transfer-sticks") and self._wedged(RECEIVE_TIMEOUT_MS)
+
     def dead_for_good(self, process: SimProcess) -> bool:
         """Its node gives up on it."""
         return process.name in self._dead
@@ -213,6 +240,12 @@ class Faults:
         if struck:
             self.world.marks.hit(f"fault:{kind}")
         return struck
+
+    def _wedged(self, deadline_ms: int) -> bool:
+        """True: something is never done, and somebody acts by then."""
+        expires_ns = self.world.scheduler.now + deadline_ms * MS
+        self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
+        return True
 
     def _weather(self) -> Weather:
         chance = self._chance("weather")
@@ -311,5 +344,5 @@ def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
     return chance.choice(value) if isinstance(value, tuple) else value
 
 
-UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *ONCE)
+UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
 KINDS: tuple[str, ...] = (*UNAIMED, *AIMS)

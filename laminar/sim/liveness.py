@@ -28,11 +28,13 @@ def heals_in_time(world: World, config: SimConfig) -> None:
 
     A run whose machine was lost before anything of it had joined learns that by its start's end.
     A sequence that hangs is noticed when a batch has waited for it, and they may be noticed one
-    after the other.
+    after the other. What is never done has a deadline.
     """
     state = world.coordinator.state
     never_began = state is not None and "not started within" in state.failure
-    began_ns = max(world.healed_ns, START_TIMEOUT_MS * MS) if never_began else world.healed_ns
+    began_ns = max(world.healed_ns, world.faults.wedged_until_ns)
+    if never_began:
+        began_ns = max(began_ns, START_TIMEOUT_MS * MS)
     waits_ns = world.faults.left_hanging * world.scenario.settings.batch_wait_ms * MS
     healing_ns = world.scheduler.now - began_ns - waits_ns
     if not world.healed_ns or healing_ns <= QUICK_NS:

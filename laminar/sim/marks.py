@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from laminar.core.state import State
 from laminar.core.transitions import LOST, TRAJECTORY_MOVES
+from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.index import INDEX
 
@@ -30,6 +31,12 @@ IGNORED_REASONS = (
     "fenced", "late", "old-incarnation", "old-placement", "old-process", "repeat",
     "unusable-proposal",
 )  # fmt: skip
+TIMERS = (
+    "batch-wait", "command:forward", "command:propose", "command:pull", "command:score",
+    "command:stop", "progress", "receive", "rejoin", "resume", "start",
+)  # fmt: skip
+"""What ends every wait. Those that only a process can miss that a run cannot do without are left
+out: then the run ends."""
 OUTSIDE = (
     "coordinator:diskerror-in-a-turn",
     "coordinator:died-at-its-start",
@@ -67,8 +74,15 @@ EXPECTED: tuple[str, ...] = (
     *_MOVE_NAMES.values(),
     *(f"dropped:{reason}" for reason in DROP_REASONS),
     *(f"ignored:{reason}" for reason in IGNORED_REASONS),
+    *(f"timer:{kind}" for kind in TIMERS),
     *OUTSIDE,
 )
+
+
+def _kind_of(timer: str) -> str:
+    """Without the name of whom it is about."""
+    parts = timer.split(":")
+    return ":".join(parts[: 2 if parts[0] == "command" else 1])
 
 
 class Marks:
@@ -95,6 +109,8 @@ class Marks:
         self.hit(f"event:{kind}")
         for command in commands:
             self.hit(f"{kind} -> {type(command).__name__}")
+        if isinstance(stamped.event, ev.TimerFired):
+            self.hit(f"timer:{_kind_of(stamped.event.timer)}")
         self._look_at(getattr(stamped.event, "trajectory", ""), state)
         for command in commands:
             self._look_at(getattr(command, "trajectory", ""), state)

@@ -263,6 +263,8 @@ class SimProcess:
             self.world.marks.hit("session:command-repeated")
             return
         self.world.checks.obeyed(self, order)
+        if self.world.faults.ignores(self, command):
+            return
         if isinstance(command, cmd.StopActor):
             self.stop()
         else:

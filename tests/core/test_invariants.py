@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from laminar.core import invariants
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.ids import TrajectoryId
 from tests.core.bench import Bench
 
@@ -77,6 +79,12 @@ def work_without_a_command(state: State) -> None:
 
 def work_that_nobody_watches(state: State) -> None:
     del state.timers["progress:rollout-0"]
+
+
+def command_without_a_deadline(state: State) -> None:
+    command = cmd.PinVersion(to="relay-0", version=0)
+    outstanding = state.commands[f"generate:{FIRST}"]
+    state.commands["pin"] = msgspec.structs.replace(outstanding, command=command)
 
 
 def loading_without_a_pull(state: State) -> None:
@@ -152,6 +160,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     command_to_a_fenced_process: invariants.commands_have_living_owners,
     work_without_a_command: invariants.every_wait_has_an_owner,
     work_that_nobody_watches: invariants.every_wait_has_an_owner,
+    command_without_a_deadline: invariants.commands_have_deadlines,
     loading_without_a_pull: invariants.every_wait_has_an_owner,
     no_clock_for_the_batch: invariants.no_standstill,
     lost_work_that_nobody_places: invariants.lost_work_takes_room,

@@ -157,6 +157,16 @@ def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
         heals_in_time(world, calm(**SMALL))
 
 
+def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    world.healed_ns, world.faults.wedged_until_ns = 1, seconds(1_000)
+    world.scheduler.now = seconds(1_020)
+    heals_in_time(world, calm(**SMALL))
+    world.faults.wedged_until_ns = seconds(1)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 1019 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
 def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.sim.aims import AIMS
-from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, WEATHER
+from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, WEATHER, WEDGES
 from laminar.sim.run import Outcome, run_seed
 from laminar.sim.strikes import RECURRING
 from laminar.sim.world import World
@@ -18,12 +18,25 @@ def run(kind: str, seed: int = 3) -> Outcome:
     return run_seed(config(kind, **SMALL), seed)
 
 
-@pytest.mark.parametrize("kind", [*RECURRING, *RATES, "drain", "machine-lost"])
+@pytest.mark.parametrize("kind", [*RECURRING, *RATES, *WEDGES, "drain", "machine-lost"])
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     outcomes = [run(kind, seed) for seed in (3, 4, 5)]
     assert not [outcome.details for outcome in outcomes if outcome.invariant]
     assert sum(outcome.marks.get(f"fault:{kind}", 0) for outcome in outcomes) > 0
     assert {outcome.faults for outcome in outcomes} <= {(kind,), ()}
+
+
+@pytest.mark.parametrize(
+    ("seed", "timer"),
+    [(7, "command:pull"), (8, "command:forward"), (30, "command:score"), (7, "receive")],
+)
+def test_what_is_never_done_has_a_deadline(seed: int, timer: str) -> None:
+    """A replica or relay lives and does nothing: somebody acts in time, and the run completes."""
+    kinds = WEDGES if timer == "receive" else ("command-ignored",)
+    outcome = run_seed(config(*kinds), seed)
+    assert not outcome.invariant, outcome.details
+    assert not outcome.failure
+    assert outcome.marks[f"timer:{timer}"] > 0
 
 
 @pytest.mark.parametrize("kind", WEATHER)
@@ -37,7 +50,7 @@ def test_weather_breaks_nothing(kind: str) -> None:
 
 
 def test_menu_is_complete() -> None:
-    assert set(KINDS) == {*RECURRING, *RATES, *WEATHER, *ONCE, *AIMS}
+    assert set(KINDS) == {*RECURRING, *RATES, *WEDGES, *WEATHER, *ONCE, *AIMS}
 
 
 def test_replicas_that_are_lost_are_replaced() -> None:

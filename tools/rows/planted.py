@@ -254,6 +254,41 @@ def slow_relay_leaves_the_chain_broken(plant: Planter) -> None:
     plant.replace(relays, "_move_slow", planted)
 
 
+# --- deadlines --------------------------------------------------------------------------------
+
+
+def commands_have_no_deadline(plant: Planter) -> None:
+    command = Turn.command
+
+    def planted(self: Turn, command_: Any, key: str = "", timeout_ms: int = 0) -> None:
+        command(self, command_, key)
+
+    plant.replace(Turn, "command", planted)
+
+
+def overdue_pull_is_left_alone(plant: Planter) -> None:
+    expired = machine._command_expired
+
+    def planted(turn: Turn, key: str) -> None:
+        if not key.startswith("pull:"):
+            expired(turn, key)
+
+    plant.replace(machine, "_command_expired", planted)
+
+
+def overdue_link_is_left_alone(plant: Planter) -> None:
+    plant.replace(relays, "link_expired", lambda turn, name, successor: None)
+
+
+def overdue_transfer_is_left_alone(plant: Planter) -> None:
+    """It is looked at again and again, and nobody is restarted."""
+    plant.replace(
+        relays,
+        "receive_expired",
+        lambda turn, name: relays.await_newest(turn, turn.state.relays[name]),
+    )
+
+
 # --- the tick, the log and the session --------------------------------------------------------
 
 
@@ -430,6 +465,10 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     owed_republish_is_forgotten,
     missing_version_is_not_waited_for,
     slow_relay_leaves_the_chain_broken,
+    commands_have_no_deadline,
+    overdue_pull_is_left_alone,
+    overdue_link_is_left_alone,
+    overdue_transfer_is_left_alone,
     commands_leave_before_the_sync,
     sync_is_left_out,
     decisions_are_not_logged,

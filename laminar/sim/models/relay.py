@@ -304,7 +304,7 @@ class Relay(Idle):
             self.process.compute(chunk_s, self._send_chunk, feed, index)
 
     def _send_chunk(self, feed: Feed, index: int) -> None:
-        if feed is self._feed:
+        if feed is self._feed and not self.world.faults.sticks():
             damaged = self.world.faults.damages_chunk()
             chunk = Chunk(feed.order, feed.version, index, damaged)
             self.process.client.call(feed.name, chunk, partial(self._chunk_taken, feed, index))
