@@ -80,6 +80,7 @@ class Faults:
         self.every_s = {kind: _pick(chance, config.every_s) for kind in UNAIMED}
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
         self.rates |= {kind: self._chance(kind).choice([0.1, 0.3, 1.0]) for kind in WEDGES}
+        #: type of command
         self.ignored = stream(seed, "ignored command").choice(tuple(DEADLINES_MS))
         self.fatal_role = ""
         if not calm and chance.random() < config.fatal_share:

@@ -133,7 +133,8 @@ class Relay(Idle):
         self._feed: Feed | None = None
         self._order = self._order_in = 0
         self.listens = False
-        self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._ready)
+        start_s = self.chance.uniform(0, self.scenario.start_s)  # also of a slow one
+        self.process.after(seconds(start_s), self._ready)
 
     def _ready(self) -> None:
         """Whoever gets an answer from it may know that it has said so."""

@@ -56,7 +56,8 @@ class Rollout(Idle):
         self._flushing = False
         self._flush_again = False
         self._finish_due = False
-        self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._ready)
+        start_s = self.chance.uniform(0, self.scenario.start_s)  # also of a slow one
+        self.process.after(seconds(start_s), self._ready)
 
     def _ready(self) -> None:
         taken = self.scenario.slots + self.scenario.settings.group_size
