@@ -116,7 +116,10 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
         return
     news = actor.alive
     for awaited in (f"stop:{event.actor}", f"restart:{event.actor}"):
-        news = turn.done(awaited) is not None or news
+        ordered = turn.done(awaited)
+        news = ordered is not None or news
+        if ordered is not None and isinstance(ordered.command, cmd.RestartActor):
+            why = ordered.command.reason  # how it ended says nothing to the user
     if actor.alive:
         actor_lost(turn, event.actor, why)
     if event.restarting:

@@ -376,6 +376,18 @@ def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
     assert bench.state.owed == 0
 
 
+def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
+    bench = started()
+    bench.kill("relay-0")
+    bench.come_back("relay-0")
+    bench.say("relay-0", ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,)))
+    bench.kill("relay-0", restarting=False)
+    assert bench.state.failure == (
+        "the trainer's machine has no relay: "
+        "relay-0: its version 0 has digest x, but d0 was published"
+    )
+
+
 def test_export_that_went_to_a_dead_head_is_published_again() -> None:
     bench = Bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
     bench.start()

@@ -179,6 +179,18 @@ def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
         heals_in_time(world, calm(**SMALL))
 
 
+def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    world.healed_ns, state.failure = 1, "the trainer's machine has no relay: relay-0: ..."
+    world.scheduler.now = 10 * world.scheduler.now + seconds(20)
+    with pytest.raises(Violation, match=r"heals_in_time"):
+        heals_in_time(world, calm(**SMALL))
+    world.marks.hit("fault:publish-differs")
+    heals_in_time(world, calm(**SMALL))
+
+
 def test_processes_that_only_wake_up() -> None:
     """A clock that something pushes on by a nanosecond at a time never comes to a quiet end."""
     world = World(calm(**SMALL), 3)
