@@ -77,7 +77,8 @@ class Account:
             self._close(event, state)
         elif isinstance(event, ev.StepCompleted) and event.step in self.steps:
             step = self.steps[event.step]
-            step.completed = step.completed or event
+            if event.step < state.completed:  # else the run had failed, and dropped the batch
+                step.completed = step.completed or event
         elif isinstance(event, ev.DataLoaded):
             self.data = event
 

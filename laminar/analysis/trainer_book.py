@@ -60,10 +60,11 @@ def book_problems(lines: list[BookLine], first: Account, latest: Account) -> lis
 
 
 def unreported(lines: list[BookLine], latest: Account) -> list[str]:
-    """Steps that are trained though nobody heard of it: in flight, or lost with their trainer."""
+    """Steps that are trained and do not count: in flight, lost with their trainer, or too late."""
     reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
     return [
-        f"step {line.step} is in {TRAINER_BOOK_FILE}, but its report is not in the log"
+        f"step {line.step} is in {TRAINER_BOOK_FILE}, but the log does not count it: "
+        "its report was lost, or came when the run had failed"
         for line in lines
         if line.step in latest.steps and line.step not in reported
     ]

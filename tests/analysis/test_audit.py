@@ -22,6 +22,7 @@ from laminar.events import events as ev
 from laminar.ids import group_of
 from tests.analysis.conftest import Cli
 from tests.analysis.made_run import Log, make_run, world_log, write_log
+from tests.analysis.told_bench import ToldBench
 from tests.core.world import World
 from tests.core.world_parts import Faults, settings
 
@@ -173,6 +174,32 @@ def test_a_step_that_was_trained_but_not_reported_is_a_note(tmp_path: Path) -> N
     found = audit(tmp_path / "run")
     assert len(found.notes) == 1
     assert "step 0" in found.notes[0]
+
+
+def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> None:
+    """Its batch was dropped by then; the trainer's book has it all the same."""
+    bench = ToldBench(groups_per_step=1)
+    bench.start()
+    bench.complete(*bench.open_groups()[:1])
+    batch = bench.state.batch
+    assert batch is not None
+    bench.kill("relay-0", restarting=False)
+    assert bench.state.failure
+    done = ev.StepCompleted(
+        step=0, version=batch.version, changed=True, reason="", num_tokens=1, digest="", metrics={}
+    )
+    bench.say("trainer-0", done)
+    machine, account = Machine(), Account()
+    for stamped, _ in bench.log:
+        account(stamped, machine.handle(stamped), machine.state)
+    assert account.steps[0].completed is None and account.trained(0) == []
+    ids = list(account.steps[0].command.trajectories)
+    line = trainer_book.BookLine(
+        step=0, version=batch.version, changed=True, digest=trainer_book.ids_digest(ids), ids=ids
+    )
+    assert trainer_book.book_problems([line], account, account) == []
+    (note,) = trainer_book.unreported([line], account)
+    assert "came when the run had failed" in note
 
 
 def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
