@@ -114,12 +114,10 @@ def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
         if event.restarting or not lifecycle.fail(turn, never, 1):
             turn.ignore("never-joined")
         return
-    news = actor.alive
-    for awaited in (f"stop:{event.actor}", f"restart:{event.actor}"):
-        ordered = turn.done(awaited)
-        news = ordered is not None or news
-        if ordered is not None and isinstance(ordered.command, cmd.RestartActor):
-            why = ordered.command.reason  # how it ended says nothing to the user
+    stop, restart = turn.done(f"stop:{event.actor}"), turn.done(f"restart:{event.actor}")
+    news = actor.alive or stop is not None or restart is not None
+    if restart is not None and isinstance(restart.command, cmd.RestartActor):
+        why = restart.command.reason  # how it ended says nothing to the user
     if actor.alive:
         actor_lost(turn, event.actor, why)
     if event.restarting:

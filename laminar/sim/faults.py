@@ -188,11 +188,11 @@ class Faults:
         """The process lives and says so, but never carries out this command."""
         if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
             return False
-        return self._strikes("command-ignored") and self._wedged(DEADLINES_MS[self.ignored])
+        return self._wedges("command-ignored", DEADLINES_MS[self.ignored])
 
     def sticks(self) -> bool:
         """A relay that is connected to its successor sends nothing more."""
-        return self._strikes("transfer-sticks") and self._wedged(RECEIVE_TIMEOUT_MS)
+        return self._wedges("transfer-sticks", RECEIVE_TIMEOUT_MS)
 
     def dead_for_good(self, process: SimProcess) -> bool:
         """Its node gives up on it."""
@@ -242,11 +242,13 @@ class Faults:
             self.world.marks.hit(f"fault:{kind}")
         return struck
 
-    def _wedged(self, deadline_ms: int) -> bool:
-        """True: something is never done, and somebody acts by then."""
-        expires_ns = self.world.scheduler.now + deadline_ms * MS
-        self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
-        return True
+    def _wedges(self, kind: str, deadline_ms: int) -> bool:
+        """True if something is never done; then somebody acts when its deadline is over."""
+        struck = self._strikes(kind)
+        if struck:
+            expires_ns = self.world.scheduler.now + deadline_ms * MS
+            self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
+        return struck
 
     def _weather(self) -> Weather:
         chance = self._chance("weather")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from laminar.sim.faults import Faults
 
 Strike = Callable[["Faults", random.Random], None]
+Blow = Callable[["Faults", random.Random, SimProcess], None]
 SHORT = 0.3
 """Part of the lease for which a process may be cut off that must not be lost."""
 
@@ -32,61 +33,46 @@ SHORT = 0.3
 # --- a replica or a relay -------------------------------------------------------------------------
 
 
-def _one_of(role: str, faults: Faults, chance: random.Random) -> SimProcess | None:
-    processes = [p for p in faults.world.processes.values() if p.role == role]
-    living = [p for p in processes if p.alive and not p.stopping]
-    return chance.choice(living) if living else None
+def _one(role: str, blow: Blow) -> Strike:
+    """Whoever of this role is drawn gets the blow."""
 
-
-def _dies(role: str) -> Strike:
     def strike(faults: Faults, chance: random.Random) -> None:
-        if (process := _one_of(role, faults, chance)) is not None:
-            process.die(EXIT_KILLED)
+        processes = [p for p in faults.world.processes.values() if p.role == role]
+        living = [p for p in processes if p.alive and not p.stopping]
+        if living:
+            blow(faults, chance, chance.choice(living))
 
     return strike
 
 
-def _replaced(role: str) -> Strike:
+def _dies(faults: Faults, chance: random.Random, process: SimProcess) -> None:
+    process.die(EXIT_KILLED)
+
+
+def _replaced(faults: Faults, chance: random.Random, process: SimProcess) -> None:
     """A new process joins before anybody has heard that the old one died."""
-
-    def strike(faults: Faults, chance: random.Random) -> None:
-        if (process := _one_of(role, faults, chance)) is not None:
-            process.replace()
-
-    return strike
+    process.replace()
 
 
-def _paused(role: str) -> Strike:
+def _paused(faults: Faults, chance: random.Random, process: SimProcess) -> None:
     """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
-
-    def strike(faults: Faults, chance: random.Random) -> None:
-        if (process := _one_of(role, faults, chance)) is not None:
-            faults.pause(process, faults.lease_s * chance.uniform(0.5, 3.0))
-
-    return strike
+    faults.pause(process, faults.lease_s * chance.uniform(0.5, 3.0))
 
 
-def _slow(role: str) -> Strike:
+def _slow(faults: Faults, chance: random.Random, process: SimProcess) -> None:
     """For a while."""
-
-    def strike(faults: Faults, chance: random.Random) -> None:
-        if (process := _one_of(role, faults, chance)) is not None:
-            faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
-            faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
-
-    return strike
+    faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
+    faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
 
 
-def _replica_leaves(faults: Faults, chance: random.Random) -> None:
-    process = _one_of("rollout", faults, chance)
-    if process is not None and process.welcomed and not process.paused:
+def _leaves(faults: Faults, chance: random.Random, process: SimProcess) -> None:
+    if process.welcomed and not process.paused:
         process.emit(ev.ActorLeft())
         process.after(10 * MS, process.die, EXIT_FAILED)
 
 
-def _replica_complains(faults: Faults, chance: random.Random) -> None:
-    process = _one_of("rollout", faults, chance)
-    if process is not None and process.welcomed and not process.paused:
+def _complains(faults: Faults, chance: random.Random, process: SimProcess) -> None:
+    if process.welcomed and not process.paused:
         process.fail("out of memory")
 
 
@@ -209,17 +195,17 @@ def _connection_breaks(faults: Faults, chance: random.Random) -> None:
 
 
 RECURRING: dict[str, Strike] = {
-    "replica-dies": _dies("rollout"),
-    "replica-leaves": _replica_leaves,
-    "replica-complains": _replica_complains,
-    "replica-replaced": _replaced("rollout"),
-    "replica-paused": _paused("rollout"),
-    "replica-slow": _slow("rollout"),
+    "replica-dies": _one("rollout", _dies),
+    "replica-leaves": _one("rollout", _leaves),
+    "replica-complains": _one("rollout", _complains),
+    "replica-replaced": _one("rollout", _replaced),
+    "replica-paused": _one("rollout", _paused),
+    "replica-slow": _one("rollout", _slow),
     "rack-lost": _rack_lost,
-    "relay-dies": _dies("relay"),
-    "relay-replaced": _replaced("relay"),
-    "relay-paused": _paused("relay"),
-    "relay-slow": _slow("relay"),
+    "relay-dies": _one("relay", _dies),
+    "relay-replaced": _one("relay", _replaced),
+    "relay-paused": _one("relay", _paused),
+    "relay-slow": _one("relay", _slow),
     "single-paused": _single_paused,
     "coordinator-killed": _coordinator_killed,
     "coordinator-cut": _coordinator_cut,

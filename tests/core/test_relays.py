@@ -507,9 +507,15 @@ def test_silent_process_of_a_lost_machine_is_not_waited_for() -> None:
 # --- slow ones ------------------------------------------------------------------------------------
 
 
-def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
-    bench = started(nodes=4, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
+def training(nodes: int) -> Bench:
+    """The trainer has the first of many batches, of one group each; no clock hurries anybody."""
+    bench = started(nodes=nodes, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
     bench.complete(*bench.open_groups()[:1])
+    return bench
+
+
+def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
+    bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 1):
         assert bench.state.chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
@@ -528,8 +534,7 @@ def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
 
 def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
     """The one before it always has a newer version, and some relay always lacks the newest."""
-    bench = started(nodes=4, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
-    bench.complete(*bench.open_groups()[:1])
+    bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 2):
         assert bench.state.chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
@@ -545,8 +550,7 @@ def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
 
 
 def test_relay_with_another_predecessor_is_judged_afresh() -> None:
-    bench = started(nodes=4, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
-    bench.complete(*bench.open_groups()[:1])
+    bench = training(nodes=4)
     bench.train()
     bench.receive("relay-1", 1)
     bench.receive("relay-2", 1)
@@ -559,8 +563,7 @@ def test_relay_with_another_predecessor_is_judged_afresh() -> None:
 
 
 def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
-    bench = started(nodes=3, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
-    bench.complete(*bench.open_groups()[:1])
+    bench = training(nodes=3)
     for version in range(1, LAGS_MAX + 1):
         bench.train(publish=False)
         bench.publish(version, version)
@@ -579,8 +582,7 @@ def test_delta_of_the_first_hop_says_nothing_about_its_speed() -> None:
 
 
 def test_one_quick_transfer_clears_a_relays_name() -> None:
-    bench = started(nodes=3, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
-    bench.complete(*bench.open_groups()[:1])
+    bench = training(nodes=3)
     bench.train()
     bench.receive("relay-1", 1, **SLOW)
     assert bench.state.relays["relay-1"].lags == 1
