@@ -22,7 +22,7 @@ from laminar.events import commands as cmd
 
 WEIGHTS_TIMERS = ("weights", "receive:", "rejoin:relay")
 """Replicas that have nothing to do may be waiting for new weights."""
-WATCHED_OTHERWISE = (cmd.GenerateTrajectory, cmd.RestartActor)
+WATCHED_OTHERWISE = (cmd.GenerateTrajectory,)
 
 
 def check(state: State) -> None:
@@ -94,8 +94,8 @@ def every_wait_has_an_owner(state: State) -> None:
 def commands_have_deadlines(state: State) -> None:
     """What somebody was told to do is done in time, or he is being restarted.
 
-    A generation is watched by its replica's progress, a restart by its node's lease, and the first
-    publish by the deadline of the start. When the run ends, what has none is not waited for.
+    A generation is watched by its replica's progress, and the first publish by the deadline of the
+    start. When the run ends, what has none is not waited for.
     """
     if ending(state):
         return

@@ -229,6 +229,8 @@ def _command_expired(turn: Turn, key: str) -> None:
     elif isinstance(command, cmd.StopActor):
         turn.done(key)
         lookup.end_actor(state, command.to)
+    elif isinstance(command, cmd.RestartActor):
+        membership.restart_expired(turn, command.actor)
     elif isinstance(command, cmd.ForwardWeights):
         relays.link_expired(turn, command.to, command.successor)
     elif command.to in state.replicas:

@@ -16,6 +16,8 @@ from laminar.events.commands import AnyCommand, Ending, RestartActor
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
+RESTART_TIMEOUT_MS = 60_000
+"""A node needs a second to kill a process; in a minute it has, or it never will."""
 
 
 class Turn:
@@ -57,6 +59,7 @@ class Turn:
         self.command(
             RestartActor(to=node, actor=name, reason=reason),
             key=f"restart:{name}",
+            timeout_ms=RESTART_TIMEOUT_MS,
         )
         return True
 

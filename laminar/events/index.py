@@ -57,16 +57,7 @@ INDEX: tuple[Row, ...] = (
         ev.TimerFired,
         (COORDINATOR,),
         "machine.on_timer_fired",
-        (
-            *_END_RUN,
-            cmd.GenerateTrajectory,
-            cmd.ScoreTrajectories,
-            cmd.PullWeights,
-            cmd.RestartActor,
-            cmd.TrainStep,
-            cmd.ProposeBatch,
-            cmd.ExportModel,
-        ),
+        (*_LOSS, cmd.RestartActor),
     ),
     Row(
         ev.HeartbeatLost,

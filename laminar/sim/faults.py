@@ -20,6 +20,7 @@ from laminar.core.lifecycle import STOP_TIMEOUT_MS
 from laminar.core.relays import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.core.siblings import SCORE_TIMEOUT_MS
 from laminar.core.state import State
+from laminar.core.turn import RESTART_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -51,7 +52,8 @@ DEADLINES_MS: dict[type[Command], int] = {
     cmd.ScoreTrajectories: SCORE_TIMEOUT_MS,
     cmd.StopActor: STOP_TIMEOUT_MS,
 }
-"""What replicas or relays leave undone, one of these in a run: after so long somebody acts."""
+"""What replicas or relays leave undone, one of these in a run: after so long somebody acts, and
+tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
@@ -186,6 +188,8 @@ class Faults:
 
     def ignores(self, process: SimProcess, command: Command) -> bool:
         """The process lives and says so, but never carries out this command."""
+        if process.role == "node" and isinstance(command, cmd.RestartActor):
+            return self._wedges("command-ignored", RESTART_TIMEOUT_MS)
         if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
             return False
         return self._wedges("command-ignored", DEADLINES_MS[self.ignored])

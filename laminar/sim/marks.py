@@ -32,8 +32,8 @@ IGNORED_REASONS = (
     "unusable-proposal",
 )  # fmt: skip
 TIMERS = (
-    "batch-wait", "command:forward", "command:propose", "command:pull", "command:score",
-    "command:stop", "progress", "receive", "rejoin", "resume", "start",
+    "batch-wait", "command:forward", "command:propose", "command:pull", "command:restart",
+    "command:score", "command:stop", "progress", "receive", "rejoin", "resume", "start",
 )  # fmt: skip
 """What ends every wait. Those that only a process can miss that a run cannot do without are left
 out: then the run ends."""

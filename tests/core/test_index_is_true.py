@@ -35,7 +35,7 @@ _ways = test_ways_to_lose
 STORIES: tuple[Callable[[], None], ...] = (
     *(
         partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "trainer-0")
-        for w in _ways.WAYS
+        for w in _ways.WAYS_OF_ALL
     ),
     *(
         story
@@ -54,6 +54,7 @@ STORIES: tuple[Callable[[], None], ...] = (
     test_relays.test_export_that_went_to_a_dead_head_is_published_again,
     test_relays.test_lost_work_waits_until_the_last_relay_has_evicted_its_version,
     test_relays.test_other_bytes_are_found_when_the_publication_comes_later,
+    test_relays.test_relay_that_is_never_restarted_is_spliced_out,
     test_relays.test_relay_that_holds_up_every_transfer_goes_to_the_end,
     test_rewards.test_failure_of_the_last_prompt_ends_the_data,
     test_checkpoints.test_refused_checkpoint_is_read_by_nobody_else,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laminar.core.admission import refusal
+from laminar.core.turn import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.bench import Bench, only
@@ -210,6 +211,34 @@ def test_engine_that_stays_silent_is_restarted_once() -> None:
     bench.start()
     restarts = only(cmd.RestartActor, bench.wait(5_500))
     assert [(c.to, c.actor) for c in restarts] == [("node-0", "rollout-0")]
+
+
+def test_replica_that_is_never_restarted_is_fenced() -> None:
+    """Its node does not do as it is told, and it goes on talking: its work moves all the same, and
+    it has the time of any start to come back."""
+    bench = pair(stall_ms=1_000)
+    assert only(cmd.RestartActor, bench.wait(1_000))
+    its_work = set(bench.replica("rollout-0").running)
+    moved = only(cmd.GenerateTrajectory, bench.wait(RESTART_TIMEOUT_MS))
+    assert its_work == {c.trajectory for c in moved} and {c.to for c in moved} == {"rollout-1"}
+    assert not bench.state.actor_alive("rollout-0")
+    assert "restart:rollout-0" not in bench.state.commands
+    assert "rejoin:rollout-0" in bench.state.timers
+    bench.join("rollout-0", "b")
+    assert bench.state.actor_alive("rollout-0")
+
+
+def test_restart_of_a_replica_that_is_lost_already_is_not_waited_for() -> None:
+    bench = pair()
+    silent = ev.HeartbeatLost(
+        actor="rollout-0",
+        actor_incarnation=bench.state.actors["rollout-0"].incarnation,
+        silent_ms=3_000,
+    )
+    assert only(cmd.RestartActor, bench.own(silent))
+    assert bench.own(ev.TimerFired(timer="command:restart:rollout-0")) == []
+    assert "restart:rollout-0" not in bench.state.commands
+    assert "rejoin:rollout-0" in bench.state.timers
 
 
 def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from laminar.core.admission import refusal
 from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
+from laminar.core.turn import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -265,6 +266,16 @@ def test_other_bytes_under_the_published_number_restart_the_relay() -> None:
     bench = started()
     step(bench)
     assert restarted(bench.receive("relay-1", 1, digest="x")) == [("node-1", "relay-1")]
+
+
+def test_relay_that_is_never_restarted_is_spliced_out() -> None:
+    """Its node does not do as it is told; whoever comes behind it gets the weights all the same."""
+    bench = started(batch_wait_ms=10**9)
+    step(bench)
+    assert restarted(bench.receive("relay-1", 1, digest="x"))
+    assert forwarded(bench.wait(RESTART_TIMEOUT_MS)) == [("relay-0", "relay-2")]
+    assert bench.state.chain == ["relay-0", "relay-2"]
+    assert "rejoin:relay-1" in bench.state.timers
 
 
 def test_other_bytes_are_found_when_the_publication_comes_later() -> None:

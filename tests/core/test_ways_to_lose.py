@@ -1,4 +1,4 @@
-"""Five ways to lose an actor, one recovery: what follows depends on the work, not on the news."""
+"""Six ways to lose an actor, one recovery: what follows depends on the work, not on the news."""
 
 from __future__ import annotations
 
@@ -40,8 +40,16 @@ def dies(bench: Bench, name: str) -> list[Command]:
     return bench.kill(name)
 
 
+def never_restarted(bench: Bench, name: str) -> list[Command]:
+    """It does nothing, and its node does not restart it."""
+    bench.now_ms += bench.settings.stall_ms
+    assert only(cmd.RestartActor, bench.own(ev.TimerFired(timer=f"progress:{name}")))
+    return bench.own(ev.TimerFired(timer=f"command:restart:{name}"))
+
+
 Way = Callable[[Bench, str], list[Command]]
-WAYS: tuple[Way, ...] = (silent, complains, leaves, replaced, dies)
+WAYS_OF_ALL: tuple[Way, ...] = (silent, complains, leaves, replaced, dies)
+WAYS: tuple[Way, ...] = (*WAYS_OF_ALL, never_restarted)  #: of a replica with work
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -122,7 +130,7 @@ def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way)
     assert bench.state.evaluations[0].correct == 0
 
 
-@every_way
+@pytest.mark.parametrize("way", WAYS_OF_ALL)
 @pytest.mark.parametrize("name", ["store-0", "trainer-0"])
 def test_loss_of_a_single_role_stops_everybody(way: Way, name: str) -> None:
     """Nothing is open yet, so everybody who is left is told to stop at once; also a new process

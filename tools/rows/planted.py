@@ -276,6 +276,10 @@ def overdue_pull_is_left_alone(plant: Planter) -> None:
     plant.replace(machine, "_command_expired", planted)
 
 
+def overdue_restart_is_left_alone(plant: Planter) -> None:
+    plant.replace(membership, "restart_expired", lambda turn, name: turn.done(f"restart:{name}"))
+
+
 def overdue_link_is_left_alone(plant: Planter) -> None:
     plant.replace(relays, "link_expired", lambda turn, name, successor: None)
 
@@ -467,6 +471,7 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     slow_relay_leaves_the_chain_broken,
     commands_have_no_deadline,
     overdue_pull_is_left_alone,
+    overdue_restart_is_left_alone,
     overdue_link_is_left_alone,
     overdue_transfer_is_left_alone,
     commands_leave_before_the_sync,
