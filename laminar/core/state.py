@@ -204,7 +204,6 @@ class State(msgspec.Struct, kw_only=True, dict=True):
     newest: int = -1  #: highest version that was published
     newest_step: int = -1
     newest_digest: str = ""
-    newest_ns: int = -1  #: when that was
     fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
     owed: int = -1  #: version whose publish was skipped, or whose only copy is gone; -1: none

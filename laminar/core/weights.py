@@ -35,7 +35,7 @@ def on_weights_published(turn: Turn, event: ev.WeightsPublished) -> None:
         return _export_differs(turn, event)
     if news:
         state.newest, state.newest_step = event.version, event.step
-        state.newest_digest, state.newest_ns = event.digest, turn.stamped.time_ns
+        state.newest_digest = event.digest
     known = not relays.hold(turn, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return turn.ignore("repeat") if known else None

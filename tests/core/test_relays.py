@@ -370,9 +370,9 @@ def test_publish_of_the_same_version_again_pays_the_debt_and_changes_nothing_els
     bench.complete(*bench.open_groups())
     bench.kill("relay-0")
     bench.come_back("relay-0")
-    newest = bench.state.newest, bench.state.newest_ns
+    newest = bench.state.newest, bench.state.newest_digest
     bench.publish(0, 0, held=(0,))
-    assert (bench.state.newest, bench.state.newest_ns) == newest
+    assert (bench.state.newest, bench.state.newest_digest) == newest
     assert bench.state.owed == -1
 
 
