@@ -112,6 +112,12 @@ def _move_on(turn: Turn) -> None:
     turn.touch_all()
 
 
+def waits(state: State) -> bool:
+    """One is due, or has answers for which no replica was found yet."""
+    running = state.evaluation
+    return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
+
+
 def plan_evaluation(turn: Turn, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
     state = turn.state

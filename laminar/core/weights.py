@@ -80,13 +80,16 @@ def _pulled(turn: Turn) -> Replica | None:
 
 def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
-    replica = _pulled(turn)
+    state, replica = turn.state, _pulled(turn)
     if replica is None:
         return
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     replica.progress_ns = turn.stamped.time_ns
-    turn.touch_all()
+    if state.lost or evaluation.waits(state):
+        turn.touch_all()  # who has which version decides what the others load
+    else:
+        turn.touch(replica.name)
 
 
 def on_weights_rejected(turn: Turn, event: ev.WeightsRejected) -> None:
