@@ -195,7 +195,7 @@ ENDED_BY: dict[type[Command], tuple[type[Event], ...]] = {
     AcceptActor: (),
     RefuseActor: (),
     StopActor: (ev.ActorLeft, ev.ProcessExited, ev.HeartbeatLost),
-    RestartActor: (ev.ActorJoined, ev.ProcessExited),
+    RestartActor: (ev.ActorJoined, ev.ProcessExited, ev.TimerFired),
     PublishWeights: (ev.WeightsPublished,),
     TrainStep: (ev.StepCompleted,),
     ExportModel: (ev.ModelExported,),
