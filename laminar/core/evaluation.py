@@ -71,6 +71,12 @@ def _may_evaluate(state: State) -> bool:
     return not state.draining and state.phase not in (ENDING, STOPPING, ENDED)
 
 
+def waits(state: State) -> bool:
+    """One is due, or has answers for which no replica was found yet."""
+    running = state.evaluation
+    return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
+
+
 def version_wanted(turn: Turn, replica: Replica) -> int:
     """The version that an empty replica should load for an evaluation; -1: none that it can.
 
@@ -78,11 +84,11 @@ def version_wanted(turn: Turn, replica: Replica) -> int:
     """
     state = turn.state
     evaluation = state.evaluation
-    if not _may_evaluate(state):
+    if not _may_evaluate(state) or not waits(state):
         return -1
     if evaluation is None:
         due = state.evaluation_due
-        somebody_pulls = due >= 0 and any(r.loading for r in state.live_replicas())
+        somebody_pulls = any(r.loading for r in state.live_replicas())
         return -1 if somebody_pulls or state.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
@@ -112,16 +118,10 @@ def _move_on(turn: Turn) -> None:
     turn.touch_all()
 
 
-def waits(state: State) -> bool:
-    """One is due, or has answers for which no replica was found yet."""
-    running = state.evaluation
-    return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
-
-
 def plan_evaluation(turn: Turn, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
     state = turn.state
-    if state.evaluation is None and state.evaluation_due < 0:
+    if not waits(state):
         return  # asked of every replica after every change: mostly there is none
     if not serving(state, replica) or not _may_evaluate(state):
         return

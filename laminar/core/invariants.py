@@ -22,7 +22,6 @@ from laminar.events import commands as cmd
 
 WEIGHTS_TIMERS = ("weights", "receive:", "rejoin:relay")
 """Replicas that have nothing to do may be waiting for new weights."""
-WATCHED_OTHERWISE = (cmd.GenerateTrajectory,)
 
 
 def check(state: State) -> None:
@@ -101,7 +100,7 @@ def commands_have_deadlines(state: State) -> None:
         return
     for key, outstanding in state.commands.items():
         command = outstanding.command
-        if isinstance(command, WATCHED_OTHERWISE):
+        if isinstance(command, cmd.GenerateTrajectory):
             continue
         timed = f"command:{key}" in state.timers or f"restart:{command.to}" in state.commands
         first = isinstance(command, cmd.PublishWeights) and "start" in state.timers

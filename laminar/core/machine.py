@@ -230,7 +230,7 @@ def _command_expired(turn: Turn, key: str) -> None:
         turn.done(key)
         lookup.end_actor(state, command.to)
     elif isinstance(command, cmd.RestartActor):
-        membership.restart_expired(turn, command.actor)
+        membership.restart_expired(turn, command)
     elif isinstance(command, cmd.ForwardWeights):
         relays.link_expired(turn, command.to, command.successor)
     elif command.to in state.replicas:

@@ -15,7 +15,7 @@ from laminar import ids
 from laminar.core import lifecycle, publishing, recovery, relays
 from laminar.core.lookup import add_actor, add_replica, clear_timer, end_actor
 from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
-from laminar.core.turn import RESTART_TIMEOUT_MS, Turn
+from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
@@ -139,25 +139,20 @@ def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
     node_alive = actor.role != "node" and state.actor_alive(actor.node)
     actor_lost(turn, event.actor, reason)
     if node_alive and state.phase not in (ENDING, STOPPING, ENDED):
-        turn.command(
-            cmd.RestartActor(to=actor.node, actor=event.actor, reason=reason),
-            key=f"restart:{event.actor}",
-            timeout_ms=RESTART_TIMEOUT_MS,
-        )
+        turn.restart(event.actor, reason, again=True)
         turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
     elif not node_alive:
         turn.clear_timer(f"rejoin:{event.actor}")
         _gone_for_good(turn, event.actor, f"{event.actor}: {reason}")
 
 
-def restart_expired(turn: Turn, name: str) -> None:
+def restart_expired(turn: Turn, order: cmd.RestartActor) -> None:
     """Its node has not killed it: it is fenced, and ends itself as soon as it hears of that."""
-    ordered = turn.done(f"restart:{name}")
-    if ordered is None or not turn.state.actor_alive(name):
-        return  # it is lost already, and has a time to come back
-    assert isinstance(ordered.command, cmd.RestartActor)
-    actor_lost(turn, name, f"{ordered.command.reason}; {ordered.command.to} did not restart it")
-    turn.set_timer(f"rejoin:{name}", turn.state.settings.start_timeout_ms)
+    name = order.actor
+    turn.done(f"restart:{name}")
+    if turn.state.actor_alive(name):  # who is lost already has a time to come back
+        actor_lost(turn, name, f"{order.reason}; {order.to} did not restart it")
+        turn.set_timer(f"rejoin:{name}", turn.state.settings.start_timeout_ms)
 
 
 def on_rejoin_expired(turn: Turn, name: str) -> None:

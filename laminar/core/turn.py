@@ -51,10 +51,11 @@ class Turn:
                 self.set_timer(f"command:{key}", timeout_ms)
         self.commands.append(command)
 
-    def restart(self, name: str, reason: str) -> bool:
-        """Have a node kill and start one of its actors; False if it was told to already."""
+    def restart(self, name: str, reason: str, *, again: bool = False) -> bool:
+        """Have a node kill and start one of its actors; False if it was told to already, unless it
+        is to be told `again`, in place of the first time."""
         node = self.state.actors[name].node
-        if f"restart:{name}" in self.state.commands:
+        if f"restart:{name}" in self.state.commands and not again:
             return False
         self.command(
             RestartActor(to=node, actor=name, reason=reason),

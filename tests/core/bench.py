@@ -333,6 +333,13 @@ class Bench:
         )
         return self.say(machine_of(name), exited)
 
+    def silent(self, name: str) -> list[Command]:
+        """The lease of an actor ran out."""
+        incarnation = self.state.actors[name].incarnation
+        return self.own(
+            ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000)
+        )
+
     def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
         """A restarted replica joins again and its engine is ready."""
         self.join(name, boot)

@@ -230,12 +230,7 @@ def test_replica_that_is_never_restarted_is_fenced() -> None:
 
 def test_restart_of_a_replica_that_is_lost_already_is_not_waited_for() -> None:
     bench = pair()
-    silent = ev.HeartbeatLost(
-        actor="rollout-0",
-        actor_incarnation=bench.state.actors["rollout-0"].incarnation,
-        silent_ms=3_000,
-    )
-    assert only(cmd.RestartActor, bench.own(silent))
+    assert only(cmd.RestartActor, bench.silent("rollout-0"))
     assert bench.own(ev.TimerFired(timer="command:restart:rollout-0")) == []
     assert "restart:rollout-0" not in bench.state.commands
     assert "rejoin:rollout-0" in bench.state.timers
@@ -246,12 +241,7 @@ def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -
     bench = Bench(stall_ms=1_000)
     bench.start()
     assert only(cmd.RestartActor, bench.wait(1_500))
-    silent = ev.HeartbeatLost(
-        actor="rollout-0",
-        actor_incarnation=bench.state.actors["rollout-0"].incarnation,
-        silent_ms=3_000,
-    )
-    assert only(cmd.RestartActor, bench.own(silent))
+    assert only(cmd.RestartActor, bench.silent("rollout-0"))
     restarts = [key for key in bench.state.commands if key.startswith("restart:")]
     assert restarts == ["restart:rollout-0"]
     bench.join("rollout-0", "b")

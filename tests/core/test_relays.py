@@ -480,9 +480,7 @@ def test_machine_without_a_relay_is_waited_for() -> None:
 
 def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
     bench = started()
-    node = bench.state.actors["node-1"]
-    lost = ev.HeartbeatLost(actor="node-1", actor_incarnation=node.incarnation, silent_ms=5_000)
-    assert forwarded(bench.own(lost)) == [("relay-0", "relay-2")]
+    assert forwarded(bench.silent("node-1")) == [("relay-0", "relay-2")]
     assert not any(bench.state.actor_alive(n) for n in ("node-1", "relay-1", "rollout-1.0"))
     assert not bench.state.failure
 
@@ -506,12 +504,7 @@ def test_silent_process_of_a_lost_machine_is_not_waited_for() -> None:
     """Its node is not there to restart it."""
     bench = started(nodes=2)
     bench.join("rollout-5.0")
-    silent = ev.HeartbeatLost(
-        actor="rollout-5.0",
-        actor_incarnation=bench.state.actors["rollout-5.0"].incarnation,
-        silent_ms=5_000,
-    )
-    assert not restarted(bench.own(silent))
+    assert not restarted(bench.silent("rollout-5.0"))
     assert "rejoin:rollout-5.0" not in bench.state.timers
 
 

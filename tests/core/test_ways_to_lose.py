@@ -16,8 +16,7 @@ REPLICA = "rollout-0"
 
 def silent(bench: Bench, name: str) -> list[Command]:
     """Its lease ran out."""
-    incarnation = bench.state.actors[name].incarnation
-    return bench.own(ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000))
+    return bench.silent(name)
 
 
 def complains(bench: Bench, name: str) -> list[Command]:

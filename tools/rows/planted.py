@@ -277,7 +277,9 @@ def overdue_pull_is_left_alone(plant: Planter) -> None:
 
 
 def overdue_restart_is_left_alone(plant: Planter) -> None:
-    plant.replace(membership, "restart_expired", lambda turn, name: turn.done(f"restart:{name}"))
+    plant.replace(
+        membership, "restart_expired", lambda turn, order: turn.done(f"restart:{order.actor}")
+    )
 
 
 def overdue_link_is_left_alone(plant: Planter) -> None:
