@@ -2,7 +2,7 @@
 
 Reads   the coordinator's state after each of its turns, the seed
 Writes  the world, through Faults: a process is lost or slow, a user asks
-Gives   AIMS, by kind of fault; those of relays are in relay_aims.py
+Gives   AIMS, by kind of fault; those of relays and of versions are in files of their own
 
 What strikes at random times seldom meets a short phase: a third death just when the trainer waits
 for that answer, a relay that is lost while it is being published to. An aim waits for its moment
@@ -12,7 +12,6 @@ and strikes then, a few times in a run at most. Way and target are drawn from th
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,22 +24,17 @@ from laminar.core.state import (
     EXPORTING,
     FINAL_EVALUATION,
     RUNNING,
-    Replica,
     State,
     Trajectory,
 )
-from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
+from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
 from laminar.sim.aim import (
-    HELD,
-    SLOW,
     WAYS,
     Aim,
     evaluated,
-    hold_up_evaluation,
     slow_down,
 )
-from laminar.sim.process import SimProcess
 from laminar.sim.relay_aims import (
     PinLate,
     PublishDiffers,
@@ -48,15 +42,16 @@ from laminar.sim.relay_aims import (
     RelayInTransfer,
     RelayWhilePublishing,
 )
-from laminar.sim.scenario import seconds
-from laminar.sim.scheduler import MS
+from laminar.sim.version_aims import (
+    CheckpointOutdated,
+    EvaluationOutOfReach,
+    EvaluationStalls,
+    EvictedVersion,
+    OnlyOneOfItsVersion,
+)
 
 if TYPE_CHECKING:
     from laminar.sim.faults import Faults
-
-SLOW_REWARDS = 5.0
-LOSS_HEARD_NS = 50 * MS
-"""By then the coordinator mostly knows that a process died."""
 
 
 class LastAnswer(Aim):
@@ -160,171 +155,11 @@ class DrainInPhase(Aim):
             slow_down(self.faults, state, state.evaluation.version)
 
 
-class EvaluationOutOfReach(Aim):
-    """A machine's relay and replicas start afresh during an evaluation of an older version, while
-    rewards take long; when they are back, and until they have weights, all replicas elsewhere are
-    lost, or when the relay has them and its replicas are late; half of the time the checkpoints
-    are gone, too."""
-
-    kind = "evaluation-out-of-reach"
-    share = 1.0  # few runs have several machines and such an evaluation
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._relay = ""
-        self._struck = False
-        self._removes, self._late = chance.random() < 0.5, chance.random() < 0.5
-
-    def look(self, state: State) -> None:
-        evaluation = state.evaluation
-        if evaluation is None or len(state.relays) < 2:
-            self.done = self._struck
-        elif evaluation.version >= state.newest:
-            hold_up_evaluation(self.faults, state)
-        elif not self._relay:
-            self._relay = state.chain[-1]
-            self.faults.reward_slow = SLOW_REWARDS
-            for process in self._machine(state):
-                self.lose(process.name, "dies")
-        elif self._relay in state.relays:
-            has_weights = state.relays[self._relay].newest >= 0
-            here = any(r.relay == self._relay for r in state.live_replicas())
-            self.done = here if self._late else has_weights
-            if self.done:
-                return
-            if self._late:
-                self._hold_replicas(state, has_weights)
-            elif here:
-                self._strike(state)
-
-    def _machine(self, state: State) -> list[SimProcess]:
-        return self.world.children_of(state.relays[self._relay].node)
-
-    def _hold_replicas(self, state: State, has_weights: bool) -> None:
-        """They stand still until the relay has weights and an answer waits for a reward."""
-        held = [process for process in self._machine(state) if process.role == "rollout"]
-        for process in held:
-            if process.alive and not process.paused:
-                self.faults.pause(process, HELD * self.faults.lease_s)
-        if has_weights and _waits_for_reward(state):
-            self.done = True
-            self._strike(state)
-            for process in held:
-                self.world.scheduler.after(LOSS_HEARD_NS, process.resume)
-
-    def _strike(self, state: State) -> None:
-        self._struck = True
-        self.struck()
-        if self._removes:
-            self.world.checkpoints.clear()
-        for replica in state.live_replicas():
-            if replica.relay != self._relay:
-                self.lose(replica.name, "dies")
-
-
-class OnlyOneOfItsVersion(Aim):
-    """The only replica of a version is lost with its work while another one is empty."""
-
-    kind = "only-one-of-its-version-lost"
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._ways = chance.sample(WAYS, 3)
-
-    def look(self, state: State) -> None:
-        if self.now < self.from_ns or state.phase != RUNNING:
-            return
-        replicas = state.replicas.values()
-        idle = [r for r in replicas if not r.running and not r.loading and r.version >= 0]
-        if not idle:
-            return
-        versions = Counter(r.version for r in replicas)
-        in_reach = {version for r in idle for version in state.held_for(r)}
-        for replica in replicas:
-            if replica.running and versions[replica.version] == 1 and replica.version in in_reach:
-                self.from_ns = self.now + seconds(2 * self.faults.lease_s)
-                self.struck()
-                self.lose(replica.name, self._ways.pop())
-                self.done = not self._ways
-                return
-
-
-class EvictedVersion(Aim):
-    """A replica is slow with an older version, half of the time an evaluation's, when all relays
-    die, which come back with the newest alone; then it is lost with its work, or all replicas are;
-    half of the time the checkpoints are gone, too."""
-
-    kind = "evicted-version-lost"
-    share = 1.0  # few runs keep checkpoints
-
-    def __init__(self, faults: Faults, chance: random.Random) -> None:
-        super().__init__(faults, chance)
-        self._victim: tuple[str, int] = ("", -1)  #: a replica and its version
-        self._removes, self._all = chance.random() < 0.5, chance.random() < 0.5
-        self._evaluates = chance.random() < 0.5
-        if self._evaluates:
-            self._removes = self._all = True  # then its open answers have nowhere to go
-        self._tries = 3
-
-    def look(self, state: State) -> None:
-        if self.now < self.from_ns or state.phase != RUNNING:
-            return
-        name, version = self._victim
-        replica = state.replicas.get(name)
-        if replica is None or not replica.running or replica.version != version:
-            self._begin(state)
-        elif state.master() is None or version in state.lookup.held:
-            return
-        elif _ripe(state, version):
-            self.done = True
-            self.struck()
-            if self._removes:
-                self.world.checkpoints.clear()
-            for victim in list(state.replicas) if self._all else [name]:
-                self.lose(victim)
-
-    def _begin(self, state: State) -> None:
-        candidates = self._candidates(state)
-        if candidates and self._evaluates:
-            hold_up_evaluation(self.faults, state)
-        victim = next((r for r in candidates if r.version < state.newest), None)
-        if victim is None or not state.chain:
-            return
-        self._victim = victim.name, victim.version
-        self._tries -= 1
-        self.done = not self._tries
-        self.faults.reward_slow = SLOW_REWARDS
-        self.faults.speed(self.world.processes[victim.name], SLOW)
-        for relay in list(state.chain):
-            self.lose(relay, "dies")
-
-    def _candidates(self, state: State) -> list[Replica]:
-        """Those who work with a version that has a checkpoint, perhaps that of an evaluation."""
-        working = [r for r in state.replicas.values() if r.running and r.version in state.saved]
-        if not self._evaluates or not state.num_eval:
-            return working
-        evaluated_version = state.evaluation.version if state.evaluation is not None else -1
-        return [r for r in working if r.version == evaluated_version]
-
-
-def _ripe(state: State, version: int) -> bool:
-    """An evaluation of this version, if there is one, has an answer that waits for its reward and
-    one that is generated."""
-    if state.evaluation is None or state.evaluation.version != version:
-        return True
-    generated = any(trajectory.status in IN_ENGINE for trajectory in evaluated(state))
-    return generated and _waits_for_reward(state)
-
-
-def _waits_for_reward(state: State) -> bool:
-    """An answer of the evaluation does."""
-    return any(trajectory.status == GENERATED for trajectory in evaluated(state))
-
-
 AIMS: dict[str, type[Aim]] = {
     aim.kind: aim
     for aim in (
         LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, DrainInPhase,
         PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion, EvictedVersion,
+        CheckpointOutdated, EvaluationStalls,
     )
 }  # fmt: skip

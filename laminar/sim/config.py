@@ -41,6 +41,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     num_eval: Ints = (0, 5)
     test_freq: Ints = (0, 2)
     save_freq: Ints = (0, 0, 1, 2)
+    max_ckpt_to_keep: Ints = (1, 2, 3)
     batch_strategy: Words = ("deadline", "priority", "strategies.py:mine")
     reward_scope: Words = ("trajectory", "group")
     drop_last: bool | tuple[bool, ...] = (False, True)

@@ -59,6 +59,9 @@ RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine. Its relay may die and come back, but somebody must start it again."""
+STALLED = 1e9
+NOTICED = 2
+"""Progress timers by whose end a replica that samples nothing has been noticed."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before everybody has joined, and until when that is."""
@@ -103,6 +106,8 @@ class Faults:
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.left_hanging = 0  #: sequences that were, when everything healed
         self.wedged_until_ns = 0  #: by then somebody has acted on whatever is never done
+        #: boots that sample nothing more; whether their node has yet to ignore that they hang
+        self._stalled: dict[str, bool] = {}
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
@@ -189,7 +194,9 @@ class Faults:
     def ignores(self, process: SimProcess, command: Command) -> bool:
         """The process lives and says so, but never carries out this command."""
         if process.role == "node" and isinstance(command, cmd.RestartActor):
-            return self._wedges("command-ignored", RESTART_TIMEOUT_MS)
+            return self._keeps_stalled(command) or self._wedges(
+                "command-ignored", RESTART_TIMEOUT_MS
+            )
         if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
             return False
         return self._wedges("command-ignored", DEADLINES_MS[self.ignored])
@@ -250,9 +257,21 @@ class Faults:
         """True if something is never done; then somebody acts when its deadline is over."""
         struck = self._strikes(kind)
         if struck:
-            expires_ns = self.world.scheduler.now + deadline_ms * MS
-            self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
+            self._wedged_for(deadline_ms)
         return struck
+
+    def _wedged_for(self, deadline_ms: int) -> None:
+        expires_ns = self.world.scheduler.now + deadline_ms * MS
+        self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
+
+    def _keeps_stalled(self, command: cmd.RestartActor) -> bool:
+        """True for the first order to restart a process that was stalled."""
+        boot = self.world.processes[command.actor].boot_id
+        ignored = self._stalled.get(boot, False)
+        if ignored:
+            self._stalled[boot] = False
+            self._wedged_for(RESTART_TIMEOUT_MS)
+        return ignored
 
     def _weather(self) -> Weather:
         chance = self._chance("weather")
@@ -284,8 +303,15 @@ class Faults:
     def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
+    def stall(self, process: SimProcess) -> None:
+        """It lives and samples nothing more; its node does not do as it is told when that is
+        noticed, also if everything else has healed by then."""
+        self.speed(process, STALLED)
+        self._stalled[process.boot_id] = True
+        self._wedged_for(NOTICED * self.world.scenario.settings.stall_ms)
+
     def speed(self, process: SimProcess, slow: float) -> None:
-        if process.alive and process.slow != slow:
+        if process.alive and process.slow != slow and process.boot_id not in self._stalled:
             process.model.pause()
             process.slow = slow
             process.model.resume()

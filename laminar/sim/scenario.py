@@ -55,6 +55,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int
     snapshot_every: int
     save_freq: int
+    max_ckpt_to_keep: int
     checks: CheckConfig
 
     @property
@@ -115,7 +116,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         lengths=ResponseLengths(median=pick(time.median_tokens), limit=pick(time.max_tokens)),
         segment_bytes=pick(config.log.segment_bytes),
         snapshot_every=pick(config.log.snapshot_every),
-        save_freq=pick(work.save_freq),  # drawn last: the seeds of before it keep their worlds
+        save_freq=pick(work.save_freq),
+        max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
         checks=config.checks,
     )
 

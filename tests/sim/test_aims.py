@@ -30,6 +30,8 @@ MOMENTS = (
     ("evaluation-out-of-reach", 69, "ReplicaReady -> EndTrajectories"),
     ("evicted-version-lost", 77, "CheckpointRefused -> EndTrajectories"),
     ("evicted-version-lost", 111, "CheckpointRefused -> PullWeights"),
+    ("checkpoint-outdated", 79, "CheckpointSaved -> GenerateTrajectory"),
+    ("evaluation-stalls", 4, "TimerFired -> PinVersion"),
     ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
 )
 

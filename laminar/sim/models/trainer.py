@@ -22,7 +22,6 @@ from laminar.storage.rules import Row
 SLOT_POLL_NS = seconds(0.05)
 EXPORT_S = 1.0
 SAVE_S = 0.5
-CHECKPOINTS_KEPT = 3
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
 
@@ -129,7 +128,8 @@ class Trainer(Idle):
         """What is on disk stays there, whoever dies; the oldest make room."""
         disk = self.world.checkpoints
         disk[path] = weights
-        while len(disk) > CHECKPOINTS_KEPT:
+        keep = self.scenario.max_ckpt_to_keep or len(disk)
+        while len(disk) > keep:
             del disk[next(iter(disk))]
         kept = tuple(checkpoint.version for checkpoint in disk.values())
         saved = ev.CheckpointSaved(version=weights.version, step=weights.step, path=path, kept=kept)
