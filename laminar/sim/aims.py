@@ -20,21 +20,10 @@ from laminar.core.admission import groups_wanted
 from laminar.core.buffering import awaited, trainer_idle
 from laminar.core.recovery import DEATHS_MAX
 from laminar.core.siblings import members
-from laminar.core.state import (
-    EXPORTING,
-    FINAL_EVALUATION,
-    RUNNING,
-    State,
-    Trajectory,
-)
+from laminar.core.state import EXPORTING, FINAL_EVALUATION, RUNNING, State, Trajectory
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
-from laminar.sim.aim import (
-    WAYS,
-    Aim,
-    evaluated,
-    slow_down,
-)
+from laminar.sim.aim import WAYS, Aim, evaluated, slow_down
 from laminar.sim.relay_aims import (
     PinLate,
     PublishDiffers,
