@@ -36,6 +36,7 @@ SILENCE = 1.5
 HELD = 0.8
 """Part of its lease for which a process may stand still without being lost."""
 SLOW = 20.0
+SLOW_REWARDS = 5.0
 
 
 def lose(faults: Faults, process: SimProcess, way: str) -> None:

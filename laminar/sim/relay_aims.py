@@ -14,7 +14,7 @@ from laminar.core.buffering import batch_size, trainer_idle
 from laminar.core.state import EXPORTING, RUNNING, State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
-from laminar.sim.aim import HELD, SILENCE, Aim, slow_down
+from laminar.sim.aim import HELD, SILENCE, SLOW_REWARDS, Aim, slow_down
 from laminar.sim.models.relay import Relay
 from laminar.sim.scenario import seconds
 
@@ -130,8 +130,9 @@ class PublishDiffers(Aim):
 
 
 class PinLate(Aim):
-    """No relay hears that the version of an evaluation is to be kept, and whoever runs it is slow.
-    All of them are lost when the version is gone and the coordinator does not know it."""
+    """No relay hears that the version of an evaluation is to be kept, and whoever runs it is slow,
+    as rewards are. All of them are lost when the version is gone and the coordinator does not know
+    it."""
 
     kind = "pin-late"
     share = 1.0  # few evaluations last so long
@@ -140,27 +141,39 @@ class PinLate(Aim):
         super().__init__(faults, chance)
         self._cut = False
         self._slow = False
+        self._tries = 3
 
     def look(self, state: State) -> None:
         evaluation = state.evaluation
         if evaluation is None:
-            if state.evaluation_due >= 0 and not self._cut:
-                self._cut = True
-                for name in state.relays:
-                    duration_s = self.chance.uniform(1, 3) * self.faults.lease_s
-                    self.faults.cut(COORDINATOR, name, duration_s)
-            self.done = self._slow
+            if self._slow:
+                self._try_again()
+            elif state.evaluation_due >= 0 and not self._cut:
+                self._cut_relays(state)
         elif self._cut:
             if not self._slow:
                 self._slow = True
                 slow_down(self.faults, state, evaluation.version)
+                self.faults.reward_slow = SLOW_REWARDS
             believed = [r for r in state.relays.values() if evaluation.version in r.held]
             if believed and not any(self._holds(r.name, evaluation.version) for r in believed):
-                self.done = True
                 self.struck()
                 for replica in list(state.replicas.values()):
                     if replica.version == evaluation.version:
                         self.lose(replica.name, "dies")
+                self._try_again()
+
+    def _cut_relays(self, state: State) -> None:
+        self._cut = True
+        for name in state.relays:
+            duration_s = self.chance.uniform(1, 3) * self.faults.lease_s
+            self.faults.cut(COORDINATOR, name, duration_s)
+
+    def _try_again(self) -> None:
+        """With the next evaluation."""
+        self._cut = self._slow = False
+        self._tries -= 1
+        self.done = not self._tries
 
     def _holds(self, relay: str, version: int) -> bool:
         process = self.world.processes[relay]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from laminar.core.state import RUNNING, Replica, State
 from laminar.core.transitions import GENERATED, IN_ENGINE
-from laminar.sim.aim import HELD, SLOW, WAYS, Aim, evaluated, hold_up_evaluation
+from laminar.sim.aim import HELD, SLOW, SLOW_REWARDS, WAYS, Aim, evaluated, hold_up_evaluation
 from laminar.sim.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
@@ -22,7 +22,6 @@ from laminar.sim.scheduler import MS
 if TYPE_CHECKING:
     from laminar.sim.faults import Faults
 
-SLOW_REWARDS = 5.0
 LOSS_HEARD_NS = 50 * MS
 """By then the coordinator mostly knows that a process died."""
 
@@ -176,7 +175,7 @@ class OldVersion(Aim):
 
 class EvictedVersion(OldVersion):
     """The replica is lost with its work, or all are; half of the time the checkpoints are gone,
-    too; half of the time the version is an evaluation's, whose open answers have nowhere to go."""
+    too; mostly the version is an evaluation's, whose open answers then have nowhere to go."""
 
     kind = "evicted-version-lost"
     share = 1.0  # two kinds of work, and few runs keep checkpoints
@@ -184,7 +183,7 @@ class EvictedVersion(OldVersion):
     def __init__(self, faults: Faults, chance: random.Random) -> None:
         super().__init__(faults, chance)
         self._removes, self._all = chance.random() < 0.5, chance.random() < 0.5
-        self.evaluates = chance.random() < 0.5
+        self.evaluates = chance.random() < 0.7
         if self.evaluates:
             self._removes = self._all = True
 
