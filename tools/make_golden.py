@@ -1,8 +1,8 @@
 """Makes the golden logs: runs that are kept, and that later versions of this program must replay.
 
-Usage: python tools/make_golden.py [--schema-1]
+Usage: python tools/make_golden.py
 Reads   nothing: the runs are simulated
-Writes  tests/golden: schema_2/*, refused/*, with --schema-1 also schema_1/*, and MANIFEST.json
+Writes  tests/golden: schema_N/* of the present schema N, refused/*, and MANIFEST.json
 
 What a run must have gone through is written beside its faults, and the first seed that has done so
 is taken. So the command works again after a change of the product has changed every run. When it
@@ -175,33 +175,17 @@ RUNS = (
         {"max_staleness": 0, "drop_last": False, "num_train": 9},
     ),
 )
-SCHEMA_1 = (
-    Recipe("hashed", "it ends with a hash of the state", changes={"segment_bytes": 32_768}),
-    Recipe(
-        "killed_often",
-        "decisions are missing where the coordinator was replaced",
-        ("coordinator-killed",),
-        ("log:taken-over",),
-        {"every_s": 1.0},
-    ),
-    Recipe("rotated", "many segments of one coordinator", changes={"segment_bytes": 4_096}),
-    Recipe("unfinished", "it ends among the decisions of an event"),
-)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    older = "write today's runs in the form of schema 1 too, in place of those kept since then"
-    parser.add_argument("--schema-1", action="store_true", help=older)
-    make(GOLDEN, schema_1=parser.parse_args().schema_1)
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
+    make(GOLDEN)
     return 0
 
 
-def make(folder: Path, *, schema_1: bool) -> None:
+def make(folder: Path) -> None:
     """Replace the logs of a folder and their entries in its manifest; entries of others stay."""
     made = [*_present(folder / PRESENT), *_refused(folder / "refused")]
-    if schema_1:
-        made += _schema_1(folder / "schema_1")
     old = manifest(folder) if (folder / "MANIFEST.json").exists() else []
     parts = {golden.name.split("/")[0] for golden in made}
     made += [golden for golden in old if golden.name.split("/")[0] not in parts]
@@ -308,20 +292,6 @@ def _with_schema(records: list[Record]) -> Iterable[Record]:
     for record in records:
         is_header = isinstance(record, Header)
         yield msgspec.structs.replace(record, schema=UNKNOWN) if is_header else record
-
-
-# --- schema 1 -----------------------------------------------------------------------------------
-
-
-def _schema_1(folder: Path) -> list[Golden]:
-    shutil.rmtree(folder, ignore_errors=True)
-    found = []
-    for recipe in SCHEMA_1:
-        records = log_forms.as_schema_1(_records(run(recipe)))
-        records = log_forms.cut(records) if recipe.name == "unfinished" else records
-        _save(folder / recipe.name, log_forms.write(records))
-        found.append(_kept(folder, recipe))
-    return found
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Book(msgspec.Struct, kw_only=True):
+class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Counts of one kind of thing."""
 
     issued: int = 0
@@ -36,7 +36,7 @@ class Book(msgspec.Struct, kw_only=True):
         return self.issued - self.trained - self.evaluated - sum(self.dropped.values())
 
 
-class Ledger(msgspec.Struct, kw_only=True):
+class Ledger(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The three books of a run."""
 
     groups: Book = msgspec.field(default_factory=Book)

@@ -6,11 +6,17 @@ Gives   State and its parts; `digest(state)` names a state by its content; `enco
 No floats, no sets, no clocks, no objects that cannot be encoded: the whole state is one MessagePack
 value, and its hash is what a replay has to reach. Dicts are used as ordered sets (value None)
 where a decision walks over them.
+
+What equals its default is left out of the encoding, so that a field which a later release adds
+changes nothing for a run that does not use it. msgspec tells "equal" by identity, which is the same
+only for values that exist once: None, False and True, integers from -5 to 256, the empty string and
+tuple; and empty dicts and lists, which it looks into. A default is one of these, or `_written`.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import xxhash
@@ -33,7 +39,12 @@ STARTING, RUNNING, EXPORTING, FINAL_EVALUATION, ENDING, STOPPING, ENDED = (
 )
 
 
-class Actor(msgspec.Struct, kw_only=True):
+def _written(value: str) -> Any:
+    """A default that stays in the encoding: an equal text may be another object."""
+    return msgspec.field(default_factory=lambda: value)
+
+
+class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One process slot by name; a restarted process raises the incarnation."""
 
     name: str
@@ -47,7 +58,7 @@ class Actor(msgspec.Struct, kw_only=True):
     last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
 
 
-class Replica(msgspec.Struct, kw_only=True):
+class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One inference engine. It serves one weight version at a time."""
 
     name: str
@@ -65,7 +76,7 @@ class Replica(msgspec.Struct, kw_only=True):
     failed_loads: int = 0
 
 
-class Relay(msgspec.Struct, kw_only=True):
+class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The relay of one machine, ready: a place in the chain."""
 
     name: str
@@ -83,13 +94,13 @@ class Relay(msgspec.Struct, kw_only=True):
     trouble: str = ""  #: kind of the last one that it reported
 
 
-class Trajectory(msgspec.Struct, kw_only=True):
+class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One attempt at one prompt; statuses and moves are in core/transitions.py."""
 
     id: TrajectoryId
     group: GroupId
     sibling: int
-    status: str = "dispatched"
+    status: str = _written("dispatched")
     replica: str = ""  #: that generates or scores it
     placement: int = 1
     attempt: int = 1
@@ -103,7 +114,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     restart: bool = False  #: lost work that must begin again from the prompt
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The siblings of one prompt in one pass (or one held-out prompt of an evaluation)."""
 
     id: GroupId
@@ -114,13 +125,13 @@ class Group(msgspec.Struct, kw_only=True):
     order: int  #: dispatch order, 0-based over the run
     members: list[TrajectoryId]
     unfinished: int  #: members neither rewarded nor ending
-    status: str = "open"  #: open | ready | chosen | ending
+    status: str = _written("open")  #: open | ready | chosen | ending
     end: str = ""  #: once it is ending: trained | evaluated | dropped
     end_reason: str = ""
     mixed: bool = False  #: a sibling started over on another version
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the trainer works on."""
 
     step: int
@@ -128,7 +139,7 @@ class Batch(msgspec.Struct, kw_only=True):
     groups: list[GroupId]
 
 
-class Evaluation(msgspec.Struct, kw_only=True):
+class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Held-out prompts, greedy, all on one version."""
 
     index: int
@@ -142,7 +153,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     correct: int = 0
 
 
-class EvaluationResult(msgspec.Struct, kw_only=True):
+class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int
     version: int
     step: int
@@ -151,7 +162,7 @@ class EvaluationResult(msgspec.Struct, kw_only=True):
     correct: int
 
 
-class Outstanding(msgspec.Struct, kw_only=True):
+class Outstanding(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A command that waits for its ending event."""
 
     command_id: int
@@ -160,12 +171,12 @@ class Outstanding(msgspec.Struct, kw_only=True):
     command: AnyCommand
 
 
-class State(msgspec.Struct, kw_only=True, dict=True):
+class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     """The fold of the event log."""
 
     settings: Settings
     logic: int
-    phase: str = STARTING
+    phase: str = _written(STARTING)
     time_ns: int = 0
     seq: int = 0
     coordinator_incarnation: int = 0

@@ -181,6 +181,7 @@ class History(Generic[_T]):
         self._end: Takeover | None = None
         self._newest = 0
         self._torn_bytes = 0
+        self.schema = SCHEMA_VERSION  #: of the segment that the iteration is in
 
     @property
     def position(self) -> Position:
@@ -199,6 +200,7 @@ class History(Generic[_T]):
             size = span.end.offset if span.end else -1
             data = read_segment(self._disk, span.segment, size)
             self._frames = frames = Frames(span.segment, data, span.seed)
+            self.schema = span.schema
             if self._start and self._start.segment == span.segment:
                 self._skip_to_start(frames, self._start)
             yield from self._records(frames, self._decoders(span))

@@ -27,9 +27,9 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-SCHEMA_VERSION = 2
-"""2: every decision of an event is in the log; what a coordinator did not live to write, its
-successor writes first. Earlier ones: eventlog/upcast.py."""
+SCHEMA_VERSION = 3
+"""3: the encoding of the state, of which the log has hashes, leaves out what equals its default.
+Earlier ones: eventlog/upcast.py."""
 
 #: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
 #: at 1 MiB; the largest record holds one of them, or the resolved configuration.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from laminar.core.machine import LogicError, Machine
-from laminar.core.state import State, digest
+from laminar.core.state import State
 from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (
     DecisionRecord,
@@ -28,7 +28,7 @@ from laminar.eventlog.record import (
     StateHashRecord,
 )
 from laminar.eventlog.snapshot import Snapshot
-from laminar.eventlog.upcast import has_every_decision
+from laminar.eventlog.upcast import has_every_decision, state_digest
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command, decode_event, encode
 from laminar.ports import Disk
@@ -113,7 +113,7 @@ def replay(
             index += 1
             found.decisions += 1
         elif isinstance(record, StateHashRecord):
-            found.difference = _compare_hash(history.position, found, record)
+            found.difference = _compare_hash(history, found, record)
         elif record.incarnation == writer:  # it went on in another segment, so it was whole
             if index < len(expected):
                 found.difference = _missing(history.position, found, expected[index])
@@ -171,13 +171,15 @@ def _other_decision(
     return Difference(position, seq, logged, replayed)
 
 
-def _compare_hash(position: Position, found: Replay, record: StateHashRecord) -> Difference | None:
-    actual = digest(found.machine.state)
+def _compare_hash(
+    history: History[Record], found: Replay, record: StateHashRecord
+) -> Difference | None:
+    actual = state_digest(history.schema, found.machine.state)
     found.hashes += 1
     if record.seq != found.machine.state.seq or record.digest != actual:
         logged = f"state {record.digest} after event {record.seq}"
         replayed = f"state {actual} after event {found.machine.state.seq}"
-        return Difference(position, found.machine.state.seq, logged, replayed)
+        return Difference(history.position, found.machine.state.seq, logged, replayed)
     return None
 
 

@@ -31,15 +31,31 @@ class Event(
 
 
 class Command(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab, gc=False
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag=kebab,
+    gc=False,
 ):
-    """A decision, in the imperative, addressed to one process."""
+    """A decision, in the imperative, addressed to one process.
+
+    A field that is added later has a default that is the old meaning. It is left out of the
+    encoding (core/state.py says which defaults can be), so the decisions of older logs stay equal.
+    """
 
     to: str  #: actor name
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the decisions depend on; fixed for a run and logged with `coordinator-started`."""
+class Settings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the decisions depend on; fixed for a run and logged with `coordinator-started`.
+
+    A field that is added later has a default under which the decisions are the old ones: so an
+    older log is replayed by the rules that it was written with.
+    """
 
     seed: int
     groups_per_step: int  #: prompts of one batch

@@ -105,7 +105,8 @@ class PullWeights(Command, frozen=True, kw_only=True):
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds
     purpose: str  #: start | newer | evaluation | resume
-    checkpoint: str = ""  #: directory inside the run directory; empty: the relay has the version
+    #: directory inside the run directory; empty: the relay has the version (always encoded)
+    checkpoint: str = msgspec.field(default_factory=str)
 
 
 class GenerateTrajectory(Command, frozen=True, kw_only=True):
@@ -123,7 +124,9 @@ class GenerateTrajectory(Command, frozen=True, kw_only=True):
     seed: int
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Placed(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A trajectory and the placement that may act on it."""
 
     trajectory: TrajectoryId
@@ -148,7 +151,9 @@ class AbortTrajectories(Command, frozen=True, kw_only=True):
 # --- store ------------------------------------------------------------------------------------
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Ending(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """How one trajectory ended; enough to write a row for one that was never opened."""
 
     trajectory: TrajectoryId
@@ -171,7 +176,9 @@ class EndTrajectories(Command, frozen=True, kw_only=True):
 # --- the batch strategy's worker --------------------------------------------------------------
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Candidate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What a user's batch strategy may know of a finished group."""
 
     group: GroupId

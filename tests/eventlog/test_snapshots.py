@@ -148,7 +148,7 @@ def packed(snapshot: object) -> bytes:
         (lambda s: b"", "it is damaged"),
         (lambda s: packed(s) + b"\x00", "it is damaged"),
         (lambda s: packed({"novel": 1}), "it is of another release: "),
-        (lambda s: packed(msgspec.structs.replace(s, schema=1)), "it is of schema 1"),
+        (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it is of schema 99"),
         (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
         (lambda s: packed(with_state(s, phase=3)), "it is of another release: "),

@@ -15,12 +15,12 @@ import msgspec
 
 from laminar.core.machine import LOGIC_VERSION, LogicError
 from laminar.core.state import digest
-from laminar.eventlog.reader import NotInHistory
-from laminar.eventlog.record import LogCorrupt
+from laminar.eventlog.reader import NotInHistory, read_log
+from laminar.eventlog.record import Header, LogCorrupt
 from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import Snapshot, snapshots
-from laminar.eventlog.upcast import UPCASTS
+from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
 from laminar.ports import Disk
@@ -43,7 +43,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unlogged: int  #: made by the replay, and not in the log: a coordinator died before
     hashes: int  #: of the state, in the log
     snapshots: int  #: beside it, each of which leads to the same state
-    digest: str  #: of the last state
+    digest: str  #: of the last state, in the form of the log's schema
 
 
 class Golden(
@@ -96,12 +96,16 @@ def follow(disk: Disk) -> Facts:
             sum(decided) - whole.decisions,
             whole.hashes,
             len(found.usable),
-            digest(whole.machine.state),
+            state_digest(_last_schema(disk), whole.machine.state),
         )
         _go_on(disk)
     except (LogCorrupt, LogicError, NotInHistory) as error:
         raise Refused(str(error)) from error
     return facts
+
+
+def _last_schema(disk: Disk) -> int:
+    return [r.schema for _, r in read_log(disk) if isinstance(r, Header)][-1]
 
 
 def _identical(found: Replay) -> Replay:
