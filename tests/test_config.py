@@ -82,6 +82,22 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "rollout.max_num_seqs=4"], ["rollout.max_num_seqs", "rollout.group_size"]),
         ([*GOOD, "rollout.group_size=1"], ["rollout.group_size", "2 siblings"]),
         ([*GOOD, "algorithm.ppo_mini_batch_size=5"], ["ppo_mini_batch_size", "divide"]),
+        (
+            [*GOOD, "data.train_batch_size=32769", "rollout.group_size=16"],
+            ["data.train_batch_size", "rollout.group_size", "524304", "at most 524288"],
+        ),
+        (
+            [*GOOD, "rollout.group_size=4097", "rollout.max_num_seqs=4097"],
+            ["rollout.group_size", "at most 4096"],
+        ),
+        (
+            [*GOOD, "data.train_batch_size=30000", "algorithm.batch_strategy=mine.py:choose"],
+            ["algorithm.batch_strategy", "90000 groups", "async.max_staleness"],
+        ),
+        (
+            [*GOOD, f"data.dataset_config={{ words = '{'x' * (1 << 20)}' }}"],
+            ["the configuration has", "1048576", "data.dataset_config"],
+        ),
         ([*GOOD, "algorithm.min_scored=9"], ["algorithm.min_scored", "9"]),
         ([*GOOD, "rollout.max_model_len=10"], ["rollout.max_model_len"]),
         ([*GOOD, "coordinator.lease_ms=1000"], ["coordinator.lease_ms", "three times"]),

@@ -8,6 +8,7 @@ One place for the deadline, the codec and the check that the answer is the one t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -44,12 +45,14 @@ class StoreClient:
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
         """Trajectories in the order asked for; several replies when they are large."""
         found: dict[str, store.Trajectory] = {}
-        while missing := [wanted for wanted in ids if wanted not in found]:
-            part = tuple(missing[: store.MAX_ITEMS])
+        missing = deque(ids)  # not searched again for every reply: a batch can be 200,000
+        while missing:
+            part = tuple(missing.popleft() for _ in range(min(len(missing), store.MAX_ITEMS)))
             reply = await self.ask(store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply)
             if reply.unknown:
                 raise RuntimeError(f"the store does not have {', '.join(reply.unknown[:5])}")
             found.update((row.trajectory_id, row) for row in reply.trajectories)
+            missing.extendleft(reversed(reply.left_out))
         return [found[wanted] for wanted in ids]
 
 

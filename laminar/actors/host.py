@@ -38,6 +38,8 @@ from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, TIMELINE_DIR
 SWITCH_INTERVAL_S = 0.0005
 """A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
 WATCH_S = 0.5
+REASON_CHARS_MAX = 2_000
+"""Of a failure: it goes to every process of the run. The log of this one has all of it."""
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 1, 2, 3
 
 
@@ -128,7 +130,7 @@ class Host:
     def fail(self, reason: str, exit_code: int = EXIT_FAILED) -> None:
         """End this process with a reason; the first one counts."""
         if self._failure is None:
-            self._failure = (reason, exit_code)
+            self._failure = (reason[:REASON_CHARS_MAX], exit_code)
             self.log.error("failed", reason=reason)
         self._stop.set()
 

@@ -34,6 +34,7 @@ from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
 from laminar.training.batching import TrainSample
 from laminar.training.export import export_hf
 from laminar.training.learner import Learner, StepResult
+from laminar.training.metrics import by_origin
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.weights import manifest as mf
 
@@ -118,7 +119,8 @@ class Trainer:
         self.host.span("busy", received, done, step=command.step)
         await self.publisher.publish(command.version, command.step + 1, order.cause)
         self._enter_in_book(command, result)
-        metrics = result.metrics | _by_origin(result) | {"timing_s/step": (done - started) / 1e9}
+        origins = by_origin(result.mismatch, result.reward_by_version)
+        metrics = result.metrics | origins | {"timing_s/step": (done - started) / 1e9}
         completed = ev.StepCompleted(
             step=command.step,
             version=command.version,
@@ -218,13 +220,3 @@ def _sample(row: store.Trajectory) -> TrainSample:
         version_step=row.version_step,
         replica=row.replica or "",
     )
-
-
-def _by_origin(result: StepResult) -> dict[str, float]:
-    """Mismatch and reward by who generated with what, as flat metric names."""
-    figures: dict[str, float] = {}
-    for (replica, version), mismatch in result.mismatch.items():
-        figures[f"by_origin/mismatch_kl/{replica}/{version}"] = mismatch.mean_k3
-    for version, (mean, _) in result.reward_by_version.items():
-        figures[f"by_origin/reward/{version}"] = mean
-    return figures

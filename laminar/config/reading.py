@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import msgspec
 import tomli_w
 
-from laminar.config.rules import ConfigError, check_together, checked
+from laminar.config.rules import CONFIG_CHARS_MAX, ConfigError, check_together, checked
 from laminar.config.tree import Config
 
 #: Keys that users of verl, TRL, slime and prime-rl type; the error names ours.
@@ -85,6 +85,12 @@ def resolve(flat: Mapping[str, Any]) -> Config:
         node[leaf] = value
     config = msgspec.convert(tree, Config)
     check_together(config)
+    if (chars := len(dumps(config))) > CONFIG_CHARS_MAX:
+        raise ConfigError(
+            f"the configuration has {chars} characters, at most {CONFIG_CHARS_MAX} are allowed: it "
+            "is written into the event log at every start; put long lists (data.train_files, "
+            "data.dataset_config) into files"
+        )
     return config
 
 

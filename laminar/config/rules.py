@@ -88,6 +88,17 @@ MINIMA: dict[str, float] = {
 }
 
 
+STEP_TRAJECTORIES_MAX = 1 << 19
+"""Of one batch, which goes to the trainer as one message: at most 30 bytes each of 15 MiB."""
+GROUP_SIZE_MAX = 4_096
+"""A group that is rewarded together is one request to the store."""
+QUESTION_BYTES_MAX = 14 << 20
+"""Of what a user's batch strategy is asked, which is one message, too."""
+BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
+CONFIG_CHARS_MAX = 1 << 20
+"""Of the whole configuration: every coordinator of a run writes it into the event log."""
+
+
 def checked(key: str, value: Any, kind: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -142,6 +153,7 @@ def check_together(c: Config) -> None:
         )
     _check_sampling(c)
     _check_batches(c)
+    _check_sizes(c)
     if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
         raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
     if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
@@ -186,3 +198,27 @@ def _check_batches(c: Config) -> None:
             f"algorithm.min_scored = {c.min_scored} must lie between 2 and "
             f"rollout.group_size = {c.rollout.group_size}"
         )
+
+
+def _check_sizes(c: Config) -> None:
+    """What one message to the trainer, the store or a user's strategy can hold."""
+    groups, size = c.data.train_batch_size, c.rollout.group_size
+    if size > GROUP_SIZE_MAX:
+        raise ConfigError(
+            f"rollout.group_size = {size} is too large: it may be at most {GROUP_SIZE_MAX}"
+        )
+    if groups * size > STEP_TRAJECTORIES_MAX:
+        raise ConfigError(
+            f"data.train_batch_size * rollout.group_size = {groups} * {size} = {groups * size} "
+            f"trajectories are too many for one step: give at most {STEP_TRAJECTORIES_MAX}"
+        )
+    waiting = groups * (c.async_.max_staleness + 1)
+    question = waiting * (120 + 9 * size)  # bytes; what a strategy is told of each group
+    if c.algorithm.batch_strategy in BUILT_IN_STRATEGIES or question <= QUESTION_BYTES_MAX:
+        return
+    raise ConfigError(
+        f"algorithm.batch_strategy = {c.algorithm.batch_strategy!r} would be asked about as many "
+        f"as {waiting} groups at once (data.train_batch_size * (async.max_staleness + 1)), "
+        f"{question} bytes where {QUESTION_BYTES_MAX} are allowed: use one of "
+        f"{', '.join(BUILT_IN_STRATEGIES)}, or make one of the three smaller"
+    )

@@ -43,7 +43,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     max_prompt_length: int = 512  #: tokens
     max_response_length: int = 512  #: tokens
     filter_overlong_prompts: bool = False  #: false: an overlong prompt is an error at start
-    train_batch_size: int = 16  #: prompts (groups) per step
+    train_batch_size: int = 16  #: prompts (groups) per step; with group_size at most 524288 answers
     drop_last: bool = False  #: false: what is left when the data ends is one short batch
     shuffle: bool = True  #: a new order in every pass over the data
 

@@ -32,7 +32,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.net.client import write_address
 from laminar.net.session import Limits
-from laminar.net.transport import CONTROL_MAX_BYTES, SAFETY_TICK_S, ServerSocket
+from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 
@@ -123,7 +123,7 @@ class Coordinator:
             lease_ms=self.config.coordinator.lease_ms,
             clock_ns=time.monotonic_ns(),
             observer=self._observer,
-            limits=Limits(max_frame=CONTROL_MAX_BYTES),
+            limits=Limits(),
         )
         self.log.info(
             "started",

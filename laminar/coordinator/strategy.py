@@ -31,6 +31,7 @@ from laminar.ids import GroupId
 
 LINE_BYTES_MAX = 16 << 20
 """One answer line of a strategy: group ids only, but a user's print must not break the pipe."""
+DETAIL_CHARS_MAX = 500
 
 
 def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[str]]:
@@ -92,8 +93,8 @@ class StrategyWorker:
         try:
             groups = await self._exchange(command)
         except ValueError as error:  # the function's own, or an answer that is none
-            detail = f"{type(error).__name__}: {error}"
-        except (OSError, asyncio.IncompleteReadError) as error:
+            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             detail = f"the strategy's process ended: {error}"
             await self._end_process()
         self._report(ev.BatchProposed(step=command.step, groups=groups, detail=detail))
@@ -121,7 +122,16 @@ class StrategyWorker:
         answer = json.loads(await stdout.readuntil(b"\n"))
         if "error" in answer:
             raise ValueError(answer["error"])
-        return tuple(GroupId(str(group)) for group in answer["groups"])
+        return _offered(answer["groups"], command)
+
+
+def _offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
+    """The answer, which goes into the event log; ValueError for what was not on offer."""
+    offered = {str(candidate.group) for candidate in command.candidates}
+    strange = [group for group in groups if group not in offered]
+    if strange or len(groups) > len(offered):
+        raise ValueError(f"{len(groups)} groups were named, {len(strange)} of them not on offer")
+    return tuple(map(GroupId, groups))
 
 
 def _serve(reference: str) -> None:

@@ -28,7 +28,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
-from laminar.net.frames import Hello, Refused, decode_client
+from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import NEVER_NS, Limits, LinkState, OutboxFull, ServerLink
 
@@ -348,7 +348,7 @@ class Tick:
     def _refuse(self, boot_id: str, reason: str) -> None:
         route = self._route_of.get(boot_id)
         if route is not None:
-            self._frames_out.append((route, encode_frame(Refused(reason))))
+            self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT]))))
 
     def _forget(self, boot_id: str) -> None:
         del self._links[boot_id]

@@ -32,7 +32,7 @@ SCHEMA_VERSION = 3
 Earlier ones: eventlog/upcast.py."""
 
 #: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
-#: at 1 MiB; the largest record holds one of them, or the resolved configuration.
+#: at 15 MiB; the largest record holds one of them, or the resolved configuration.
 MAX_BODY_BYTES = 16 << 20
 #: Run name, hash and a few integers. It also tells a torn opening, which holds at most one header,
 #: from a segment that lost its header.

@@ -1,7 +1,8 @@
 """The only decoder of events and commands: MessagePack maps, tagged unions, one error type.
 
 Reads   bytes from the wire and from the log
-Gives   Event, Command, Order; raises WireError for any bytes that are not exactly one of them
+Gives   Event, Command, Order; raises WireError for any bytes that are not exactly one of them,
+        TooLarge for a message that nobody would take
 
 A msgspec tagged union decodes 3.4 times as fast as a MessagePack dict. Hostile bytes make it raise
 UnicodeDecodeError and RecursionError besides its own errors, so all of them become WireError here.
@@ -19,8 +20,14 @@ from laminar.events.base import Command, Event, WireError
 from laminar.events.commands import ALL_COMMANDS, Order
 from laminar.events.events import ALL_EVENTS
 
-MESSAGE_BYTES_MAX = 1 << 20
-"""Control messages are small: the largest, a batch of 512 groups of 16, is about 150 kB."""
+MESSAGE_BYTES_MAX = 15 << 20
+"""One frame and one record of the log (16 MiB), less their envelopes. The largest messages are a
+batch (14 bytes for a trajectory) and what a user's batch strategy is asked (240 for a group of 16);
+the configuration is refused where they could grow beyond it (config/rules.py)."""
+
+
+class TooLarge(ValueError):
+    """A message of ours above MESSAGE_BYTES_MAX: the sentence names it and its size."""
 
 
 def _union(types: tuple[type, ...]) -> Any:
@@ -34,8 +41,14 @@ _order_decoder = msgspec.msgpack.Decoder(Order)
 
 
 def encode(message: Event | Command | Order) -> bytes:
-    """One MessagePack map; equal messages give equal bytes."""
-    return _encoder.encode(message)
+    """One MessagePack map; equal messages give equal bytes. Raises TooLarge."""
+    data = _encoder.encode(message)
+    if len(data) > MESSAGE_BYTES_MAX:
+        name = type(message).__struct_config__.tag or "an order"
+        raise TooLarge(
+            f"{name} has {len(data)} bytes, more than a message may have ({MESSAGE_BYTES_MAX})"
+        )
+    return data
 
 
 def decode_event(data: bytes | msgspec.Raw) -> Event:

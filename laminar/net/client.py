@@ -24,8 +24,8 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.net.frames import BAD_BYTES, WireError
-from laminar.net.session import MS, ClientLink, Limits, LinkState
-from laminar.net.transport import CONTROL_MAX_BYTES, ClientSocket
+from laminar.net.session import MS, ClientLink, LinkState
+from laminar.net.transport import ClientSocket
 
 FLUSH_S = 2.0  #: how long `close` waits for acknowledgements
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
@@ -197,7 +197,6 @@ class ControlClient:
             heartbeat_ns=heartbeat_ms * MS,
             now_ns=now_ns(),
             info=info,
-            limits=Limits(max_frame=CONTROL_MAX_BYTES),
         )
         self._shell: ClientShell | None = None
         self._seen = ("", LinkState.JOINING)  #: server boot and state that the owner knows of

@@ -19,7 +19,15 @@ from collections.abc import Callable
 import msgspec
 
 from laminar.net.client import FLUSH_S, LINGER_MS, ClientShell, now_ns, started
-from laminar.net.frames import BAD_BYTES, Hello, Refused, WireError, decode_client, encode
+from laminar.net.frames import (
+    BAD_BYTES,
+    FRAME_BYTES_MAX,
+    Hello,
+    Refused,
+    WireError,
+    decode_client,
+    encode,
+)
 from laminar.net.session import (
     MS,
     ClientLink,
@@ -29,7 +37,7 @@ from laminar.net.session import (
     OutboxFull,
     ServerLink,
 )
-from laminar.net.transport import DRAIN_FRAMES, STORE_MAX_BYTES, ServerSocket
+from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 
 PEERS_MAX = 4_096  #: links of one server
 
@@ -74,7 +82,7 @@ class RpcClient:
         *,
         server: str,
         heartbeat_ms: int,
-        max_message: int = STORE_MAX_BYTES,
+        max_message: int = FRAME_BYTES_MAX,
     ) -> None:
         """`find_address`: asked until it knows one, and again when the server is silent.
         `server`: what error messages call the other side."""
@@ -223,7 +231,7 @@ class RpcServer:
         boot_id: str,
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
-        max_message: int = STORE_MAX_BYTES,
+        max_message: int = FRAME_BYTES_MAX,
     ) -> None:
         """`handle_batch`: one reply per request, in order; when it returns, all are durable.
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`.

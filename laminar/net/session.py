@@ -38,6 +38,7 @@ import msgspec
 
 from laminar.events.base import WireError
 from laminar.net.frames import (
+    FRAME_BYTES_MAX,
     MAX_TEXT,
     Ack,
     Bye,
@@ -72,11 +73,12 @@ class LinkClosed(ConnectionError):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one link may hold. The default is for control messages."""
+    """What one link may hold."""
 
-    max_frame: int = 1024 * 1024  #: bytes
+    max_frame: int = FRAME_BYTES_MAX
     outbox_messages: int = 16_384
-    outbox_bytes: int = 64 * 1024 * 1024
+    #: The end of a run with a million open trajectories is 144 MB of commands for the store.
+    outbox_bytes: int = 256 * 1024 * 1024
 
     @property
     def max_body(self) -> int:

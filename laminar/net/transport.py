@@ -21,9 +21,8 @@ from collections.abc import Callable
 import zmq
 
 from laminar.config import ConfigError
+from laminar.net.frames import FRAME_BYTES_MAX
 
-CONTROL_MAX_BYTES = 1024 * 1024  #: one frame on a control socket
-STORE_MAX_BYTES = 16 * 1024 * 1024  #: one frame on a store or relay socket
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
 DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
 SAFETY_TICK_S = 0.05
@@ -132,7 +131,7 @@ class _Socket:
 class ServerSocket(_Socket):
     """The bound end: many peers, each known by the routing id of its connection."""
 
-    def __init__(self, host: str, port: int, max_message: int = CONTROL_MAX_BYTES) -> None:
+    def __init__(self, host: str, port: int, max_message: int = FRAME_BYTES_MAX) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
         connection of their sender. ConfigError if the port is taken or the host not loopback."""
         ip = loopback(host)
@@ -164,7 +163,7 @@ class ServerSocket(_Socket):
 class ClientSocket(_Socket):
     """The connecting end: one server at a time, reconnected by ZeroMQ for ever."""
 
-    def __init__(self, max_message: int = CONTROL_MAX_BYTES) -> None:
+    def __init__(self, max_message: int = FRAME_BYTES_MAX) -> None:
         super().__init__(zmq.DEALER, max_message)
         self.address = ""  #: empty: not connected yet
 

@@ -10,7 +10,9 @@ means, which would depend on the split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,8 @@ TOKEN_MAXIMA = {
     "train_rollout_logprob_abs_diff/max": "abs_diff",
     "rollout_corr/is_max": "is_ratio",
 }
+ORIGINS_SHOWN = 32
+"""Replicas and versions with figures of their own: for ten thousand they would be megabytes."""
 #: metrics that are also given by quarter of the samples, shortest responses first
 BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
 
@@ -73,7 +77,10 @@ class TokenFigures:
 
     def sums(self, name: str) -> Column:
         """Per sample, in the order of `sample_ids`; name "tokens" counts them."""
-        return np.concatenate(self._sums[name])
+        parts = self._sums[name]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]  # once: every origin asks for its rows
+        return parts[0]
 
     def mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
         """Mean over the tokens of the chosen samples."""
@@ -151,3 +158,24 @@ def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, 
     for sample in samples:
         rewards.setdefault(sample.weight_version, []).append(sample.reward)
     return {v: (float(np.mean(r)), len(r)) for v, r in sorted(rewards.items())}
+
+
+def by_origin(
+    mismatch: Mapping[tuple[str, int], Mismatch], rewards: Mapping[int, tuple[float, int]]
+) -> dict[str, float]:
+    """Flat metrics of the largest mismatches and of the newest versions, ORIGINS_SHOWN each.
+
+    A replica with wrong weights stands out by a large one. How many others there are is given, too.
+    """
+    worst = nlargest(ORIGINS_SHOWN, mismatch.items(), key=_size)
+    newest = sorted(rewards)[-ORIGINS_SHOWN:]
+    figures = {f"by_origin/mismatch_kl/{name}/{v}": m.mean_k3 for (name, v), m in worst}
+    figures |= {f"by_origin/reward/{v}": rewards[v][0] for v in newest}
+    left_out = len(mismatch) + len(rewards) - len(figures)
+    return figures | ({"by_origin/left_out": float(left_out)} if left_out else {})
+
+
+def _size(origin: tuple[tuple[str, int], Mismatch]) -> float:
+    """What is no number is the worst."""
+    k3 = origin[1].mean_k3
+    return k3 if math.isfinite(k3) else math.inf

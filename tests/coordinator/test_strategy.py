@@ -95,3 +95,16 @@ def test_what_is_no_strategy_is_refused(
     with pytest.raises(ConfigError) as caught:
         load_strategy(f"{path}:{name}")
     assert all(word in str(caught.value) for word in [*words, "batch_strategy"])
+
+
+async def test_an_answer_that_was_not_on_offer_is_refused_before_it_reaches_the_log(
+    tmp_path: Path,
+) -> None:
+    """Its size is the user's: a million long names must not become a record of the log."""
+    (answer,) = await ask(write(tmp_path, "return ['x' * 100] * 10_000"), question())
+    assert answer.groups == ()
+    assert "10000 of them not on offer" in answer.detail
+    (failed,) = await ask(write(tmp_path, "raise ValueError('y' * 1_000_000)"), question())
+    assert (failed.groups, len(failed.detail)) == ((), 500)
+    (flooded,) = await ask(write(tmp_path, "return ['z' * (17 << 20)]"), question())
+    assert flooded.groups == () and "process ended" in flooded.detail
