@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
+from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
 from laminar.config import Config, ConfigError, load
 from laminar.events import commands as cmd
@@ -40,7 +41,6 @@ SWITCH_INTERVAL_S = 0.0005
 WATCH_S = 0.5
 REASON_CHARS_MAX = 2_000
 """Of a failure: it goes to every process of the run. The log of this one has all of it."""
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 1, 2, 3
 
 
 class Actor(Protocol):
@@ -127,7 +127,7 @@ class Host:
             heartbeat_ms=self.config.coordinator.heartbeat_ms,
         )
 
-    def fail(self, reason: str, exit_code: int = EXIT_FAILED) -> None:
+    def fail(self, reason: str, exit_code: int = exit_codes.FAILED) -> None:
         """End this process with a reason; the first one counts."""
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code)
@@ -163,7 +163,7 @@ class Host:
         try:
             await actor.start()
         except ConfigError as error:
-            self.fail(str(error), EXIT_USER_ERROR)
+            self.fail(str(error), exit_codes.USER_ERROR)
         except Exception as error:
             self.log.exception("start-failed")
             self.fail(f"{type(error).__name__}: {error}")
@@ -171,16 +171,16 @@ class Host:
         gc.freeze()  # a full collection must not walk what lives as long as the process
 
     async def _end(self, actor: Actor) -> int:
-        code = 0
+        code = exit_codes.COMPLETE
         if self._failure is not None:
             reason, code = self._failure
-            if self.control.incarnation and code != EXIT_ABSENT:
-                self.emit(ev.ActorFailed(reason=reason, user_error=code == EXIT_USER_ERROR))
+            if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+                self.emit(ev.ActorFailed(reason=reason, user_error=code == exit_codes.USER_ERROR))
         try:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
-        if code == 0 and self.control.incarnation:
+        if code == exit_codes.COMPLETE and self.control.incarnation:
             self.emit(ev.ActorLeft())
         for task in self._tasks:
             task.cancel()
@@ -197,7 +197,9 @@ class Host:
                 return self.fail(f"the line to the coordinator failed: {closed.exception()!r}")
             if self.control.absent:
                 absent_s = self.control.absent_ns / 1e9
-                return self.fail(f"no coordinator for {absent_s:.0f} s", EXIT_ABSENT)
+                return self.fail(
+                    f"no coordinator for {absent_s:.0f} s", exit_codes.COORDINATOR_ABSENT
+                )
 
     # --- callbacks of the control line ----------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Host:
         self._welcome.set()
 
     def _on_refused(self, reason: str) -> None:
-        self.fail(f"the coordinator refused this process: {reason}", EXIT_ABSENT)
+        self.fail(f"the coordinator refused this process: {reason}", exit_codes.COORDINATOR_ABSENT)
 
     def _on_body(self, body: bytes) -> None:
         order, command = decode_order(body)
@@ -231,7 +233,7 @@ class Host:
         if not task.cancelled() and task.exception() is not None:
             error = task.exception()
             self.log.error("task-failed", exc_info=error)
-            code = EXIT_USER_ERROR if isinstance(error, ConfigError) else EXIT_FAILED
+            code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
             self.fail(f"{type(error).__name__}: {error}", code)
 
 

@@ -19,8 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar import ids
-from laminar.actors.host import EXIT_USER_ERROR, Host
+from laminar import exit_codes, ids
+from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -126,7 +126,9 @@ class Node:
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         may = child.role in RESTARTED_ROLES and child.restarts < self._restarts_max
-        restarting = may and code not in (0, EXIT_USER_ERROR) and not self._stopping
+        restarting = (
+            may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
+        )
         exited = ev.ProcessExited(
             actor=child.name,
             boot_id=f"{child.name}-{child.boot}",

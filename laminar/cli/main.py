@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from laminar import exit_codes
 from laminar.cli import audit, log, report, sim, train
 from laminar.config import ConfigError
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
         code = arguments.function(arguments)
     except ConfigError as error:
         print(f"laminar: {error}", file=sys.stderr)
-        code = 2
+        code = exit_codes.USER_ERROR
     sys.exit(code)
 
 

@@ -14,7 +14,7 @@ import functools
 import sys
 from pathlib import Path
 
-from laminar import ids
+from laminar import exit_codes, ids
 from laminar.actors.host import run_actor
 from laminar.actors.node import Node
 from laminar.config import ConfigError, load
@@ -39,7 +39,7 @@ def main() -> None:
         address = loopback(arguments.host)
     except ConfigError as error:
         print(f"laminar-node: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_codes.USER_ERROR)
     name = arguments.name
     make = functools.partial(Node, roles=roles)
     sys.exit(run_actor(arguments.run_dir, name, "node", name, address, make))

@@ -12,6 +12,7 @@ twice ends it at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,19 +24,26 @@ from typing import Any
 
 from rich.console import Console
 
+from laminar import exit_codes
 from laminar.analysis.report import summarize
 from laminar.cli.preflight import Plan, check
 from laminar.cli.progress import Progress
 from laminar.config import Config, ConfigError, dumps, load
+from laminar.coordinator.restarts import Over, Restarts
 from laminar.observe.logs import new_attempt
-from laminar.rundir import CHECKPOINTS_DIR, CONFIG_FILE, EXPORT_DIR, STATUS_FILE, SUMMARY_FILE
+from laminar.rundir import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    COORDINATOR_FILE,
+    EXPORT_DIR,
+    SUMMARY_FILE,
+)
 
 POLL_S = 0.25
-FINAL_CODES = (0, 1, 2, 130)
-"""Exit codes of a coordinator that has ended its run; any other is a death."""
-COORDINATOR_RESTARTS_MAX = 20
 NODE_EXIT_S = 30.0
 """How long the nodes may take to leave once the coordinator has ended."""
+TERM_S = 15.0
+"""How long they may take once they were told to: their children have ten seconds of it."""
 
 Process = subprocess.Popen[bytes]
 
@@ -71,12 +79,12 @@ def train(arguments: argparse.Namespace) -> int:
     if run_dir.exists():
         console.print(f"moved the old run to {move_aside(run_dir)}", highlight=False)
     _prepare(plan.config, run_dir)
-    code = Supervisor(plan.config, run_dir, console).run()
+    over = Supervisor(plan.config, run_dir, console).run()
     try:
-        show_summary(summarize(run_dir), run_dir, console)
+        show_summary(summarize(run_dir), run_dir, console, over.reason)
     except ConfigError as error:  # the coordinator ended before it had logged anything
         console.print(f"no summary: {error}", highlight=False, markup=False)
-    return code
+    return over.code
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
@@ -113,30 +121,43 @@ class Supervisor:
         self.config, self.run_dir = config, run_dir
         self.progress = Progress(run_dir, console)
         self._interrupts = 0
-        self._restarts = 0
+        self._forwarded = 0
+        self._restarts = Restarts(
+            config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
+        )
 
-    def run(self) -> int:
-        """Until the coordinator has ended; returns its exit code."""
-        coordinator = self._start("laminar.cli.coord")
-        nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
+    def run(self) -> Over:
+        """Until the coordinator has ended for good, and everybody else has left."""
+        self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+        self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         signal.signal(signal.SIGINT, self._interrupted)
         signal.signal(signal.SIGTERM, self._interrupted)
-        forwarded = 0
         with self.progress:
-            while True:
-                time.sleep(POLL_S)
-                self.progress.update()
-                if self._interrupts > forwarded:
-                    forwarded = self._interrupts
-                    self._forward(coordinator, nodes)
-                code = coordinator.poll()
-                if code is None:
-                    continue
-                if code in FINAL_CODES or self._restarts >= COORDINATOR_RESTARTS_MAX:
-                    break
-                coordinator = self._restart(code)
-        _wait(nodes)
-        return code if code in FINAL_CODES else 1
+            over = self._watch()
+        if over.reason:
+            self.progress.note(f"the run is given up: {over.reason}")
+        stopped = over.code in (exit_codes.COMPLETE, exit_codes.FAILED, exit_codes.STOPPED_EARLY)
+        _wait(self._nodes, NODE_EXIT_S if stopped else 0.0)
+        return over
+
+    def _watch(self) -> Over:
+        again_s: float | None = None  #: when the next coordinator is to be started
+        while True:
+            time.sleep(POLL_S)
+            self.progress.update()
+            self._forward_interrupts()
+            now = time.monotonic()
+            if again_s is not None and now >= again_s:
+                self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+                again_s = None
+            code = self._coordinator.poll(now)
+            if code is None or again_s is not None:
+                continue
+            verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
+            if isinstance(verdict, Over):
+                return verdict
+            again_s = now + verdict.pause_s
+            self._tell_restart(code, verdict.pause_s)
 
     def _start_node(self, index: int) -> Process:
         """The first machine has the store and the trainer, all have a relay and replicas."""
@@ -153,41 +174,74 @@ class Supervisor:
             [sys.executable, "-m", module, str(self.run_dir), *options], start_new_session=True
         )
 
-    def _restart(self, code: int) -> Process:
-        self._restarts += 1
-        pause_s = self.config.recovery.coordinator_restart_ms / 1000
+    def _tell_restart(self, code: int, pause_s: float) -> None:
+        what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
         self.progress.note(
-            f"the coordinator ended with code {code}; starting it again in {pause_s:.1f} s, "
+            f"the coordinator {what} (exit code {code}); starting it again in {pause_s:.1f} s, "
             "everything else goes on"
         )
-        time.sleep(pause_s)
-        return self._start("laminar.cli.coord")
 
     def _interrupted(self, number: int, frame: object) -> None:
         self._interrupts += 1
 
-    def _forward(self, coordinator: Process, nodes: list[Process]) -> None:
-        if self._interrupts == 1:
+    def _forward_interrupts(self) -> None:
+        """The first one goes to a coordinator that listens, as soon as there is one."""
+        if self._interrupts > 1:
+            for process in (self._coordinator.process, *self._nodes):
+                _signal_group(process, signal.SIGTERM)
+            raise SystemExit(exit_codes.STOPPED_EARLY)
+        if self._interrupts > self._forwarded and self._coordinator.serves:
+            self._forwarded = self._interrupts
             self.progress.note(
                 "stopping: the step in training is completed and the model exported; "
                 "Ctrl-C again to stop at once"
             )
-            coordinator.send_signal(signal.SIGINT)
-            return
-        for process in (coordinator, *nodes):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-        raise SystemExit(130)
+            self._coordinator.process.send_signal(signal.SIGINT)
 
 
-def _wait(nodes: list[Process]) -> None:
-    deadline = time.monotonic() + NODE_EXIT_S
-    for node in nodes:
+class Served:
+    """A coordinator process, and since when it serves: the address file then has its id."""
+
+    def __init__(self, process: Process, run_dir: Path) -> None:
+        self.process = process
+        self._address = run_dir / COORDINATOR_FILE
+        self._since_s: float | None = None
+
+    def poll(self, now_s: float) -> int | None:
+        """Its exit code, if it has ended."""
+        if self._since_s is None and self._named():
+            self._since_s = now_s
+        return self.process.poll()
+
+    def served_s(self, now_s: float) -> float:
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    @property
+    def serves(self) -> bool:
+        return self._since_s is not None and self.process.poll() is None
+
+    def _named(self) -> bool:
         try:
-            node.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
+            return bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
+        except (OSError, ValueError, KeyError):
+            return False
+
+
+def _signal_group(process: Process, number: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+def _wait(nodes: list[Process], leave_s: float) -> None:
+    """They leave within `leave_s`, else when they are told to, else they are killed."""
+    for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
+        for node in nodes:
+            if number:
+                _signal_group(node, number)
+        deadline = time.monotonic() + wait_s
+        for node in nodes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(max(0.0, deadline - time.monotonic()))
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -210,13 +264,12 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
-    """The last lines: what happened, and where to look next."""
-    status = json.loads((run_dir / STATUS_FILE).read_text())
+def show_summary(summary: dict[str, Any], run_dir: Path, console: Console, given_up: str) -> None:
+    """The last lines: what happened, and where to look next; why nobody tries any more."""
     lines = [""]
-    if summary["failure"]:
+    if failure := summary["failure"] or given_up:
         lines += [
-            f"the run FAILED   {summary['failure']}",
+            f"the run FAILED   {failure}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; laminar log tail {run_dir}",
         ]
     evaluations = summary["evaluations"]
@@ -225,7 +278,7 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         first, last = summary["eval_first"], summary["eval_last"]
         lines.append(f"held-out score   {first:.3f} -> {last:.3f}{of_what}")
     lines += [
-        f"steps            {status['step']} in {summary['seconds']:.0f} s, "
+        f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
         f"{summary['trajectories_trained']} trajectories trained, "
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",

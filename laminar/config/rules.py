@@ -82,6 +82,7 @@ MINIMA: dict[str, float] = {
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,
     "coordinator.log_keep_mb": 0,
+    "coordinator.disk_wait_s": 0,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
     "recovery.coordinator_restart_ms": 0,

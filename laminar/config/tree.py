@@ -152,6 +152,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     coordinator_absent_ms: int = 600_000  #: a process without a coordinator ends after this
     start_timeout_s: float = 300.0  #: until every actor has joined
     log_keep_mb: int = 0  #: of the event log; 0: all, as report and audit need it
+    disk_wait_s: float = 300.0  #: a run waits so long for room on a full disk, then it ends
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):

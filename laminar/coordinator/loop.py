@@ -2,7 +2,7 @@
 
 Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
-Ends    with the run's exit code; 75 when the log cannot be written: a supervisor restarts it
+Ends    with the run's exit code, or an exception whose code is in coordinator/ending.py
 
 Start-up is recovery: replay the log from its last snapshot, take it over in a new segment, listen
 on the same port as before. An empty directory is the case of an empty log.
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from laminar.config import Config, dumps
+from laminar.coordinator.ending import ReplayDiffers
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
@@ -34,6 +35,7 @@ from laminar.net.client import write_address
 from laminar.net.session import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
+from laminar.ports import DiskError
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 
 FAREWELL_S = 3.0
@@ -41,10 +43,6 @@ FAREWELL_S = 3.0
 STALL_MS = 120_000
 """An engine that samples nothing for two minutes with work to do is wedged (a long prefill of a
 large model on a CPU stays below it)."""
-
-
-class ReplayDiffers(RuntimeError):
-    """The log of this run does not lead to the decisions that it records."""
 
 
 def settings_of(config: Config) -> Settings:
@@ -148,7 +146,7 @@ class Coordinator:
         """Serve until the run has ended; returns its exit code."""
         self.socket = ServerSocket(self.config.coordinator.host, self._port())
         try:
-            write_address(self.run_dir / COORDINATOR_FILE, self.socket.address, pid=os.getpid())
+            self._tell_address()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
@@ -174,6 +172,13 @@ class Coordinator:
         """An event of our own: it is handled in the next turn."""
         self._own.append(event)
         asyncio.get_running_loop().call_soon(self._turn)
+
+    def _tell_address(self) -> None:
+        path = self.run_dir / COORDINATOR_FILE
+        try:
+            write_address(path, self.socket.address, pid=os.getpid())
+        except OSError as error:
+            raise DiskError(error.errno, f"writing {path} failed: {error.strerror}") from error
 
     def _port(self) -> int:
         """The configured port, else the one that the actors of this run know already."""

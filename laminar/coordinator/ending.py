@@ -1,0 +1,40 @@
+"""What the exception means that ended a coordinator.
+
+Reads   the exception
+Gives   the exit code, and the sentence for the user
+
+Pure, so that the simulator's coordinator ends as the real one does.
+"""
+
+from __future__ import annotations
+
+from laminar import exit_codes
+from laminar.config import ConfigError
+from laminar.core.machine import LogicError
+from laminar.eventlog.record import LogCorrupt
+from laminar.eventlog.writer import LogTaken
+from laminar.ports import DiskError
+
+
+class ReplayDiffers(RuntimeError):
+    """The log of this run does not lead to the decisions that it records."""
+
+
+NOT_TO_BE_REPEATED = (ConfigError, LogCorrupt, LogTaken, LogicError, ReplayDiffers)
+"""A coordinator that is started again would end in the same way."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Of a coordinator that this exception ended."""
+    if isinstance(error, NOT_TO_BE_REPEATED):
+        return exit_codes.USER_ERROR
+    return exit_codes.LOG_UNWRITABLE if isinstance(error, DiskError) else exit_codes.CRASHED
+
+
+def sentence_of(error: BaseException) -> str:
+    """What happened, for the terminal and the log."""
+    if isinstance(error, NOT_TO_BE_REPEATED):
+        return str(error)
+    if isinstance(error, DiskError):
+        return f"the event log cannot be written: {error}"
+    return f"the coordinator crashed: {type(error).__name__}: {error}"

@@ -1,0 +1,74 @@
+"""Which ends of a coordinator are final, and how the others are followed by a new start."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar import exit_codes
+from laminar.config import ConfigError
+from laminar.coordinator.ending import exit_code_of, sentence_of
+from laminar.coordinator.restarts import DEATHS_MAX, PAUSE_MAX_S, SERVED_S, Again, Over, Restarts
+from laminar.core.machine import LogicError
+from laminar.ports import DiskError
+
+
+def pause(verdict: Again | Over) -> float:
+    assert isinstance(verdict, Again)
+    return verdict.pause_s
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("the key"), exit_codes.USER_ERROR),
+        (LogicError("another logic"), exit_codes.USER_ERROR),
+        (DiskError(28, "No space left on device"), exit_codes.LOG_UNWRITABLE),
+        (OSError(9, "Bad file descriptor"), exit_codes.CRASHED),
+        (AssertionError("no fixpoint"), exit_codes.CRASHED),
+        (ValueError("too large"), exit_codes.CRASHED),
+    ],
+)
+def test_what_ended_a_coordinator_decides_its_exit_code(error: Exception, code: int) -> None:
+    """A failure of the program is started again, a mistake of the user and a failed run are not."""
+    assert exit_code_of(error) == code
+    assert (code in exit_codes.FINAL) is (code == exit_codes.USER_ERROR)
+    assert str(error.args[-1]) in sentence_of(error)
+
+
+@pytest.mark.parametrize("code", exit_codes.FINAL)
+def test_a_run_that_ended_is_over(code: int) -> None:
+    assert Restarts(1.0, 300.0).ended(code, 0.0, 0.0) == Over(code)
+
+
+@pytest.mark.parametrize("code", [exit_codes.CRASHED, -9, 99])
+def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code: int) -> None:
+    restarts = Restarts(1.0, 300.0)
+    pauses = [pause(restarts.ended(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
+    assert pauses[:4] == [1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {PAUSE_MAX_S}
+    last = restarts.ended(code, 0.1, 0.0)
+    assert isinstance(last, Over) and str(code) in last.reason
+    assert last.code not in (0, *exit_codes.FINAL[1:])
+
+
+def test_a_coordinator_that_had_worked_is_started_again_at_once() -> None:
+    restarts = Restarts(1.0, 300.0)
+    for _ in range(5):
+        restarts.ended(exit_codes.CRASHED, 0.0, 0.0)
+    assert pause(restarts.ended(exit_codes.CRASHED, SERVED_S, 0.0)) == 1.0
+
+
+def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
+    """However often that is: the deaths for want of room do not count to the limit."""
+    restarts, now, tries = Restarts(0.0, 300.0), 0.0, 0
+    while isinstance(verdict := restarts.ended(exit_codes.LOG_UNWRITABLE, 0.2, now), Again):
+        now, tries = now + verdict.pause_s, tries + 1
+    assert now == 300.0 and tries > DEATHS_MAX
+    assert verdict.code == exit_codes.LOG_UNWRITABLE and "300 s" in verdict.reason
+
+
+def test_room_in_between_begins_the_wait_anew() -> None:
+    restarts = Restarts(1.0, 300.0)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Again)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Again)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Again)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), Over)
