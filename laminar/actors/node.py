@@ -1,7 +1,7 @@
 """The node actor: starts, watches and restarts the actor processes of one machine.
 
 Reads   RestartActor commands; exit codes of its children
-Writes  nothing; removes the shared memory of relays that were killed, when the run ends
+Writes  nothing; removes the shared memory of killed relays, when the run ends
 Emits   ProcessExited, once per process that ended
 
 A replica or relay that dies is started again, up to recovery.max_restarts times; store and trainer
@@ -24,7 +24,7 @@ from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.weights.arena import remove_arenas
+from laminar.weights.arena import sweep_arenas
 
 GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""
@@ -101,7 +101,7 @@ class Node:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        remove_arenas(self.host.run_dir, self.host.node)
+        sweep_arenas()
 
     async def _launch(self, child: Child) -> None:
         child.boot = secrets.token_hex(8)

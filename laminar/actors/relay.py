@@ -29,7 +29,7 @@ from laminar.net.client import write_address
 from laminar.net.rpc import Batch, RpcError, RpcServer
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import ArenaError, arena_path, remove_arenas
+from laminar.weights.arena import ArenaError, arena_path, sweep_arenas
 from laminar.weights.entrance import Identity
 from laminar.weights.plane import Plane, PlaneError, PlaneOptions
 from laminar.weights.reports import (
@@ -78,7 +78,8 @@ class Relay:
         )
 
     async def start(self) -> None:
-        remove_arenas(self.host.run_dir, self.host.node)
+        for swept in sweep_arenas():
+            self.host.log.info("arena-swept", path=str(swept.path), bytes=swept.num_bytes)
         self.plane = self._make_plane()
         try:
             host, port = self.plane.start(self.host.address)

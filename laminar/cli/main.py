@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from laminar import exit_codes
-from laminar.cli import audit, log, report, sim, train
+from laminar.cli import audit, clean, log, report, sim, train
 from laminar.config import ConfigError
 
 
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="laminar", description="Asynchronous RL post-training of language models."
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, log, audit, report, sim):
+    for module in (train, clean, log, audit, report, sim):
         module.add_parser(subparsers)
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):

@@ -2,19 +2,26 @@
 
 Reads   a path below /dev/shm (or another directory), the number of slots and their size
 Writes  that file: one page of header, then the slots
-Gives   Arena, arena_path, remove_arenas; ArenaError with one sentence for a user
+Gives   Arena, arena_path, sweep_arenas; ArenaError with one sentence for a user
 
 The file is filled with pages once, at the start of the run, because the first touch of a page costs
 about nine times the copy of its bytes. multiprocessing.SharedMemory is not used: its tracker
 unlinks the memory when any process that attached to it ends.
+
+The creator holds an exclusive lock on the file for as long as it lives. A file that nobody has
+locked was left by a killed process, and whoever finds it may remove it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
+import re
+import stat
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +33,8 @@ from laminar.weights.region import NO_FILE, Region
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"LAMARENA"
 _HEADER = struct.Struct("<8sIIQ")  # magic, format, number of slots, bytes of a slot
-_FORMAT = 1
+_FORMAT = 2  # 2: locked by its creator
+_NAME = re.compile(r"laminar-.+-[0-9a-f]{16}-[0-9a-f]{16}")
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _POPULATE_BYTES = 16 << 20
@@ -41,21 +49,51 @@ def arena_path(run_dir: Path, node: str, boot_id: str, directory: Path = SHARED_
     """One file name per run directory, node and relay process.
 
     A relay that starts again makes another file: readers of the former one keep what they have
-    mapped, and nothing is written there any more.
+    mapped, and nothing is written there any more. The directory's full path is in the name as a
+    hash, since two users may both have a "run".
     """
-    return directory / f"{_prefix(run_dir, node)}{hash64(boot_id):016x}"
+    where = hash64(str(run_dir.resolve()), node)
+    return directory / f"laminar-{run_dir.name}-{where:016x}-{hash64(boot_id):016x}"
 
 
-def remove_arenas(run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Unlink what killed relays of this node have left behind; which files those were."""
-    prefix = _prefix(run_dir, node)
-    left = [path for path in directory.iterdir() if path.name.startswith(prefix)]
-    return [path for path in left if Arena.unlink(path)]
+@dataclass(frozen=True)
+class Swept:
+    """An arena whose creator is dead, removed."""
+
+    path: Path
+    num_bytes: int  #: of memory that it took
 
 
-def _prefix(run_dir: Path, node: str) -> str:
-    """The directory's full path is in it as a hash, since two users may both have a "run"."""
-    return f"laminar-{run_dir.name}-{hash64(str(run_dir.resolve()), node):016x}-"
+def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[Swept]:
+    """Remove what killed relays of this user have left behind, of whichever run; what that was.
+
+    Files that are locked (their creator lives), of other users, of another format or not ours by
+    their name are left alone. Processes that have a removed file mapped keep it.
+    """
+    if not directory.is_dir():
+        return []
+    found = [path for path in sorted(directory.iterdir()) if _NAME.fullmatch(path.name)]
+    swept = (_sweep(path) for path in found)
+    return [each for each in swept if each is not None]
+
+
+def _sweep(path: Path) -> Swept | None:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # it went away, or is another user's
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(fd)
+        ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and status.st_nlink
+        if not ours or (status.st_size and not _is_arena(fd)):  # empty: killed at its creation
+            return None
+        path.unlink()
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(fd)
+    return Swept(path, status.st_blocks * 512)
 
 
 class Arena:
@@ -79,12 +117,12 @@ class Arena:
         """
         if slots < 1 or slot_bytes < 1:
             raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes hold nothing")
-        fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fd = _create_locked(path)
         try:
             total = _file_bytes(slots, slot_bytes)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, _FORMAT, slots, slot_bytes), 0)
             _allocate(fd, path, total)
             memory = _map(fd, path, total)
-            _HEADER.pack_into(memory, 0, _MAGIC, _FORMAT, slots, slot_bytes)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -149,6 +187,16 @@ def _open(path: Path, flags: int) -> int:
         raise ArenaError(f"arena {path} cannot be opened: {error.strerror}") from error
 
 
+def _create_locked(path: Path) -> int:
+    """A new file with our lock on it; a sweep that came between the two took the name away."""
+    while True:
+        fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
 def _allocate(fd: int, path: Path, total: int) -> None:
     """Reserve all of the file now; a page that is missing later would be a SIGBUS."""
     space = os.fstatvfs(fd)
@@ -176,6 +224,12 @@ def _map(fd: int, path: Path, total: int) -> mmap.mmap:
         if error.errno != errno.EINVAL:
             raise ArenaError(f"arena {path} cannot be mapped: {error.strerror}") from error
     return memory
+
+
+def _is_arena(fd: int) -> bool:
+    """Of this format, if only begun."""
+    data = os.pread(fd, _HEADER.size, 0)
+    return len(data) == _HEADER.size and _HEADER.unpack(data)[:2] == (_MAGIC, _FORMAT)
 
 
 def _read_header(fd: int, path: Path) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events.base import Command, Event
 from laminar.events.codec import decode_command, decode_event
+from laminar.weights.arena import SHARED_MEMORY, arena_path
 
 ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 240
@@ -94,6 +95,12 @@ def check_books(run: Finished) -> None:
     for check in (("log", "replay"), ("audit",)):
         done = laminar(*check, str(run.directory))
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def arenas(run: Path, machines: int = 1) -> list[Path]:
+    """The shared memory that there is of a run."""
+    names = [arena_path(run, f"node-{index}", "").name for index in range(machines)]
+    return [path for name in names for path in SHARED_MEMORY.glob(f"{name[:-16]}*")]
 
 
 @pytest.fixture(scope="session")

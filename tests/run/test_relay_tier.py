@@ -13,8 +13,7 @@ from laminar.analysis import history
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from laminar.weights.arena import remove_arenas
-from tests.run.conftest import Finished, check_books, train
+from tests.run.conftest import Finished, arenas, check_books, train
 from tests.run.test_interruptions import end, start, status, until
 
 pytestmark = pytest.mark.process
@@ -108,8 +107,7 @@ def test_replicas_of_every_machine_generated(three_machines: Finished) -> None:
 
 
 def test_no_shared_memory_is_left(three_machines: Finished) -> None:
-    for index in range(MACHINES):
-        assert remove_arenas(three_machines.directory, f"node-{index}") == []
+    assert arenas(three_machines.directory, MACHINES) == []
 
 
 @pytest.mark.long
@@ -131,8 +129,7 @@ def test_relays_are_killed(tmp_path: Path, victims: tuple[str, ...]) -> None:
     check_weights(run, killed=True)
     check_books(run)
     _came_back(run, victims)
-    for index in range(MACHINES):
-        assert remove_arenas(run.directory, f"node-{index}") == []
+    assert arenas(run.directory, MACHINES) == []
 
 
 def _came_back(run: Finished, victims: tuple[str, ...]) -> None:

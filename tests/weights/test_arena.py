@@ -1,16 +1,18 @@
 """The arena file: its life, its checks, and that two processes see the same bytes."""
 
+import fcntl
 import os
 import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from laminar.weights.arena import Arena, ArenaError, arena_path, remove_arenas
+from laminar.weights.arena import Arena, ArenaError, arena_path, sweep_arenas
 from laminar.weights.region import NO_FILE
 
 ATTACH = """
@@ -120,7 +122,7 @@ def test_an_empty_arena_is_refused(tmp_path: Path, slots: int, slot_bytes: int) 
     ("offset", "data", "message"),
     [
         (0, b"X", "not an arena"),
-        (8, struct.pack("<I", 2), "format 2"),
+        (8, struct.pack("<I", 1), "format 1"),
         (12, struct.pack("<I", 4), "says 4 slots"),
         (12, struct.pack("<I", 0), "says 0 slots"),
         (16, struct.pack("<Q", 5000), "of 5000 bytes"),
@@ -181,16 +183,109 @@ def test_path_is_one_per_run_directory_node_and_process(tmp_path: Path) -> None:
     assert arena_path(tmp_path / "run", "node-0", "b1", tmp_path).parent == tmp_path
 
 
-def test_what_killed_relays_left_is_removed_and_nobody_elses(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    mine = [arena_path(run, "node-1", boot, tmp_path) for boot in ("b1", "b2")]
-    others = [
-        arena_path(run, "node-10", "b1", tmp_path),
-        arena_path(tmp_path / "x" / "run", "node-1", "b1", tmp_path),
-    ]
-    for path in (*mine, *others):
-        Arena.create(path, 3, 64)
-    reader = Arena.attach(mine[0])
-    assert sorted(remove_arenas(run, "node-1", tmp_path)) == sorted(mine)
-    assert [path.exists() for path in (*mine, *others)] == [False, False, True, True]
+CREATE_AND_WAIT = """
+import sys
+from pathlib import Path
+from laminar.weights.arena import Arena
+arena = Arena.create(Path(sys.argv[1]), 3, 5000)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def create(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Processes that create an arena of a run below tmp_path, and live until they are ended."""
+    made = []
+
+    def start(run: str) -> subprocess.Popen[str]:
+        path = arena_path(tmp_path / run, "node-0", str(len(made)), tmp_path)
+        command = [sys.executable, "-c", CREATE_AND_WAIT, str(path)]
+        pipe = subprocess.PIPE
+        made.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        assert made[-1].stdout is not None
+        assert made[-1].stdout.readline() == "made\n"
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_what_killed_processes_left_is_swept_and_what_lives_is_not(
+    tmp_path: Path, create: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    """Of every run; whether the creator lives is the lock's word, and no pid's."""
+    killed, living = create("run"), create("run")
+    other = create("other-run")
+    (of_killed,) = tmp_path.glob(f"{_name(tmp_path, 'run', '0')}")
+    reader = Arena.attach(of_killed)
+    for process in (killed, other):
+        process.kill()
+        process.wait()
+    swept = sweep_arenas(tmp_path)
+    assert [each.path.name for each in swept] == sorted(
+        [_name(tmp_path, "run", "0"), _name(tmp_path, "other-run", "2")]
+    )
+    assert all(each.num_bytes >= 3 * 5000 for each in swept)
+    assert [path.name for path in tmp_path.iterdir()] == [_name(tmp_path, "run", "1")]
     reader.slot(2)[:] = 7  # mapped memory stays
+    assert sweep_arenas(tmp_path) == []
+    assert living.poll() is None
+
+
+def _name(directory: Path, run: str, boot: str) -> str:
+    return arena_path(directory / run, "node-0", boot, directory).name
+
+
+def test_the_lock_lasts_as_long_as_the_memory(tmp_path: Path) -> None:
+    """A creator that has closed the arena may still have views of it."""
+    arena = Arena.create(tmp_path / _name(tmp_path, "run", "b"), 3, 64)
+    view = arena.slot(0)
+    arena.close()
+    assert sweep_arenas(tmp_path) == []
+    del view
+    assert [each.path for each in sweep_arenas(tmp_path)] == [arena.path]
+
+
+def test_a_sweep_leaves_alone_what_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = _name(tmp_path, "run", "b")
+    header = struct.pack("<8sIIQ", b"LAMARENA", 1, 3, 64)
+    (tmp_path / name).write_bytes(
+        header + bytes(4096)
+    )  # of an earlier release, which locks nothing
+    (tmp_path / name.replace("run", "text")).write_text("notes")
+    (tmp_path / "laminar-notes").touch()
+    (tmp_path / name.replace("run", "directory")).mkdir()
+    (tmp_path / name.replace("run", "link")).symlink_to(tmp_path / name)
+    before = sorted(tmp_path.iterdir())
+    assert sweep_arenas(tmp_path) == []
+    assert sorted(tmp_path.iterdir()) == before
+    empty = tmp_path / name.replace("run", "empty")
+    empty.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert sweep_arenas(tmp_path) == []
+    monkeypatch.undo()
+    assert [each.path for each in sweep_arenas(tmp_path)] == [empty]
+
+
+def test_a_creation_survives_a_sweep_that_comes_before_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the creation of the file and its lock, nobody can tell it from a dead one."""
+    real, swept = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        swept.extend(sweep_arenas(tmp_path))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    arena = Arena.create(tmp_path / _name(tmp_path, "run", "b"), 3, 64)
+    assert [each.path for each in swept] == [arena.path]
+    arena.slot(1)[:] = 5
+    assert (Arena.attach(arena.path).slot(1) == 5).all()
+    assert sweep_arenas(tmp_path) == []
