@@ -40,6 +40,9 @@ from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
+COMMANDS_BYTES_MAX = 256 << 20
+"""Of commands that wait for one process: for the store, at the end of a run with a million open
+trajectories, 144 MB."""
 STALL_MS = 120_000
 """An engine that samples nothing for two minutes with work to do is wedged (a long prefill of a
 large model on a CPU stays below it)."""
@@ -121,7 +124,7 @@ class Coordinator:
             lease_ms=self.config.coordinator.lease_ms,
             clock_ns=time.monotonic_ns(),
             observer=self._observer,
-            limits=Limits(),
+            limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),
         )
         self.log.info(
             "started",

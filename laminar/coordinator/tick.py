@@ -13,7 +13,6 @@ its log does not know. Pure: the same code runs behind a ZeroMQ socket and in vi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 import msgspec
 
@@ -30,13 +29,14 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import NEVER_NS, Limits, LinkState, OutboxFull, ServerLink
+from laminar.net.session import Limits, LinkState, OutboxFull, ServerLink
+from laminar.net.wakeups import Wakeups
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
 HASHED_OFTEN_MAX = 4_096
 """Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
-UNKNOWN_PEERS_MAX = 4096
+UNKNOWN_PEERS_MAX = 16_384
 """Processes that said hello and are not admitted yet; more at once is an attack or a bug."""
 
 
@@ -73,8 +73,7 @@ class Tick:
         self._to_acknowledge: dict[str, int] = {}  #: boot id -> last number applied
         self._outgoing: list[tuple[int, Command, bytes]] = []  #: with its encoding
         self._awake: dict[str, None] = {}  #: boot ids of links that may have something to send
-        self._sleeping: list[tuple[int, str]] = []  #: heap of (when to wake, boot id)
-        self._wake_ns: dict[str, int] = {}  #: by boot id: its earliest time in the heap
+        self._wakeups = Wakeups[str]()  #: of links, by boot id
         self._members: tuple[int, int, bool] | None = None  #: of the run when last looked at
         self._frames_out: list[Frame] = []
 
@@ -279,22 +278,14 @@ class Tick:
             if boot_id in fenced or link.state is LinkState.CLOSED:
                 self._forget(boot_id)
             else:
-                self._sleep(boot_id, link.next_due_ns())
+                self._wakeups.wake(boot_id, link.next_due_ns())
         return out
 
     def _due(self, now_ns: int) -> list[str]:
         """Boot ids of the links to be polled: something came or goes, or a resend is due."""
-        while self._sleeping and self._sleeping[0][0] <= now_ns:
-            _, boot_id = heappop(self._sleeping)
-            self._wake_ns.pop(boot_id, None)
-            self._awake[boot_id] = None
+        self._awake.update(dict.fromkeys(self._wakeups.due(now_ns)))
         due, self._awake = self._awake, {}
         return [boot_id for boot_id in due if boot_id in self._links]
-
-    def _sleep(self, boot_id: str, until_ns: int) -> None:
-        if until_ns < self._wake_ns.get(boot_id, NEVER_NS):
-            self._wake_ns[boot_id] = until_ns
-            heappush(self._sleeping, (until_ns, boot_id))
 
     def _fence(self) -> set[str]:
         """Refuse the links of processes that are no longer members; their boot ids."""

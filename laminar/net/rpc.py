@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -38,8 +38,9 @@ from laminar.net.session import (
     ServerLink,
 )
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
+from laminar.net.wakeups import Wakeups
 
-PEERS_MAX = 4_096  #: links of one server
+PEERS_MAX = 16_384  #: links of one server
 
 
 class RpcError(RuntimeError):
@@ -197,10 +198,14 @@ class RpcClient:
         )
 
 
+_Key = tuple[str, str]  #: name and boot id of a peer
+
+
 class _Peer:
     """One client of an RpcServer."""
 
     def __init__(self, link: ServerLink, route: bytes) -> None:
+        self.key = (link.name, link.boot_id)
         self.link = link
         self.route = route  #: routing id of its newest connection
         self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
@@ -242,10 +247,15 @@ class RpcServer:
         self._boot_id = boot_id
         self._lease_ns = lease_ms * MS
         self._on_peer_lost = on_peer_lost
-        self._peers: dict[tuple[str, str], _Peer] = {}  #: by name and boot id
+        self._peers: dict[_Key, _Peer] = {}  #: by name and boot id
         self._routes: dict[bytes, _Peer] = {}
+        self._awake: dict[_Key, None] = {}  #: peers that this turn is about
+        self._wakeups = Wakeups[_Key]()  #: of peers whose link has something to resend
         self._links_made = 0
         self._judged_ns = now_ns()
+        self._nobody_until_ns = (
+            self._judged_ns + self._lease_ns
+        )  #: no lease of the present peers ends before
         self._closed: asyncio.Future[None] | None = None
         self.bad_frames = 0
 
@@ -274,8 +284,10 @@ class RpcServer:
             frames = self._socket.drain()
             for route, frame in frames:
                 self._take(route, frame, now_ns())
+            self._awake.update(dict.fromkeys(self._wakeups.due(now_ns())))
             self._serve()
             self._send_due()
+            self._awake.clear()
             if len(frames) < DRAIN_FRAMES:
                 self._judge_silence(now_ns())
         except Exception as error:
@@ -285,21 +297,23 @@ class RpcServer:
         peer = self._routes.get(route)
         try:
             if peer is None:
-                self._introduce(route, frame, now)
+                peer = self._introduce(route, frame, now)
             else:
                 self._take_requests(peer, peer.link.receive(frame, now))
         except WireError:
             self.bad_frames += 1
+        if peer is not None:
+            self._awake[peer.key] = None
 
-    def _introduce(self, route: bytes, frame: bytes, now: int) -> None:
+    def _introduce(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
         """A new connection: of a new client, or of one that we know and that reconnected."""
         hello = decode_client(frame, self._limits.max_frame)
         if not isinstance(hello, Hello):
-            return  # from before our start: its sender will say Hello when nobody answers
+            return None  # from before our start: its sender will say Hello when nobody answers
         peer = self._peers.get((hello.name, hello.boot_id))
         if peer is None and len(self._peers) >= PEERS_MAX:
             self._socket.send(route, encode(Refused(f"{PEERS_MAX} clients are connected")))
-            return
+            return None
         if peer is None:
             peer = self._peers[hello.name, hello.boot_id] = self._admit(hello, route, now)
         else:
@@ -307,6 +321,7 @@ class RpcServer:
             del self._routes[peer.route]
         peer.route = route
         self._routes[route] = peer
+        return peer
 
     def _admit(self, hello: Hello, route: bytes, now: int) -> _Peer:
         self._links_made += 1
@@ -334,7 +349,7 @@ class RpcServer:
     def _serve(self) -> None:
         """Hand all waiting requests to the handler, but none of a peer that does not read."""
         taken: list[tuple[_Peer, int, Request]] = []
-        for peer in self._peers.values():
+        for peer in self._present(self._awake):
             peer.flush()
             if not peer.replies:
                 taken += [(peer, seq, request) for seq, request in peer.requests]
@@ -355,23 +370,38 @@ class RpcServer:
         return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
 
     def _send_due(self) -> None:
-        for peer in self._peers.values():
+        for peer in self._present(self._awake):
             peer.flush()
             for frame in peer.link.poll(now_ns()):
                 self._socket.send(peer.route, frame)
+            self._wakeups.wake(peer.key, peer.link.next_due_ns())
+
+    def _present(self, keys: Iterable[_Key]) -> list[_Peer]:
+        return [self._peers[key] for key in keys if key in self._peers]
 
     def _judge_silence(self, now: int) -> None:
-        """Called when the socket was seen empty: what a peer said by now was heard."""
+        """Called when the socket was seen empty: what a peer said by now was heard.
+
+        Words and pardons only move the end of a lease away, and who connects has a whole one
+        before it: so nobody is looked at before the first of the present leases can have ended.
+        """
         paused = now - self._judged_ns > self._lease_ns // 3
         self._judged_ns = now
+        if not paused and now <= self._nobody_until_ns:
+            return
+        self._nobody_until_ns = now + self._lease_ns
         for peer in list(self._peers.values()):
             if paused:
                 peer.link.pardon(now)
-            elif peer.link.silent_ns(now) > self._lease_ns:
+                continue
+            silent_ns = peer.link.silent_ns(now)
+            if silent_ns > self._lease_ns:
                 self._drop(peer)
+            else:
+                self._nobody_until_ns = min(self._nobody_until_ns, now - silent_ns + self._lease_ns)
 
     def _drop(self, peer: _Peer) -> None:
-        del self._peers[peer.link.name, peer.link.boot_id]
+        del self._peers[peer.key]
         del self._routes[peer.route]
         self._on_peer_lost(peer.link.boot_id)
 

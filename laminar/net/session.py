@@ -77,8 +77,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_frame: int = FRAME_BYTES_MAX
     outbox_messages: int = 16_384
-    #: The end of a run with a million open trajectories is 144 MB of commands for the store.
-    outbox_bytes: int = 256 * 1024 * 1024
+    outbox_bytes: int = 64 * 1024 * 1024
 
     @property
     def max_body(self) -> int:

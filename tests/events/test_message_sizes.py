@@ -10,6 +10,7 @@ from msgspec import Raw
 from laminar import ids
 from laminar.config import load
 from laminar.config.rules import BUILT_IN_STRATEGIES, GROUP_SIZE_MAX, STEP_TRAJECTORIES_MAX
+from laminar.coordinator.loop import COMMANDS_BYTES_MAX
 from laminar.core.buffering import STRATEGIES
 from laminar.core.siblings import ENDINGS_PER_COMMAND
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
@@ -17,7 +18,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.codec import MESSAGE_BYTES_MAX, TooLarge, decode_event, decode_order, encode
 from laminar.net.frames import Hello
-from laminar.net.session import ClientLink, ServerLink
+from laminar.net.session import ClientLink, Limits, ServerLink
 from laminar.storage.messages import MAX_ITEMS
 from laminar.training.metrics import Mismatch, by_origin
 
@@ -34,7 +35,8 @@ def trajectories(count: int, siblings: int = SIBLINGS) -> list[ids.TrajectoryId]
 def links() -> tuple[ClientLink, ServerLink]:
     client = ClientLink("trainer-0", "trainer", "b1", heartbeat_ns=10**9, now_ns=0)
     hello = Hello("trainer-0", "trainer", "b1", 0, 1, {})
-    server = ServerLink(hello, server_boot="s1", incarnation=1, now_ns=0, last_seq=0)
+    limits = Limits(outbox_bytes=COMMANDS_BYTES_MAX)
+    server = ServerLink(hello, server_boot="s1", incarnation=1, now_ns=0, last_seq=0, limits=limits)
     for frame in server.poll(0):
         client.receive(frame, 0)
     return client, server

@@ -1,0 +1,137 @@
+"""Which peers a server's turn looks at, however many are connected: those that it is about."""
+
+import pytest
+
+from laminar.net import rpc
+from laminar.net.frames import Data, Hello, Refused, decode_server, encode
+from laminar.net.rpc import Reply, Request, RpcServer
+from laminar.net.session import MS, RESEND_MIN_NS, ServerLink
+from laminar.net.wakeups import Wakeups
+
+LEASE_MS = 5_000
+IDLE = 500
+
+
+class Wire:
+    """A socket in memory: frames to hand over at the next turn, and what was sent."""
+
+    def __init__(self):
+        self.frames, self.sent = [], []
+
+    def drain(self):
+        frames, self.frames = self.frames, []
+        return frames
+
+    def send(self, route, frame):
+        self.sent.append((route, decode_server(frame, 1 << 20)))
+
+    def close(self, linger_ms):
+        pass
+
+
+class Desk:
+    """A server on such a socket, with a clock of its own and idle peers."""
+
+    def __init__(self, monkeypatch, peers):
+        self.now, self.lost, self.looks = 0, [], []
+        monkeypatch.setattr(rpc, "now_ns", lambda: self.now)
+        self.server = RpcServer(
+            "127.0.0.1",
+            0,
+            lambda batch: [b"ok"] * len(batch),
+            boot_id="s",
+            lease_ms=LEASE_MS,
+            on_peer_lost=self.lost.append,
+        )
+        self.server._socket.close()
+        self.wire = self.server._socket = Wire()
+        for number in range(peers):
+            self.hear(number, Hello(f"rollout-{number}", "rollout", f"b{number}", 0, 1, {}))
+        self.turn()
+        for name in ("poll", "silent_ns"):
+            monkeypatch.setattr(ServerLink, name, self._counted(getattr(ServerLink, name)))
+
+    def _counted(self, function):
+        def look(link, now):
+            self.looks.append(link.name)
+            return function(link, now)
+
+        return look
+
+    def hear(self, number, frame):
+        self.wire.frames.append((b"r%d" % number, encode(frame)))
+
+    def turn(self):
+        self.wire.sent.clear()
+        self.server._turn()
+
+    def ask(self, number, seq):
+        body = rpc._encode(Request(seq, b"question"))
+        self.hear(number, Data(self.boot_of(number), seq, 0, body))
+
+    def boot_of(self, number):
+        return self.server._peers[f"rollout-{number}", f"b{number}"].link.server_boot
+
+
+@pytest.fixture
+def desk(monkeypatch):
+    return Desk(monkeypatch, IDLE)
+
+
+def test_a_request_costs_a_look_at_its_sender_and_a_turn_without_words_none(desk):
+    desk.ask(7, 1)
+    desk.turn()
+    assert [route for route, _ in desk.wire.sent] == [b"r7"]
+    assert set(desk.looks) == {"rollout-7"} and len(desk.looks) <= 2
+    desk.looks.clear()
+    desk.turn()
+    assert desk.looks == [] and desk.wire.sent == []
+
+
+def test_a_reply_that_was_lost_goes_out_again_when_its_time_has_come(desk):
+    desk.ask(7, 1)
+    desk.turn()
+    desk.looks.clear()
+    desk.now += RESEND_MIN_NS - 1
+    desk.turn()
+    assert desk.wire.sent == [] and desk.looks == []
+    desk.now += 1
+    desk.turn()
+    ((route, frame),) = desk.wire.sent
+    assert route == b"r7" and rpc._decode_reply(frame.body) == Reply(1, b"ok")
+    assert set(desk.looks) == {"rollout-7"}
+
+
+def test_silence_is_looked_for_once_per_lease_and_ends_the_silent(desk):
+    """One peer goes on talking; the others are given up together, each once."""
+    step = LEASE_MS * MS // 4
+    for seq in range(1, 5):
+        desk.now += step
+        desk.ask(7, seq)
+        desk.turn()
+    judged = [name for name in desk.looks if name != "rollout-7"]
+    assert desk.lost == [] and len(judged) <= IDLE
+    desk.now += step
+    desk.ask(7, 5)
+    desk.turn()
+    assert sorted(desk.lost) == sorted(f"b{n}" for n in range(IDLE) if n != 7)
+
+
+def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch):
+    assert rpc.PEERS_MAX > 10_000
+    monkeypatch.setattr(rpc, "PEERS_MAX", IDLE)
+    desk = Desk(monkeypatch, IDLE)
+    desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
+    desk.turn()
+    assert (b"r%d" % IDLE, Refused(f"{IDLE} clients are connected")) in desk.wire.sent
+
+
+def test_a_key_is_named_once_when_its_earliest_time_has_come():
+    wakeups = Wakeups[str]()
+    for key, at in (("a", 30), ("b", 20), ("a", 10), ("b", 40)):
+        wakeups.wake(key, at)
+    assert wakeups.due(9) == []
+    assert wakeups.due(20) == ["a", "b"]
+    assert wakeups.due(50) == []  # the later times were for what has been looked at since
+    wakeups.wake("a", 60)
+    assert wakeups.due(60) == ["a"]
