@@ -20,9 +20,8 @@ from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
 from laminar.actors.scoring import Scorer
 from laminar.actors.weight_loader import WeightLoader
-from laminar.engines.build import build_engine
+from laminar.engines.build import start_engine
 from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
-from laminar.engines.runner import EngineRunner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -60,11 +59,10 @@ class Rollout:
         self._steps = open(host.run_dir / TIMELINE_DIR / f"{host.name}.steps", "ab")  # noqa: SIM115
 
     async def start(self) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
+        config = self.config
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, tokenizer)
-        engine = await asyncio.to_thread(build_engine, config, tokenizer_size(tokenizer))
-        self.engine = EngineRunner(engine, self._on_deltas, loop)
+        self.engine = await start_engine(config, tokenizer_size(tokenizer), self._on_deltas)
         self.loader = WeightLoader(self.host, self.relay, self.engine)
         self.scorer = Scorer(self.host, self.store, tokenizer)
         await self.store.start()

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
-from laminar.engines.protocol import Engine, EngineError
-from laminar.engines.runner import EngineRunner
+from laminar.engines.protocol import EngineError, ReplicaEngine, TensorPlace, WeightSource
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.net.rpc import RpcError
@@ -29,7 +28,6 @@ from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena, ArenaError
 from laminar.weights.hashes import Bytes, WeightsCorrupt, verify
-from laminar.weights.transfer import read_tensors
 
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported."""
@@ -40,7 +38,7 @@ RELEASE_S = 5.0
 class WeightLoader:
     """What this replica has loaded, and how it loads more."""
 
-    def __init__(self, host: Host, relay: RelayClient, engine: EngineRunner) -> None:
+    def __init__(self, host: Host, relay: RelayClient, engine: ReplicaEngine) -> None:
         self.host, self.relay, self.engine = host, relay, engine
         self.digest = ""
         self.probe_diff = 0.0
@@ -73,13 +71,16 @@ class WeightLoader:
         started = time.monotonic_ns()
         directory = self.host.run_dir / command.checkpoint
         try:
-            view, manifest = await asyncio.to_thread(checkpoint.read, directory, command.version)
+            version = await asyncio.to_thread(checkpoint.read, directory, command.version)
         except checkpoint.CheckpointError as error:
             reason = str(error)[:500]
             refused = ev.CheckpointRefused(version=command.version, reason=reason)
             return self.host.emit(refused, event_seq=order.cause, reason=reason)
+        manifest = version.manifest
         reloaded = manifest.digest != self.digest
-        failure = await self._load_view(view, manifest) if reloaded else ""
+        source = _source(version.path, 0, manifest)
+        failure = await self._load_from(version.view, source, manifest) if reloaded else ""
+        version.close()
         if not failure:
             return self._loaded(order, manifest, started, reloaded)
         self.digest = ""
@@ -113,18 +114,17 @@ class WeightLoader:
 
     async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
         assert self._arena is not None
-        return await self._load_view(self._arena.slot(lease.slot), manifest)
+        offset = self._arena.offset(lease.slot)
+        return await self._load_from(
+            self._arena.slot(lease.slot), _source(lease.arena, offset, manifest), manifest
+        )
 
-    async def _load_view(self, view: Bytes, manifest: mf.Manifest) -> str:
-        """Load from a slot, or what is like one, and check; why it failed, or nothing."""
-
-        def load(engine: Engine) -> float:
-            engine.load_weights(read_tensors(view, manifest))
-            verify(view, manifest)
-            return probe_difference(engine, manifest.probe)
-
+    async def _load_from(self, view: Bytes, source: WeightSource, manifest: mf.Manifest) -> str:
+        """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
         try:
-            self.probe_diff = await self.engine.call(load)
+            await self.engine.load(source)
+            await asyncio.to_thread(verify, view, manifest)
+            self.probe_diff = await probe_difference(self.engine, manifest.probe)
         except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
             return str(error)
         tolerance = manifest.probe.tolerance if manifest.probe else 0.0
@@ -158,11 +158,17 @@ class WeightLoader:
         self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
 
 
-def probe_difference(engine: Engine, probe: mf.Probe | None) -> float:
+def _source(path: str, offset: int, manifest: mf.Manifest) -> WeightSource:
+    """What an engine needs to know of a version, in its words."""
+    places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in manifest.tensors)
+    return WeightSource(path, offset, manifest.total_bytes, tuple(places))
+
+
+async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> float:
     """max |log p(engine) - log p(trainer)| over the probe; nan counts as infinite."""
     if probe is None:
         return 0.0
-    scores = engine.score([list(s) for s in probe.sequences])
+    scores = await engine.score([list(s) for s in probe.sequences])
     differences = [
         abs(ours - theirs)
         for row, expected in zip(scores, probe.logprobs, strict=True)

@@ -1,28 +1,38 @@
-"""From the configuration to an engine.
+"""From the configuration to a running engine.
 
-Reads   model.name's config.json, rollout.*, weights.dtype
-Gives   an Engine without weights; ConfigError when the model is not one that it can run
+Reads   rollout.engine and its settings, model.name's config.json, weights.dtype
+Gives   a ReplicaEngine without weights; ConfigError when the model is not one that it can run
+
+Here, and nowhere else, one kind of engine is told from another.
 """
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
 
 import torch
 
 from laminar.config import Config, ConfigError
 from laminar.engines.hf_config import read_hf_config
-from laminar.engines.protocol import Engine, EngineError
+from laminar.engines.protocol import EngineError, ReplicaEngine, TokenDelta
+from laminar.engines.runner import EngineRunner
 from laminar.engines.torch_engine import TorchEngine
 
 
-def build_engine(config: Config, vocab_limit: int) -> Engine:
+async def start_engine(
+    config: Config, vocab_limit: int, on_deltas: Callable[[list[TokenDelta]], None]
+) -> ReplicaEngine:
     """The engine of one replica; ids at or above `vocab_limit` are never sampled."""
+    engine = await asyncio.to_thread(_torch_engine, config, vocab_limit)
+    return EngineRunner(engine, on_deltas, asyncio.get_running_loop())
+
+
+def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
     rollout = config.rollout
     device = rollout.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = rollout.dtype if rollout.dtype != "auto" else config.weights.dtype
-    if name == "auto":
-        name = "bfloat16" if device == "cuda" else "float32"
     if device == "cpu":
         torch.set_num_threads(rollout.threads)
     try:
@@ -32,9 +42,17 @@ def build_engine(config: Config, vocab_limit: int) -> Engine:
             hf_config,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=config.max_model_len,
-            dtype=getattr(torch, name),
+            dtype=getattr(torch, _dtype(config, device)),
             device=device,
             vocab_limit=min(vocab_limit, vocab),
         )
     except EngineError as error:
         raise ConfigError(f"model.name = {config.model.name!r}: {error}") from error
+
+
+def _dtype(config: Config, device: str) -> str:
+    """The type that the engine computes in."""
+    for name in (config.rollout.dtype, config.weights.dtype):
+        if name != "auto":
+            return name
+    return "bfloat16" if device == "cuda" else "float32"

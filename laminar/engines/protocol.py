@@ -1,18 +1,23 @@
 """What a rollout replica asks of a generation engine, whichever engine it is.
 
-Reads   GenerateRequest: ids in, sampling settings, what an earlier attempt already generated
-Gives   TokenDelta per sequence and step, EngineStats; EngineError for what an engine refuses
+Reads   GenerateRequest: ids in, sampling settings, what an earlier attempt already generated;
+        WeightSource: where the tensors of a version lie
+Gives   TokenDelta per sequence and step, EngineStats, StepRecord; EngineError for what is refused
 
-An engine is driven from one thread and does nothing by itself: `step` is one decode step over all
-running sequences. The caller thus decides between any two steps whether to add, abort or change
-the weights, and no engine needs a lock. Ids in, ids out: an engine never sees text.
+ReplicaEngine is the seam: what the rollout actor sees. Behind it an engine may be a thread of this
+process or processes of its own. Ids in, ids out: an engine never sees text.
+
+Engine is what a thread of this process can drive (runner.py): it does nothing by itself, `step` is
+one decode step over all running sequences. The caller thus decides between any two steps whether to
+add, abort or change the weights, and such an engine needs no lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +61,84 @@ class EngineStats:
     waiting: int  #: added and not yet admitted to a slot
 
 
+class StepRecord(NamedTuple):
+    """One step of the engine, for decode gaps and for overlap with training."""
+
+    start_ns: int  #: time.monotonic_ns
+    end_ns: int
+    running: int  #: sequences that got tokens
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor, contiguous and row-major; its offset is aligned for its type."""
+
+    name: str  #: Hugging Face's
+    dtype: str  #: as torch names it
+    shape: tuple[int, ...]
+    offset: int  #: bytes from the beginning of the version
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The file that holds a version; its bytes stay as they are while they are read."""
+
+    path: str
+    offset: int  #: bytes before the version
+    nbytes: int  #: of the version
+    tensors: tuple[TensorPlace, ...]
+
+
+class ReplicaEngine(Protocol):
+    """One engine as its replica sees it. Every method is called on the event loop; none blocks it.
+
+    Whoever makes one hands it `on_deltas`, which is called on the loop with the deltas of each
+    request in order.
+    """
+
+    #: ends with the exception that stopped the engine, or with None after `close`
+    failed: asyncio.Future[None]
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        """Queue a request; the future fails with EngineError when it can never run."""
+        ...
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        """Forget a request (False: it is unknown or finished). Once it resolves, no delta of the
+        request follows."""
+        ...
+
+    def load(self, source: WeightSource) -> asyncio.Future[None]:
+        """Replace all weights by copies; nothing of older weights is used afterwards, no cache.
+
+        EngineError while a sequence runs, for tensors that are unknown, missing or of another
+        shape; then the engine has no weights.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle.
+
+        EngineError for what is not finite.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """As of the latest step or call."""
+        ...
+
+    def drain_steps(self) -> list[StepRecord]:
+        """The records since the last drain, in order."""
+        ...
+
+    async def close(self) -> None:
+        """Drop all requests, stop, and release what the engine holds."""
+        ...
+
+
 class Engine(Protocol):
-    """A generation engine; every method is called from the same thread."""
+    """An engine that one thread drives; every method is called from it."""
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; EngineError when it can never run (too long, unknown ids, ...)."""

@@ -1,4 +1,4 @@
-"""Drives one engine in a thread of its own and gives an event loop a face to it.
+"""Drives one engine in a thread of its own: the ReplicaEngine (protocol.py) of such engines.
 
 Reads   requests and calls from the loop; Engine.step results
 Gives   deltas to `on_deltas` on the loop; one StepRecord per step; `failed`
@@ -16,24 +16,24 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from laminar.engines.protocol import Engine, EngineError, EngineStats, GenerateRequest, TokenDelta
+from laminar.engines.protocol import (
+    Engine,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    StepRecord,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.engines.weight_file import MappedWeights
 
 T = TypeVar("T")
 
 MAX_STEP_RECORDS = 65_536  #: kept between two drains; the oldest are dropped first
-
-
-class StepRecord(NamedTuple):
-    """One step of the engine, for decode gaps and for overlap with training."""
-
-    start_ns: int  #: time.monotonic_ns
-    end_ns: int
-    running: int  #: sequences that got tokens
-    tokens: int
 
 
 class _Job(NamedTuple):
@@ -60,6 +60,7 @@ class EngineRunner:
         self._delivery_due = False
         self._lock = threading.Lock()  # guards the two above
         self._stats = engine.stats()
+        self._weights = MappedWeights()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -70,6 +71,14 @@ class EngineRunner:
     def abort(self, request_id: str) -> asyncio.Future[bool]:
         """Forget a request; after it resolves no delta of the request arrives."""
         return self.call(lambda engine: engine.abort(request_id))
+
+    def load(self, source: WeightSource) -> asyncio.Future[None]:
+        """Copy a version into the engine."""
+        return self.call(lambda engine: engine.load_weights(self._weights.tensors(source)))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
+        return self.call(lambda engine: engine.score(sequences))
 
     def call(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run fn(engine) on the engine's thread between steps; the future has its outcome."""

@@ -144,14 +144,15 @@ class Arena:
         """Writable view, uint8 [slot_bytes]; its start is aligned to a page."""
         if self._bytes is None:
             raise ArenaError(f"arena {self.path} is closed")
-        start = self._start(index)
+        start = self.offset(index)
         return self._bytes[start : start + self.slot_bytes]
 
     def region(self, index: int) -> Region:
         """The same bytes, and where they are in the file (only of an arena that was created)."""
-        return Region(self.slot(index).data, self._fd, self._start(index))
+        return Region(self.slot(index).data, self._fd, self.offset(index))
 
-    def _start(self, index: int) -> int:
+    def offset(self, index: int) -> int:
+        """Where a slot begins in the file, in bytes."""
         if not 0 <= index < self.slots:
             raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
         return _PAGE + index * _page_aligned(self.slot_bytes)

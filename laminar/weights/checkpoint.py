@@ -10,6 +10,8 @@ the weights that were published under its number, whoever reads it, on whatever 
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -43,18 +45,41 @@ def describe(
     return manifest_of(view, version=version, step=step, tensors=specs, probe=probe)
 
 
-def read(directory: Path, version: int) -> tuple[Bytes, mf.Manifest]:
-    """This version: uint8 [total_bytes] as in a slot, proved by its digest."""
+class Restored:
+    """A version in memory of its own, which this process and its children can open by a path."""
+
+    def __init__(self, manifest: mf.Manifest) -> None:
+        self.manifest = manifest
+        self._fd = os.memfd_create(f"version-{manifest.version}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, manifest.total_bytes)
+        #: uint8 [total_bytes], as in a slot
+        self.view: Bytes = np.frombuffer(mmap.mmap(self._fd, manifest.total_bytes), dtype=np.uint8)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        """Its memory goes when nobody has it mapped any more."""
+        os.close(self._fd)
+
+
+def read(directory: Path, version: int) -> Restored:
+    """This version, proved by its digest."""
     try:
         manifest = mf.decode((directory / VERSION_FILE).read_bytes())
         if manifest.version != version:
             raise CheckpointError(f"{directory} holds version {manifest.version}, not {version}")
-        view = np.empty(manifest.total_bytes, dtype=np.uint8)
-        write_tensors(view, manifest.tensors, _tensors(directory / MODEL_FILE))
-        verify(view, manifest)
+        restored = Restored(manifest)
+        try:
+            write_tensors(restored.view, manifest.tensors, _tensors(directory / MODEL_FILE))
+            verify(restored.view, manifest)
+        except BaseException:
+            restored.close()
+            raise
     except (OSError, SafetensorError, mf.ManifestError, WeightsCorrupt) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    return view, manifest
+    return restored
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

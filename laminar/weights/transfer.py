@@ -1,8 +1,7 @@
-"""Tensors into a slot, tensors out of a slot.
+"""Tensors into a slot; engines read them out of its file (engines/weight_file.py).
 
-Reads   torch tensors and a slot (uint8 view of shared memory)
-Writes  the slot
-Gives   torch views of a slot; ManifestError for tensors that are not in the layout
+Reads   torch tensors
+Writes  the slot (uint8 view of shared memory); ManifestError for tensors that are not in the layout
 
 Tensors of the published type are copied by numpy, whose copy is memcpy: torch's copy never uses
 non-temporal stores and takes up to twice as long. A tensor of another type or device is
@@ -13,7 +12,7 @@ cache, which no tensor reaches on a large machine; GLIBC_TUNABLES can lower it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ import torch
 from laminar.weights.hashes import Bytes, check_room
 from laminar.weights.manifest import (
     ITEM_BYTES,
-    Manifest,
     ManifestError,
     TensorSpec,
     aligned,
@@ -55,23 +53,13 @@ def write_tensors(
         raise ManifestError(f"{len(missing)} tensors were not written: {sorted(missing)[:5]}")
 
 
-def read_tensors(view: Bytes, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the version's tensors in the slot, in layout order, without a copy.
-
-    The caller copies while it holds the lease and never writes: the memory is shared.
-    """
-    check_room(view, manifest.total_bytes)
-    for spec in manifest.tensors:
-        yield spec.name, _tensor_view(view, spec)
-
-
 def _write(view: Bytes, spec: TensorSpec, tensor: torch.Tensor) -> None:
     end = spec.offset + spec.nbytes
     if tensor.dtype == TORCH_DTYPES[spec.dtype] and _plain(tensor):
         source = tensor.view(-1).view(torch.uint8).numpy()
         np.copyto(view[spec.offset : end], source)
     else:
-        _tensor_view(view, spec).copy_(tensor)
+        tensor_view(view, spec).copy_(tensor)
     view[end : aligned(end)] = 0
 
 
@@ -80,6 +68,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _tensor_view(view: Bytes, spec: TensorSpec) -> torch.Tensor:
+def tensor_view(view: Bytes, spec: TensorSpec) -> torch.Tensor:
+    """One tensor of a slot, without a copy."""
     data = view[spec.offset : spec.offset + spec.nbytes]
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)

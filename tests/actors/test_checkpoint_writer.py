@@ -18,7 +18,7 @@ from laminar.training import export
 from laminar.training.model import load_policy, named_weights
 from laminar.weights import checkpoint
 from laminar.weights import manifest as mf
-from laminar.weights.transfer import read_tensors
+from laminar.weights.transfer import tensor_view
 from tests.actors.parts import PROBE, FakeHost
 
 MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
@@ -59,8 +59,9 @@ async def test_weights_of_the_step_are_saved_though_training_goes_on(tmp_path: P
         ev.CheckpointSaved(version=2, step=2, path="checkpoints/step_2", kept=(2,))
     ]
     directory = tmp_path / "checkpoints" / "step_2"
-    view, manifest = checkpoint.read(directory, 2)
-    assert {float(tensor.max()) for _, tensor in read_tensors(view, manifest)} == {2.0}
+    found = checkpoint.read(directory, 2)
+    views = [tensor_view(found.view, spec) for spec in found.manifest.tensors]
+    assert {float(tensor.max()) for tensor in views} == {2.0}
     loaded = AutoModelForCausalLM.from_pretrained(directory)
     assert {float(tensor.min()) for _, tensor in named_weights(loaded)} == {2.0}
 

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
 from laminar.actors.weight_loader import WeightLoader
+from laminar.engines.protocol import WeightSource
+from laminar.engines.weight_file import MappedWeights
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.weights import checkpoint
@@ -31,38 +33,30 @@ class FakeEngine:
         self.value = -1.0
         self.loads = 0
         self.during: Callable[[], None] = lambda: None
+        self.between: Any = None  #: awaited after a load
 
-    def load_weights(self, tensors: Any) -> None:
+    async def load(self, source: WeightSource) -> None:
         self.loads += 1
-        for _, found in tensors:
+        for _, found in MappedWeights().tensors(source):
             self.value = float(torch.clone(found)[0, 0])
         self.during()
+        if self.between is not None:
+            await self.between()
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return [list(row) for row in PROBE.logprobs]
 
 
-class Runner:
-    """An engine runner without its thread."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
-        self.between: Any = None  #: awaited after a load
-
-    async def call(self, work: Callable[[Any], Any]) -> Any:
-        result = work(self.engine)
-        if self.between is not None:
-            await self.between()
-        return result
+async def wrong_score(sequences: list[list[int]]) -> list[list[float]]:
+    return [[-9.0]]
 
 
 class Replica:
     def __init__(self, run_dir: Path) -> None:
         self.host = FakeHost(run_dir, "rollout-0")
         self.engine = FakeEngine()
-        self.runner = Runner(self.engine)
         self.relay = RelayClient(self.host.client("relay-0"))
-        self.loader = WeightLoader(self.host, self.relay, self.runner)  # type: ignore[arg-type]
+        self.loader = WeightLoader(self.host, self.relay, self.engine)  # type: ignore[arg-type]
 
     async def pull(self, version: int = 0, exact: bool = False, checkpoint: str = "") -> ev.Event:
         """What it says in the end."""
@@ -156,7 +150,7 @@ async def test_a_checkpoint_whose_probe_differs_is_rejected(
 ) -> None:
     """Right bytes in the wrong place: then it is this replica's fault."""
     write_checkpoint(tmp_path, 1)
-    monkeypatch.setattr(replica.engine, "score", lambda sequences: [[-9.0]])
+    monkeypatch.setattr(replica.engine, "score", wrong_score)
     rejected = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
     assert isinstance(rejected, ev.WeightsRejected) and replica.loader.digest == ""
 
@@ -181,11 +175,11 @@ async def test_the_relay_dies_while_the_slot_is_read_and_the_load_counts(
         await relay.kill()
         await again.start()
 
-    replica.runner.between = another
+    replica.engine.between = another
     loaded = await replica.pull()
     assert isinstance(loaded, ev.WeightsLoaded)
     assert (loaded.version, replica.engine.loads) == (1, 1)
-    replica.runner.between = None
+    replica.engine.between = None
     assert await replica.pull(1) == ev.VersionGone(version=1, held=())
     await publish(again, await again.trainer(), 2)
     loaded = await replica.pull(2)  # out of the other arena
@@ -199,7 +193,7 @@ async def test_a_relay_that_is_gone_does_not_keep_a_loaded_replica_from_serving(
 ) -> None:
     monkeypatch.setattr(weight_loader, "RELEASE_S", 0.1)
     await publish(relay, trainer, 1)
-    replica.runner.between = relay.kill
+    replica.engine.between = relay.kill
     loaded = await replica.pull()
     assert isinstance(loaded, ev.WeightsLoaded)
 
@@ -246,7 +240,7 @@ async def test_a_load_that_fails_twice_is_rejected(
     relay: Machine, trainer: Writer, replica: Replica
 ) -> None:
     await publish(relay, trainer, 1)
-    replica.engine.score = lambda sequences: [[-9.0]]  # type: ignore[method-assign]
+    replica.engine.score = wrong_score  # type: ignore[method-assign]
     rejected = await replica.pull()
     assert isinstance(rejected, ev.WeightsRejected)
     assert "differ from the trainer's by 8.5" in rejected.reason

@@ -49,9 +49,13 @@ def test_version_is_the_one_that_was_published(dtype: str, tmp_path: Path) -> No
     write_tensors(slot, specs(dtype), weights().items())
     published = manifest_of(slot, version=7, step=7, tensors=specs(dtype), probe=PROBE)
     assert save(tmp_path, dtype) == published
-    view, manifest = checkpoint.read(tmp_path, 7)
-    assert manifest == published
-    assert view.tobytes() == slot[: manifest.total_bytes].tobytes()
+    found = checkpoint.read(tmp_path, 7)
+    wanted = slot[: published.total_bytes].tobytes()
+    assert found.manifest == published
+    assert found.view.tobytes() == wanted
+    assert Path(found.path).read_bytes() == wanted, "another process can open it, too"
+    found.close()
+    assert not Path(found.path).exists()
 
 
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from laminar.weights import manifest as mf
 from laminar.weights.chain import CHUNK_BYTES_MIN
-from laminar.weights.transfer import read_tensors, write_tensors
+from laminar.weights.transfer import tensor_view, write_tensors
 from tools.bench import weights_net as net
 from tools.bench.weights_baselines import buffers
 from tools.bench.weights_relay import RelayProcess, digest_of
@@ -95,8 +95,8 @@ class Machines:
 
     def pull(self, slot: int) -> None:
         view = np.frombuffer(self.relays[1].bytes_of(slot), np.uint8)
-        for name, tensor in read_tensors(view, self.manifest):
-            np.copyto(self.engine[name], tensor.numpy())
+        for spec in self.specs:
+            np.copyto(self.engine[spec.name], tensor_view(view, spec).numpy())
 
     def close(self) -> None:
         for relay in self.relays:
