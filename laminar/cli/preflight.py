@@ -18,6 +18,7 @@ from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
+from laminar.net.descriptors import check_room
 from laminar.tasks.chat import encode_all, encode_prompt
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
@@ -46,6 +47,7 @@ def check(config: Config) -> Plan:
     _check_model(config)
     _check_strategy(config)
     _check_port(config)
+    check_room(run_size(config))
     spec = reward_spec(config)
     prompts = load_prompts(config.data)
     check_rows(spec, [*prompts.train, *prompts.held_out])
@@ -93,6 +95,12 @@ def _check_model(config: Config) -> None:
             f"data.max_prompt_length + data.max_response_length = {config.max_model_len} is more "
             f"than the {spec.max_positions} positions of model {name!r}; lower one of them"
         )
+
+
+def run_size(config: Config) -> int:
+    """Processes that connect to the coordinator: on each machine a node daemon, a relay and its
+    replicas, on the first one also store and trainer."""
+    return config.run.nodes * (config.rollout.replicas + 2) + 2
 
 
 def _check_strategy(config: Config) -> None:

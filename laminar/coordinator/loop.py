@@ -32,6 +32,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.net.client import write_address
+from laminar.net.descriptors import clients_allowed
 from laminar.net.session import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
@@ -125,6 +126,7 @@ class Coordinator:
             clock_ns=time.monotonic_ns(),
             observer=self._observer,
             limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),
+            peers_max=clients_allowed(),
         )
         self.log.info(
             "started",

@@ -29,15 +29,13 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import Limits, LinkState, OutboxFull, ServerLink
+from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.wakeups import Wakeups
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
 HASHED_OFTEN_MAX = 4_096
 """Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
-UNKNOWN_PEERS_MAX = 16_384
-"""Processes that said hello and are not admitted yet; more at once is an attack or a bug."""
 
 
 class Tick:
@@ -53,8 +51,10 @@ class Tick:
         clock_ns: int,
         observer: Observer,
         limits: Limits,
+        peers_max: int = PEERS_MAX,
     ) -> None:
-        """`clock_ns` is the loop's clock now; `boot` names this coordinator process."""
+        """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
+        processes that are connected or ask to be admitted."""
         self.machine = machine
         self.log = log
         self.detector = FailureDetector(lease_ms * 1_000_000, clock_ns)
@@ -62,6 +62,7 @@ class Tick:
         self.bad_frames = 0
         self._boot = boot
         self._limits = limits
+        self._peers_max = peers_max
         self._observer = observer
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
@@ -155,7 +156,11 @@ class Tick:
                 return False
             self._link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
             return True
-        if hello.boot_id not in self._asking and len(self._asking) < UNKNOWN_PEERS_MAX:
+        if hello.boot_id in self._asking:
+            return False
+        if len(self._links) + len(self._asking) >= self._peers_max:
+            self._refuse(hello.boot_id, full(self._peers_max))
+        else:
             self._asking[hello.boot_id] = (hello, routing_id)
             joined = ev.ActorJoined(
                 name=hello.name,

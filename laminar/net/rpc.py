@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from laminar.net.client import FLUSH_S, LINGER_MS, ClientShell, now_ns, started
+from laminar.net.descriptors import clients_allowed
 from laminar.net.frames import (
     BAD_BYTES,
     FRAME_BYTES_MAX,
@@ -36,11 +37,10 @@ from laminar.net.session import (
     LinkState,
     OutboxFull,
     ServerLink,
+    full,
 )
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
-
-PEERS_MAX = 16_384  #: links of one server
 
 
 class RpcError(RuntimeError):
@@ -251,6 +251,7 @@ class RpcServer:
         self._routes: dict[bytes, _Peer] = {}
         self._awake: dict[_Key, None] = {}  #: peers that this turn is about
         self._wakeups = Wakeups[_Key]()  #: of peers whose link has something to resend
+        self._peers_max = clients_allowed()
         self._links_made = 0
         self._judged_ns = now_ns()
         self._nobody_until_ns = (
@@ -311,8 +312,8 @@ class RpcServer:
         if not isinstance(hello, Hello):
             return None  # from before our start: its sender will say Hello when nobody answers
         peer = self._peers.get((hello.name, hello.boot_id))
-        if peer is None and len(self._peers) >= PEERS_MAX:
-            self._socket.send(route, encode(Refused(f"{PEERS_MAX} clients are connected")))
+        if peer is None and len(self._peers) >= self._peers_max:
+            self._socket.send(route, encode(Refused(full(self._peers_max))))
             return None
         if peer is None:
             peer = self._peers[hello.name, hello.boot_id] = self._admit(hello, route, now)

@@ -60,6 +60,7 @@ RESEND_MAX_NS = 2_000 * MS
 WINDOW_MESSAGES = 512  #: sent and unacknowledged: what a server drains in one turn
 WINDOW_BYTES = 4 * 1024 * 1024  #: bounds what one resend costs; a larger body goes alone
 FRAME_OVERHEAD = 1024  #: bytes of a frame besides its body, at most
+PEERS_MAX = 16_384  #: clients of one server
 GAUGES_WAITING = 16  #: between two polls; the newest win
 SERVERS_KNOWN = 16  #: whose place in their numbers a client remembers
 
@@ -214,6 +215,14 @@ def check_body(body: bytes, limits: Limits) -> None:
     """ValueError for a body that the peer would never accept: resending it could not end."""
     if len(body) > limits.max_body:
         raise ValueError(f"a body of {len(body)} bytes exceeds the limit of {limits.max_body}")
+
+
+def full(clients: int) -> str:
+    """What a client is told that comes too late."""
+    return (
+        f"{clients} clients are connected, more are not possible; start fewer processes, or raise "
+        "the limit of open files where the server runs (ulimit -n)"
+    )
 
 
 class _Link:

@@ -6,6 +6,8 @@ import pytest
 
 from laminar.events import events as ev
 from laminar.events.codec import encode
+from laminar.net.frames import Hello, Refused, decode_server
+from laminar.net.frames import encode as encode_frame
 from laminar.net.session import RESEND_MIN_NS, LinkState, ServerLink
 from tests.coordinator.test_tick import Desk
 
@@ -85,3 +87,14 @@ def test_replaced_process_is_told_at_once_though_it_says_nothing() -> None:
         (old if route == b"rollout-0/a" else desk.links[route]).receive(frame, desk.now)
     assert old.state is LinkState.REFUSED
     assert desk.links[b"rollout-0/b"].state is LinkState.UP
+
+
+def test_more_processes_than_files_allow_are_told_so() -> None:
+    """What is connected and what asks to be admitted counts."""
+    desk = desk_of_all()
+    desk.tick._peers_max = len(NAMES)
+    hello = Hello("rollout-2", "rollout", "rollout-2/a", 0, 1, {})
+    ((_, answer),) = desk.turn([(b"rollout-2/a", encode_frame(hello))])
+    refused = decode_server(answer, 10_000)
+    assert isinstance(refused, Refused) and "6 clients are connected" in refused.reason
+    assert "rollout-2" not in desk.tick.machine.state.actors

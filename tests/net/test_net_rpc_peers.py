@@ -5,7 +5,7 @@ import pytest
 from laminar.net import rpc
 from laminar.net.frames import Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc import Reply, Request, RpcServer
-from laminar.net.session import MS, RESEND_MIN_NS, ServerLink
+from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
 from laminar.net.wakeups import Wakeups
 
 LEASE_MS = 5_000
@@ -118,12 +118,13 @@ def test_silence_is_looked_for_once_per_lease_and_ends_the_silent(desk):
 
 
 def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch):
-    assert rpc.PEERS_MAX > 10_000
-    monkeypatch.setattr(rpc, "PEERS_MAX", IDLE)
+    assert PEERS_MAX > 10_000
+    monkeypatch.setattr(rpc, "clients_allowed", lambda: IDLE)
     desk = Desk(monkeypatch, IDLE)
     desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
     desk.turn()
-    assert (b"r%d" % IDLE, Refused(f"{IDLE} clients are connected")) in desk.wire.sent
+    assert (b"r%d" % IDLE, Refused(full(IDLE))) in desk.wire.sent
+    assert f"{IDLE} clients are connected" in full(IDLE) and "ulimit -n" in full(IDLE)
 
 
 def test_a_key_is_named_once_when_its_earliest_time_has_come():

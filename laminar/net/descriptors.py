@@ -1,0 +1,39 @@
+"""Open files: a server has one for each client, and the usual limit is lower than a large run.
+
+Reads   the limit of this process
+Writes  it: raised as far as its owner may
+Gives   clients_allowed; check_room, which raises ConfigError
+"""
+
+from __future__ import annotations
+
+import resource
+
+from laminar.config import ConfigError
+from laminar.net.session import PEERS_MAX
+
+SPARE = 256
+"""Files of our own, and connections that are on their way to be refused with a reason."""
+
+
+def clients_allowed() -> int:
+    """How many clients a server of this process can have, at most PEERS_MAX."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = PEERS_MAX + SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return PEERS_MAX if soft == resource.RLIM_INFINITY else min(PEERS_MAX, soft - SPARE)
+
+
+def check_room(processes: int) -> None:
+    """Raises ConfigError if a run of so many processes cannot all connect to one server."""
+    allowed = clients_allowed()
+    if processes <= allowed:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise ConfigError(
+        f"a run of {processes} processes (run.nodes, rollout.replicas) is too large: one server "
+        f"may have {allowed} clients here, with at most {hard} open files; raise that limit "
+        f"(ulimit -Hn; {PEERS_MAX + SPARE} allow {PEERS_MAX} clients) or give fewer replicas"
+    )
