@@ -40,7 +40,8 @@ class WeightLoader:
 
     def __init__(self, host: Host, relay: RelayClient, engine: ReplicaEngine) -> None:
         self.host, self.relay, self.engine = host, relay, engine
-        self.digest = ""
+        #: of what the engine serves; empty and -1: nothing
+        self.digest, self.version = "", -1
         self.probe_diff = 0.0
         self._arena: Arena | None = None
         self._arena_path = ""  #: a relay that was started again has another
@@ -54,6 +55,8 @@ class WeightLoader:
         for _ in range(LOADS_MAX):
             lease = await self._lease(command)
             if isinstance(lease, m.Gone):
+                if failure:  # what the engine had is gone, too
+                    return self._rejected(order, command.version, failure)
                 gone = ev.VersionGone(version=command.version, held=lease.held)
                 return self.host.emit(gone, event_seq=order.cause, version=command.version)
             manifest = mf.decode(lease.manifest)
@@ -62,9 +65,9 @@ class WeightLoader:
             valid = await self._release(lease)
             if valid and not failure:
                 return self._loaded(order, manifest, started, reloaded)
-            self.digest = ""
             failure = failure or "the lease was revoked while the slot was read"
-        self._rejected(order, manifest, failure)
+            self._nothing_served()
+        self._rejected(order, manifest.version, failure)
 
     async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """What the relays have evicted. The bytes are proved before the engine sees them."""
@@ -83,8 +86,10 @@ class WeightLoader:
         version.close()
         if not failure:
             return self._loaded(order, manifest, started, reloaded)
-        self.digest = ""
-        self._rejected(order, manifest, failure)
+        self._rejected(order, manifest.version, failure)
+
+    def _nothing_served(self) -> None:
+        self.digest, self.version = "", -1
 
     async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
         """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing."""
@@ -121,6 +126,7 @@ class WeightLoader:
 
     async def _load_from(self, view: Bytes, source: WeightSource, manifest: mf.Manifest) -> str:
         """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
+        self._nothing_served()
         try:
             await self.engine.load(source)
             await asyncio.to_thread(verify, view, manifest)
@@ -140,6 +146,7 @@ class WeightLoader:
         self, order: cmd.Order, manifest: mf.Manifest, started_ns: int, reloaded: bool
     ) -> None:
         ended = time.monotonic_ns()
+        self.version = manifest.version
         self.host.span("pulling", started_ns, ended, version=manifest.version)
         loaded = ev.WeightsLoaded(
             version=manifest.version,
@@ -153,9 +160,9 @@ class WeightLoader:
             loaded, event_seq=order.cause, version=manifest.version, digest=manifest.digest
         )
 
-    def _rejected(self, order: cmd.Order, manifest: mf.Manifest, failure: str) -> None:
-        rejected = ev.WeightsRejected(version=manifest.version, reason=failure[:500])
-        self.host.emit(rejected, event_seq=order.cause, version=manifest.version, reason=failure)
+    def _rejected(self, order: cmd.Order, version: int, failure: str) -> None:
+        rejected = ev.WeightsRejected(version=version, reason=failure[:500])
+        self.host.emit(rejected, event_seq=order.cause, version=version, reason=failure)
 
 
 def _source(path: str, offset: int, manifest: mf.Manifest) -> WeightSource:

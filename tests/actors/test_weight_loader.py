@@ -244,3 +244,34 @@ async def test_a_load_that_fails_twice_is_rejected(
     rejected = await replica.pull()
     assert isinstance(rejected, ev.WeightsRejected)
     assert "differ from the trainer's by 8.5" in rejected.reason
+
+
+async def test_a_version_that_goes_after_a_failed_load_leaves_nothing_to_serve(
+    relay: Machine, trainer: Writer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has lost what it had: the coordinator must not believe that it has it still."""
+    await publish(relay, trainer, 1, 2)
+    assert isinstance(await replica.pull(1, exact=True), ev.WeightsLoaded)
+    ask = replica.relay.ask
+
+    async def evicted_after_the_load(request: Any, *answers: Any, **options: Any) -> Any:
+        if replica.engine.loads == 2 and isinstance(request, m.LeaseVersion):
+            return m.Gone(held=(3,))
+        return await ask(request, *answers, **options)
+
+    monkeypatch.setattr(replica.relay, "ask", evicted_after_the_load)
+    monkeypatch.setattr(replica.engine, "score", lambda sequences: [[-9.0]])
+    said = await replica.pull(2, exact=True)
+    assert isinstance(said, ev.WeightsRejected) and said.version == 2
+    assert (replica.loader.version, replica.loader.digest) == (-1, "")
+
+
+async def test_what_is_served_changes_with_a_load_only(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    """Not with an order to pull that comes to nothing."""
+    assert replica.loader.version == -1
+    await publish(relay, trainer, 1)
+    await replica.pull(1)
+    assert await replica.pull(7) == ev.VersionGone(version=7, held=(1,))
+    assert replica.loader.version == 1

@@ -1,0 +1,314 @@
+"""A replica's glue: what the coordinator has taken back is neither generated nor reported.
+
+The store answers when the test lets it; commands arrive before, between and with its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest_asyncio
+
+from laminar.actors.rollout import Rollout
+from laminar.engines.protocol import STOP, GenerateRequest, TokenDelta
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import GroupId, TrajectoryId
+from laminar.rundir import TIMELINE_DIR
+from laminar.storage import messages as m
+from tests.actors.parts import FakeHost, until
+
+END_ID = 7
+T = TrajectoryId("0.1.0")
+
+
+class HeldStore:
+    """Keeps every request until the test answers it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, asyncio.Future[Any]]] = []
+
+    async def ask(self, request: Any, answer: type) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked.append((request, reply))
+        return await reply
+
+    async def next(self, kind: type) -> tuple[Any, asyncio.Future[Any]]:
+        """The oldest request of this kind that nobody has answered."""
+        await until(lambda: any(isinstance(request, kind) for request, _ in self.asked))
+        found = next(pair for pair in self.asked if isinstance(pair[0], kind))
+        self.asked.remove(found)
+        return found
+
+    async def answer_open(self, answer: str = "open", **facts: Any) -> m.Open:
+        request, reply = await self.next(m.Open)
+        results = [
+            m.OpenResult(trajectory_id=item.trajectory_id, answer=answer, **facts)  # type: ignore[arg-type]
+            for item in request.items
+        ]
+        reply.set_result(m.OpenReply(results=tuple(results)))
+        return request  # type: ignore[no-any-return]
+
+    async def answer(self, kind: type, answer: str) -> None:
+        """The same answer for every item of an Append or a Finish."""
+        request, reply = await self.next(kind)
+        results = [
+            m.Result(trajectory_id=item.trajectory_id, answer=answer, reason="told so")  # type: ignore[arg-type]
+            for item in request.items
+        ]
+        replies: dict[type, Any] = {m.Append: m.AppendReply, m.Finish: m.FinishReply}
+        reply.set_result(replies[kind](results=tuple(results)))
+
+
+class FakeEngine:
+    """Jobs are done in the order in which they were given, as the engine's thread does."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.added: list[str] = []
+
+    def _done(self, value: Any = None) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.set_result(value)
+        return future
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[Any]:
+        self.running.add(request.request_id)
+        self.added.append(request.request_id)
+        return self._done()
+
+    def abort(self, request_id: str) -> asyncio.Future[Any]:
+        found = request_id in self.running
+        self.running.discard(request_id)
+        return self._done(found)
+
+
+class FakeLoader:
+    """Serves another version as soon as it is told to."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine, self.version = engine, 1
+        self.pulled: list[set[str]] = []  #: what ran at each load
+
+    async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+        self.pulled.append(set(self.engine.running))
+        self.version = command.version
+
+
+class Replica:
+    """A rollout that has started, with version 1 in its engine."""
+
+    def __init__(self, run_dir: Path) -> None:
+        (run_dir / TIMELINE_DIR).mkdir()
+        self.host = FakeHost(run_dir, "rollout-0")
+        self.rollout = Rollout(self.host)  # type: ignore[arg-type]
+        self.store, self.engine = HeldStore(), FakeEngine()
+        self.loader = FakeLoader(self.engine)
+        parts = {"store": self.store, "engine": self.engine, "loader": self.loader}
+        for name, part in parts.items():
+            setattr(self.rollout, name, part)
+        self.rollout.stop_ids = frozenset({END_ID})
+        self._commands = 0
+
+    def tell(self, *commands: Any) -> None:
+        """Commands that arrive together."""
+        orders = []
+        for command in commands:
+            self._commands += 1
+            orders.append((cmd.Order(command_id=self._commands, cause=1, command=command), command))
+        self.rollout.handle(orders)
+
+    async def runs(self, placement: int = 1) -> None:
+        """The trajectory is opened and generates."""
+        self.tell(generate(placement))
+        await self.store.answer_open()
+        await until(lambda: f"{T}@{placement}" in self.engine.running)
+
+    def sampled(self, placement: int, *tokens: int, finish_reason: str | None = None) -> None:
+        delta = TokenDelta(f"{T}@{placement}", list(tokens), [-0.5] * len(tokens), finish_reason)
+        self.rollout._on_deltas([delta])
+
+    async def settled(self) -> None:
+        """Everything that could follow has followed."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not self.host.failures, self.host.failures
+
+    def reports(self) -> list[str]:
+        return [type(event).__name__ for event in self.host.events]
+
+
+@pytest_asyncio.fixture
+async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
+    made = Replica(tmp_path)
+    yield made
+    made.host.end()
+    made.rollout._steps.close()
+
+
+def generate(placement: int = 1, version: int = 1) -> cmd.GenerateTrajectory:
+    return cmd.GenerateTrajectory(
+        to="rollout-0",
+        trajectory=T,
+        group=GroupId("0.1"),
+        sibling=0,
+        purpose="train",
+        row_index=1,
+        attempt=1,
+        placement=placement,
+        version=version,
+        step=version,
+        seed=5,
+    )
+
+
+def abort(placement: int = 1) -> cmd.AbortTrajectories:
+    placed = cmd.Placed(trajectory=T, placement=placement)
+    return cmd.AbortTrajectories(to="rollout-0", items=(placed,))
+
+
+def pull(version: int = 2) -> cmd.PullWeights:
+    return cmd.PullWeights(to="rollout-0", version=version, exact=False, purpose="newer")
+
+
+async def test_what_is_opened_runs_and_is_reported(replica: Replica) -> None:
+    """The plain way, by which the others are measured."""
+    await replica.runs()
+    replica.sampled(1, 3, END_ID, finish_reason=STOP)
+    await replica.store.answer(m.Append, "ok")
+    await replica.store.answer(m.Finish, "ok")
+    await replica.host.wait(ev.TrajectoryFinished)
+    assert replica.reports() == ["TrajectoryStarted", "TrajectoryFinished"]
+
+
+async def test_an_abort_while_the_store_answers_ends_the_opening(replica: Replica) -> None:
+    replica.tell(generate())
+    await until(lambda: bool(replica.store.asked))
+    replica.tell(abort())
+    await replica.store.answer_open()
+    await replica.settled()
+    assert (replica.engine.added, replica.reports()) == ([], [])
+
+
+async def test_a_pull_while_the_store_answers_ends_every_opening(replica: Replica) -> None:
+    """Or old work would be generated by the new weights, under the stamp of the old ones."""
+    replica.tell(generate())
+    await until(lambda: bool(replica.store.asked))
+    replica.tell(pull())
+    await until(lambda: replica.loader.version == 2)
+    await replica.store.answer_open()
+    await replica.settled()
+    assert (replica.engine.added, replica.reports()) == ([], [])
+
+
+async def test_an_abort_that_arrives_with_the_command_ends_it(replica: Replica) -> None:
+    replica.tell(generate(), abort())
+    await replica.settled()
+    assert (replica.store.asked, replica.engine.added, replica.reports()) == ([], [], [])
+
+
+async def test_an_abort_of_an_older_placement_leaves_the_newer_opening(replica: Replica) -> None:
+    replica.tell(abort(1), generate(2), abort(1))
+    await replica.store.answer_open()
+    await replica.settled()
+    assert replica.engine.running == {f"{T}@2"}
+
+
+async def test_what_was_taken_back_is_not_reported_as_generated_either(replica: Replica) -> None:
+    for answer in ("generated", "refused"):
+        replica.tell(generate())
+        await until(lambda: bool(replica.store.asked))
+        replica.tell(abort())
+        await replica.store.answer_open(answer, num_tokens=3, finish_reason=STOP)
+        await replica.settled()
+    assert replica.reports() == []
+
+
+async def test_an_abort_right_behind_the_answer_finds_the_request_in_the_engine(
+    replica: Replica,
+) -> None:
+    """The engine does its jobs in order: an abort in front of its request would do nothing."""
+    replica.tell(generate())
+    await until(lambda: bool(replica.store.asked))
+    await replica.store.answer_open()
+    while not replica.rollout.running:
+        await asyncio.sleep(0)
+    replica.tell(pull())
+    await replica.settled()
+    assert (replica.engine.running, replica.loader.pulled) == (set(), [set()])
+
+
+async def test_a_newer_placement_ends_the_older_one_here(replica: Replica) -> None:
+    """The abort between them may be lost with a coordinator: nobody would end it in the engine."""
+    await replica.runs(1)
+    await replica.runs(2)
+    assert replica.engine.running == {f"{T}@2"}
+
+
+async def test_a_newer_placement_ends_the_older_opening(replica: Replica) -> None:
+    replica.tell(generate(1))
+    await until(lambda: bool(replica.store.asked))
+    replica.tell(generate(2))
+    await replica.store.answer_open()
+    await replica.store.answer_open()
+    await replica.settled()
+    assert replica.engine.added == [f"{T}@2"]
+
+
+async def test_the_answer_about_an_old_placement_leaves_the_new_one_alone(
+    replica: Replica,
+) -> None:
+    await replica.runs(1)
+    replica.sampled(1, 3, 4)
+    flushing = asyncio.create_task(replica.rollout._flush(everything=True))
+    await until(lambda: bool(replica.store.asked))
+    replica.tell(abort(1))
+    await replica.runs(2)
+    await replica.store.answer(m.Append, "fenced")
+    await flushing
+    assert replica.engine.running == {f"{T}@2"}
+    assert replica.rollout.running[T].command.placement == 2
+
+
+async def test_what_the_store_refuses_ends_in_the_engine_and_is_reported(replica: Replica) -> None:
+    await replica.runs(1)
+    replica.sampled(1, 3, 4)
+    flushing = asyncio.create_task(replica.rollout._flush(everything=True))
+    await replica.store.answer(m.Append, "refused")
+    await flushing
+    assert (replica.engine.running, replica.rollout.running) == (set(), {})
+    failed = replica.host.all(ev.TrajectoryFailed)
+    assert [(f.placement, f.reason) for f in failed] == [(1, "store-refused")]
+
+
+async def test_tokens_on_their_way_when_a_pull_comes_are_those_of_the_old_weights(
+    replica: Replica,
+) -> None:
+    """They may be stored; the end of the response is not reported, and nothing is added to it."""
+    await replica.runs(1)
+    replica.sampled(1, 3, END_ID, finish_reason=STOP)
+    append, stored = await replica.store.next(m.Append)
+    replica.tell(pull())
+    replica.sampled(1, 9)
+    stored.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+    await replica.store.answer(m.Finish, "ok")
+    await replica.settled()
+    await replica.rollout._flush(everything=True)
+    (item,) = append.items
+    assert np.frombuffer(item.tokens, "<i4").tolist() == [3, END_ID]
+    assert (replica.store.asked, replica.reports()) == ([], ["TrajectoryStarted"])
+
+
+async def test_work_of_a_version_that_the_engine_does_not_serve_ends_the_process(
+    replica: Replica,
+) -> None:
+    """The coordinator is wrong about this replica; a new process is known to have nothing."""
+    replica.tell(generate(version=3))
+    await replica.store.answer_open()
+    await until(lambda: bool(replica.host.failures))
+    assert "version 3" in replica.host.failures[0] and "serves 1" in replica.host.failures[0]
+    assert (replica.engine.added, replica.reports()) == ([], [])
