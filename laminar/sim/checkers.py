@@ -403,6 +403,12 @@ class Checks:
             what = f"{command.to} loaded {digest} as version {version} for {command}"
             raise Violation("loaded_is_trained", what)
 
+    def generates(self, command: cmd.GenerateTrajectory, version: int) -> None:
+        """generated_by_its_version: no trajectory is continued by other weights than its stamp's."""
+        if command.version != version:
+            what = f"{command.to} serves version {version}, and began {command}"
+            raise Violation("generated_by_its_version", what, command.trajectory)
+
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.
 

@@ -57,6 +57,7 @@ OUTSIDE = (
     "relay:resumed",
     "relay:stale-predecessor",
     "rollout:fenced",
+    "rollout:opening-taken-back",
     "session:command-repeated",
     "session:refused",
     "store:append-fenced",

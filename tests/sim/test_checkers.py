@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from laminar.events import commands as cmd
 from laminar.sim import verdict
 from laminar.sim.coordinator import SimCoordinator
 from laminar.sim.liveness import heals_in_time
-from laminar.sim.models.store import Store, tokens_of
+from laminar.sim.models.rollout import Rollout
+from laminar.sim.models.store import Opened, Store, tokens_of
 from laminar.sim.run import run_seed
 from laminar.sim.scenario import seconds
 from laminar.sim.violation import Violation
@@ -124,6 +126,19 @@ def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda seed, start, end: tokens_of(seed + (start > 0), start, end),
     )
     assert run_seed(calm(**SMALL), 3).invariant == "tokens_continue"
+
+
+def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's answer comes after the abort and the pull, and the replica does not look."""
+    opened = Rollout._opened
+
+    def planted(rollout: Rollout, command: cmd.GenerateTrajectory, reply: Opened) -> None:
+        rollout.opening[command.trajectory] = command
+        opened(rollout, command, reply)
+
+    monkeypatch.setattr(Rollout, "_opened", planted)
+    outcome = run_seed(config("single-paused", events_max=8_000), 3)
+    assert outcome.invariant == "generated_by_its_version"
 
 
 def test_standstill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories
 Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TokenProgress, WeightsLoaded, ...
 
 It follows actors/rollout.py: store first, event second; one flush at a time; a refused flush lets
-go of the trajectory; a pull lets go of everything.
+go of the trajectory; a pull lets go of everything, also of what the store has not opened yet.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Rollout(Idle):
     """One engine and what surrounds it."""
 
     def start(self) -> None:
+        self.opening: dict[str, cmd.GenerateTrajectory] = {}
         self.running: dict[str, Running] = {}
-        self.digest = ""
+        self.digest, self.version = "", -1  #: of what the engine serves
         self._relay = ids.actor_name("relay", self.process.node, 0)
         self.engine = SimEngine(
             self.process, self.scenario.engine, self.scenario.slots, self._on_finished
@@ -78,14 +79,17 @@ class Rollout(Idle):
         elif isinstance(command, cmd.ScoreTrajectories):
             self._score(command)
         elif isinstance(command, cmd.PullWeights):
-            self._abort_all()
+            self._let_go_of_all()
             self._pull(command, 1)
         elif isinstance(command, cmd.AbortTrajectories):
-            self._abort(command)
+            for item in command.items:
+                self._let_go(item.trajectory, item.placement)
 
     # --- starting a trajectory --------------------------------------------------------------------
 
     def _open(self, command: cmd.GenerateTrajectory) -> None:
+        self._let_go(command.trajectory, command.placement)
+        self.opening[command.trajectory] = command
         asked = Row(
             id=command.trajectory,
             group_id=command.group,
@@ -102,6 +106,9 @@ class Rollout(Idle):
         self.process.client.call(STORE, s.Open(asked), partial(self._opened, command))
 
     def _opened(self, command: cmd.GenerateTrajectory, reply: s.Opened) -> None:
+        if self.opening.get(command.trajectory) is not command:
+            return self.world.marks.hit("rollout:opening-taken-back")
+        del self.opening[command.trajectory]
         if reply.answer == "open":
             self._generate(command, reply.num_tokens)
         elif reply.answer in ("generated", "rewarded"):  # only the report was lost
@@ -110,6 +117,7 @@ class Rollout(Idle):
             self._report_failed(command.trajectory, command.placement, "store-refused")
 
     def _generate(self, command: cmd.GenerateTrajectory, done: int) -> None:
+        self.world.checks.generates(command, self.version)
         total = self.scenario.lengths.of(command.seed)
         hangs = self.world.faults.hangs(command)
         sequence = Sequence(_request_id(command), done, total, hangs)
@@ -133,15 +141,18 @@ class Rollout(Idle):
         self.engine.abort(running.sequence.id)
         self._report_failed(trajectory, running.command.placement, reason)
 
-    def _abort(self, command: cmd.AbortTrajectories) -> None:
-        for item in command.items:
-            running = self.running.get(item.trajectory)
-            if running is not None and running.command.placement <= item.placement:
-                del self.running[item.trajectory]
-                self.engine.abort(running.sequence.id)
+    def _let_go(self, trajectory: str, placement: int) -> None:
+        """Forget a trajectory under this placement and older ones."""
+        opening, running = self.opening.get(trajectory), self.running.get(trajectory)
+        if opening is not None and opening.placement <= placement:
+            del self.opening[trajectory]
+        if running is not None and running.command.placement <= placement:
+            del self.running[trajectory]
+            self.engine.abort(running.sequence.id)
 
-    def _abort_all(self) -> None:
+    def _let_go_of_all(self) -> None:
         """A pull means that nothing is wanted here; an abort that was lost must not block it."""
+        self.opening.clear()
         for running in self.running.values():
             self.engine.abort(running.sequence.id)
         self.running.clear()
@@ -320,6 +331,8 @@ class Rollout(Idle):
 
     def _leased(self, command: cmd.PullWeights, load: int, lease: r.Leased | VersionGone) -> None:
         if isinstance(lease, VersionGone):
+            if load > 1:  # what the engine had is gone, too
+                return self._rejected(command.version)
             return self.process.emit(ev.VersionGone(version=command.version, held=lease.held))
         reloaded = lease.digest != self.digest
         duration = self.scenario.load_s * self.chance.uniform(0.5, 1.5) if reloaded else 0.0
@@ -336,10 +349,13 @@ class Rollout(Idle):
     ) -> None:
         if valid and not corrupt:
             return self._serve(command, lease.version, lease.step, lease.digest)
-        self.digest = ""
+        self.digest, self.version = "", -1
         if load < LOADS_MAX:
             return self._pull(command, load + 1)
-        self.process.emit(ev.WeightsRejected(version=lease.version, reason="digest"))
+        self._rejected(lease.version)
+
+    def _rejected(self, version: int) -> None:
+        self.process.emit(ev.WeightsRejected(version=version, reason="digest"))
 
     def _serve(self, command: cmd.PullWeights, version: int, step: int, digest: str) -> None:
         self.world.checks.loaded(command, version, digest)
@@ -351,7 +367,7 @@ class Rollout(Idle):
             seconds=self.scenario.load_s,
             reloaded=digest != self.digest,
         )
-        self.digest = digest
+        self.digest, self.version = digest, version
         self.process.emit(loaded)
 
 
