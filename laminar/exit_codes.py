@@ -15,5 +15,6 @@ COORDINATOR_ABSENT = 3  #: an actor without a coordinator, or one that it refuse
 CRASHED = 70  #: the program failed; a coordinator that is started again goes on from its log
 LOG_UNWRITABLE = 75  #: the same, once the disk of the event log takes data again
 STOPPED_EARLY = 130  #: by the user, before the run began
+TERMINATED = 143  #: an actor by SIGTERM, which is not an order of the coordinator
 
 FINAL = (COMPLETE, FAILED, USER_ERROR, STOPPED_EARLY)

@@ -76,6 +76,7 @@ class Host:
         self._stop = asyncio.Event()
         self._welcome = asyncio.Event()
         self._failure: tuple[str, int] | None = None
+        self._goodbye = exit_codes.COMPLETE  #: exit code without a failure
         self._tasks: set[asyncio.Task[Any]] = set()
         coordinator = self.config.coordinator
         self.control = ControlClient(
@@ -140,7 +141,7 @@ class Host:
         """From joining to leaving; returns the exit code."""
         self._actor = actor
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the coordinator's
         await self.control.start()
         self.spawn(self._watch())
@@ -152,6 +153,13 @@ class Host:
         finally:
             code = await self._end(actor)
         return code
+
+    def _terminated(self) -> None:
+        """Leave in good order; but it was not the coordinator who wanted that."""
+        if not self._stop.is_set():
+            self.log.warning("terminated")
+            self._goodbye = exit_codes.TERMINATED
+            self._stop.set()
 
     async def _until_welcome(self) -> None:
         waits = [asyncio.ensure_future(w.wait()) for w in (self._welcome, self._stop)]
@@ -171,7 +179,7 @@ class Host:
         gc.freeze()  # a full collection must not walk what lives as long as the process
 
     async def _end(self, actor: Actor) -> int:
-        code = exit_codes.COMPLETE
+        code = self._goodbye
         if self._failure is not None:
             reason, code = self._failure
             if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
@@ -180,7 +188,7 @@ class Host:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
-        if code == exit_codes.COMPLETE and self.control.incarnation:
+        if self._failure is None and self.control.incarnation:
             self.emit(ev.ActorLeft())
         for task in self._tasks:
             task.cancel()

@@ -4,9 +4,10 @@ Reads   RestartActor commands; exit codes of its children
 Writes  nothing; removes the shared memory of killed relays, when the run ends
 Emits   ProcessExited, once per process that ended
 
-A replica or relay that dies is started again, up to recovery.max_restarts times; store and trainer
-are not, since their state is gone with them. A child that ends with the code of a user's mistake
-is never started again: the same mistake would meet it.
+A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
+again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
+them. A child that ends with the code of a user's mistake is never started again: the same mistake
+would meet it.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Node:
         }
         self._gpus = visible_gpus()
         self._stopping = False
+        self._launching = asyncio.Lock()  #: one process at a time
 
     async def start(self) -> None:
         for child in self.children.values():
@@ -93,6 +95,8 @@ class Node:
     async def stop(self) -> None:
         """Children were told to stop by the coordinator; wait for them, then insist."""
         self._stopping = True
+        async with self._launching:  # what is being started is known to us then
+            pass
         living = [c.process for c in self.children.values() if c.process is not None]
         waits = [asyncio.ensure_future(p.wait()) for p in living if p.returncode is None]
         if waits:
@@ -104,12 +108,22 @@ class Node:
         sweep_arenas()
 
     async def _launch(self, child: Child) -> None:
+        async with self._launching:
+            if self._stopping:
+                return
+            process = child.process = await self._start_process(child)
+        if self._stopping:
+            process.kill()  # the coordinator does not know it, and cannot tell it to leave
+        self.host.log.info("launched", actor=child.name, pid=process.pid)
+        self.host.spawn(self._watch(child, process))
+
+    async def _start_process(self, child: Child) -> asyncio.subprocess.Process:
         child.boot = secrets.token_hex(8)
         environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **os.environ, "LAMINAR_BOOT": child.boot}
         gpu = gpu_of(child.role, child.name, self._gpus)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        child.process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "laminar.actors",
@@ -120,8 +134,6 @@ class Node:
             self.host.address,
             env=environment,
         )
-        self.host.log.info("launched", actor=child.name, pid=child.process.pid)
-        self.host.spawn(self._watch(child, child.process))
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

@@ -1,4 +1,4 @@
-"""A run that is interfered with: the coordinator killed, a replica killed, Ctrl-C."""
+"""A run that is interfered with: the coordinator killed, replicas ended, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.run.conftest import ROOT, Finished, check_books, command, laminar
+from laminar import exit_codes
+from laminar.events import events as ev
+from tests.run.conftest import ROOT, Finished, check_books, command, history, laminar
 
 pytestmark = pytest.mark.process
 WAIT_S = 120
@@ -106,14 +108,19 @@ def _work_went_on(run: Path, gaps: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.long
-def test_a_replica_is_killed(tmp_path: Path) -> None:
-    """Its node starts it again, its trajectories are finished elsewhere, the books agree."""
+def test_replicas_are_ended(tmp_path: Path) -> None:
+    """Their node starts them again, whatever ended them: their trajectories are finished elsewhere,
+    the books agree."""
     process = start(tmp_path, "trainer.total_training_steps=8", "recovery.resume_wait_ms=1000")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
-    victim = status(tmp_path)["processes"]["rollout-1"]
-    os.kill(victim, signal.SIGKILL)
+    ends = {"rollout-1": -signal.SIGKILL, "rollout-0": exit_codes.TERMINATED}
+    os.kill(status(tmp_path)["processes"]["rollout-1"], signal.SIGKILL)
+    time.sleep(2)
+    os.kill(status(tmp_path)["processes"]["rollout-0"], signal.SIGTERM)
     run = end(process, tmp_path)
     assert run.code == 0, run.output
+    exits = [e for e in history(run.directory) if isinstance(e, ev.ProcessExited)]
+    assert {e.actor: e.code for e in exits if e.restarting} == ends
     check_books(run)
 
 

@@ -1,0 +1,148 @@
+"""Who is started again: every replica and relay that ended without the coordinator's order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import structlog
+
+from laminar import exit_codes
+from laminar.actors import node as node_module
+from laminar.actors.host import Host
+from laminar.actors.node import Node
+from laminar.config import dumps, load
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.codec import encode
+from laminar.rundir import CONFIG_FILE
+from tests.actors.parts import MINIMAL, FakeHost, until
+
+# --- the process itself: a signal is not the coordinator's order ---------------------------------
+
+
+class Idle:
+    """An actor that does nothing."""
+
+    async def start(self) -> None: ...
+
+    def handle(self, orders: list[Any]) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+    yield tmp_path
+    structlog.reset_defaults()
+
+
+async def test_who_is_told_to_stop_has_done_what_was_wanted(run_dir: Path) -> None:
+    host = Host(run_dir, "rollout-0", "rollout", "node-0", "127.0.0.1")
+    running = asyncio.create_task(host.run(Idle()))
+    stop = cmd.StopActor(to="rollout-0", reason="the run is complete")
+    await asyncio.sleep(0)
+    host._on_body(encode(cmd.Order(command_id=1, cause=1, command=stop)))
+    assert await running == exit_codes.COMPLETE
+
+
+async def test_who_is_ended_by_a_signal_says_so(run_dir: Path) -> None:
+    host = Host(run_dir, "rollout-0", "rollout", "node-0", "127.0.0.1")
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == exit_codes.TERMINATED
+
+
+# --- its node ------------------------------------------------------------------------------------
+
+
+class FakeProcess:
+    """Ends when the test says so, or when it is killed."""
+
+    def __init__(self) -> None:
+        self.pid, self.returncode = 1, None
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def end(self, code: int) -> None:
+        self.returncode = code  # type: ignore[assignment]
+        self._ended.set_result(code)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            self.end(-signal.SIGKILL)
+
+
+class Machine:
+    """A node whose processes are fakes."""
+
+    def __init__(self, run_dir: Path, role: str) -> None:
+        self.host = FakeHost(run_dir, "node-0")
+        self.node = Node(self.host, [(role, 1)])  # type: ignore[arg-type]
+        self.started: list[FakeProcess] = []
+        self.launching = asyncio.Event()
+        self.launching.set()
+
+    async def launch(self, *arguments: Any, **options: Any) -> FakeProcess:
+        process = FakeProcess()
+        self.started.append(process)
+        await self.launching.wait()
+        return process
+
+
+@pytest_asyncio.fixture
+async def machine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Machine]:
+    made = Machine(tmp_path, getattr(request, "param", "rollout"))
+    monkeypatch.setattr(node_module.asyncio, "create_subprocess_exec", made.launch)
+    await made.node.start()
+    yield made
+    made.host.end()
+
+
+@pytest.mark.parametrize(
+    ("machine", "code", "again"),
+    [
+        ("rollout", exit_codes.TERMINATED, True),
+        ("rollout", -signal.SIGTERM, True),  # before it could answer signals
+        ("rollout", -signal.SIGKILL, True),
+        ("rollout", exit_codes.FAILED, True),
+        ("relay", exit_codes.TERMINATED, True),
+        ("rollout", exit_codes.COMPLETE, False),
+        ("rollout", exit_codes.USER_ERROR, False),
+        ("store", exit_codes.TERMINATED, False),
+    ],
+    indirect=["machine"],
+)
+async def test_who_ends_without_an_order_is_started_again(
+    machine: Machine, code: int, again: bool
+) -> None:
+    machine.started[0].end(code)
+    exited = await machine.host.wait(ev.ProcessExited)
+    await until(lambda: len(machine.started) == 1 + again)
+    assert (exited.code, exited.restarting) == (code, again)
+
+
+async def test_nothing_is_left_of_a_node_that_stops_while_it_starts_a_process_again(
+    machine: Machine,
+) -> None:
+    """Everybody on a machine gets the signal: a child may end before its node stops."""
+    machine.launching.clear()
+    machine.started[0].end(exit_codes.TERMINATED)
+    await until(lambda: len(machine.started) == 2)
+    stopping = asyncio.create_task(machine.node.stop())
+    await asyncio.sleep(0)
+    machine.launching.set()
+    await stopping
+    assert [process.returncode for process in machine.started] == [143, -signal.SIGKILL]
