@@ -260,7 +260,7 @@ async def test_a_version_that_goes_after_a_failed_load_leaves_nothing_to_serve(
         return await ask(request, *answers, **options)
 
     monkeypatch.setattr(replica.relay, "ask", evicted_after_the_load)
-    monkeypatch.setattr(replica.engine, "score", lambda sequences: [[-9.0]])
+    monkeypatch.setattr(replica.engine, "score", wrong_score)
     said = await replica.pull(2, exact=True)
     assert isinstance(said, ev.WeightsRejected) and said.version == 2
     assert (replica.loader.version, replica.loader.digest) == (-1, "")
