@@ -20,8 +20,11 @@ OURS = {
     "net/frames.py": ("events", "net.frames"),
     "net/session.py": ("events", "net.frames", "net.session"),
     "coordinator/detector.py": ("core", "events"),
+    "coordinator/unhandled.py": ("events", "eventlog"),
+    "coordinator/restarts.py": ("exit_codes",),
     "coordinator/tick.py": (
         "ids", "events", "core", "eventlog", "net.frames", "net.session", "coordinator.detector",
+        "coordinator.unhandled",
     ),
     "actors/protocol.py": (),
 }  # fmt: skip

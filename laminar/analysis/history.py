@@ -89,10 +89,11 @@ class ReadOnlyDisk:
         raise DiskError(f"{self._directory / name} was to be removed by a reader")
 
 
-def records(run_dir: Path) -> Iterator[Record]:
-    """Every record of the log, in order."""
+def records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
+    """Every record of the log, in order; only those after the oldest snapshot when `recent`."""
     with _readable(run_dir) as disk:
-        for _, record in read_log(disk, start=beginning(disk)):
+        kept = snapshots(disk).usable if recent else []
+        for _, record in read_log(disk, start=kept[-1].position if kept else beginning(disk)):
             yield record
 
 

@@ -12,6 +12,7 @@ everything.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import merge
@@ -26,7 +27,7 @@ from laminar.analysis.lives import Moments
 from laminar.analysis.process_logs import LogLine, log_lines
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
-from laminar.events.base import Command, Event, Stamped
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
 
 LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
 WARNINGS = ("warning", "error", "critical")
@@ -102,13 +103,24 @@ def story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
     return (line.text for line in lines)
 
 
+def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
+    """The newest lines about what an event is about, which need not be in the log itself."""
+    fields = ("trajectory", "actor", "name")
+    named = next((n for f in fields if (n := getattr(stamped.event, f, ""))), stamped.peer)
+    subject = None if named == COORDINATOR else Subject.parse(named)
+    told = _lines(run_dir, subject, Moments(), recent=True)
+    return [line.text for line in deque(told, maxlen=count)]
+
+
 def dump(run_dir: Path) -> Iterator[str]:
     """One line per record."""
     return (line.text for line in _lines(run_dir, None, Moments()))
 
 
-def _lines(run_dir: Path, subject: Subject | None, moments: Moments) -> Iterator[_Line]:
-    for record in records(run_dir):
+def _lines(
+    run_dir: Path, subject: Subject | None, moments: Moments, *, recent: bool = False
+) -> Iterator[_Line]:
+    for record in records(run_dir, recent=recent):
         if isinstance(record, EventRecord):
             event = typed_event(record)
             process, seconds = event.peer, moments.seconds(moments.at(event))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from laminar import exit_codes
 from laminar.config import ConfigError
+from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
 from laminar.core.machine import LogicError
 from laminar.eventlog.record import LogCorrupt
 from laminar.eventlog.writer import LogTaken
@@ -28,13 +29,16 @@ def exit_code_of(error: BaseException) -> int:
     """Of a coordinator that this exception ended."""
     if isinstance(error, NOT_TO_BE_REPEATED):
         return exit_codes.USER_ERROR
+    if isinstance(error, RunGivenUp):
+        return exit_codes.FAILED
     return exit_codes.LOG_UNWRITABLE if isinstance(error, DiskError) else exit_codes.CRASHED
 
 
 def sentence_of(error: BaseException) -> str:
     """What happened, for the terminal and the log."""
-    if isinstance(error, NOT_TO_BE_REPEATED):
+    if isinstance(error, (*NOT_TO_BE_REPEATED, RunGivenUp)):
         return str(error)
     if isinstance(error, DiskError):
         return f"the event log cannot be written: {error}"
-    return f"the coordinator crashed: {type(error).__name__}: {error}"
+    what = "" if isinstance(error, HandlingFailed) else f"{type(error).__name__}: "
+    return f"the coordinator crashed: {what}{error}"

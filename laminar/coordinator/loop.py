@@ -19,13 +19,19 @@ import signal
 import time
 from pathlib import Path
 
-from laminar.config import Config, dumps
+import msgspec
+
+from laminar.analysis.story import last_lines
+from laminar.config import Config, ConfigError, dumps
 from laminar.coordinator.ending import ReplayDiffers
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
+from laminar.coordinator.unhandled import HandlingFailed, crash_of
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED
+from laminar.eventlog.crashes import record_crash
+from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
 from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.events import commands as cmd
@@ -73,6 +79,10 @@ def settings_of(config: Config) -> Settings:
     )
 
 
+STORY_LINES = 20
+"""Of the log, about what an event is about that the core could not handle."""
+
+
 class Coordinator:
     """One incarnation of the coordinator of a run."""
 
@@ -107,7 +117,7 @@ class Coordinator:
         self._open(disk, restored)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
-        incarnation = restored.incarnation
+        self._disk, self._incarnation = disk, restored.incarnation
         text = dumps(self.config)
         writer = take_over(
             disk,
@@ -121,7 +131,7 @@ class Coordinator:
         self.tick = Tick(
             restored.replay.machine,
             writer,
-            boot=f"coordinator-{incarnation}-{secrets.token_hex(4)}",
+            boot=f"coordinator-{self._incarnation}-{secrets.token_hex(4)}",
             lease_ms=self.config.coordinator.lease_ms,
             clock_ns=time.monotonic_ns(),
             observer=self._observer,
@@ -130,14 +140,14 @@ class Coordinator:
         )
         self.log.info(
             "started",
-            incarnation=incarnation,
+            incarnation=self._incarnation,
             snapshot=restored.snapshot.name if restored.snapshot else None,
             replayed_events=restored.replay.events,
             decisions_logged_late=len(restored.replay.unlogged),
         )
         self._own.append(
             ev.CoordinatorStarted(
-                incarnation=incarnation,
+                incarnation=self._incarnation,
                 logic=LOGIC_VERSION,
                 settings=settings_of(self.config),
                 clock_ns=time.time_ns(),
@@ -157,6 +167,8 @@ class Coordinator:
                 loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
             self.socket.attach(loop, self._turn)
             await self._ended.wait()
+            if isinstance(self._error, HandlingFailed):
+                self._keep_crash(self._error)
             if self._error is not None:
                 raise self._error
             await self._farewell()
@@ -218,6 +230,16 @@ class Coordinator:
         if self.tick.machine.started and self.tick.machine.state.phase == ENDED:
             self._ended.set()
         self._wake_for_timer()
+
+    def _keep_crash(self, failed: HandlingFailed) -> None:
+        """The next coordinator counts it; people read what led to it. Raises DiskError."""
+        record_crash(self._disk, crash_of(self._incarnation, failed))
+        try:
+            story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
+        except (ConfigError, NotInHistory) as error:
+            story = [f"no story: {error}"]
+        event = msgspec.to_builtins(failed.stamped.event)
+        self.log.error("not-handled", what=failed.what, body=event, story=story)
 
     def _wake_for_timer(self) -> None:
         """Timers that are due before the socket's slow tick get a turn of their own."""

@@ -7,19 +7,23 @@ Gives   frames to send, and commands that the coordinator's own process carries 
     frames -> sessions (number, dedupe) -> decode -> machine -> log (one sync) -> commands and acks
 
 Nothing leaves before it, and what caused it, is durable: a killed coordinator has never said what
-its log does not know. Pure: the same code runs behind a ZeroMQ socket and in virtual time.
+its log does not know. Bad frames are counted and change nothing. An exception of the core is none
+of them: it ends the turn and the coordinator (HandlingFailed). Pure: the same code runs behind a
+ZeroMQ socket and in virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from laminar.coordinator.detector import FailureDetector
+from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
 from laminar.core.lookup import due_timers, next_timer_ns
-from laminar.core.machine import Machine
+from laminar.core.machine import LogicError, Machine
 from laminar.core.state import ENDED, STOPPING, digest
+from laminar.eventlog.crashes import Crash
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord
 from laminar.eventlog.replay import HASH_EVERY, Observer
 from laminar.eventlog.writer import LogWriter
@@ -36,6 +40,7 @@ Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
 HASHED_OFTEN_MAX = 4_096
 """Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
+_NONE: Mapping[str, Crash] = {}
 
 
 class Tick:
@@ -52,9 +57,11 @@ class Tick:
         observer: Observer,
         limits: Limits,
         peers_max: int = PEERS_MAX,
+        given_up: Mapping[str, Crash] = _NONE,
     ) -> None:
         """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
-        processes that are connected or ask to be admitted."""
+        processes that are connected or ask to be admitted; `given_up`: events, by name, on which
+        too many coordinators have crashed."""
         self.machine = machine
         self.log = log
         self.detector = FailureDetector(lease_ms * 1_000_000, clock_ns)
@@ -64,6 +71,8 @@ class Tick:
         self._limits = limits
         self._peers_max = peers_max
         self._observer = observer
+        self._given_up = given_up
+        self._given_up_said: set[str] = set()  #: that were handled so by this coordinator
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
         self._links: dict[str, ServerLink] = {}  #: by boot id
@@ -115,23 +124,28 @@ class Tick:
     def _receive(self, routing_id: bytes, frame: bytes, now_ns: int, time_ns: int) -> None:
         try:
             hello = self._hello_of(routing_id, frame)
-            boot_id = hello.boot_id if hello else self._routes[routing_id]
-            if hello is not None:
-                self._route(routing_id, boot_id)
-                if boot_id not in self._links and not self._admit(
-                    hello, routing_id, now_ns, time_ns
-                ):
-                    return
-            link = self._links[boot_id]
+            if hello is not None and not self._introduce(hello, routing_id, now_ns, time_ns):
+                return
+            boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
+            link = self._links.get(boot_id)
+            if link is None:
+                self.bad_frames += 1  # a peer that is unknown here says hello when nobody answers
+                return
             delivered = link.receive(frame, now_ns)
-            for peer_seq, body in delivered:
-                self._deliver(link, peer_seq, body, time_ns)
-        except (WireError, KeyError):
-            self.bad_frames += 1  # a peer that is unknown here will say hello when nobody answers
+        except WireError:
+            self.bad_frames += 1
             return
+        for peer_seq, body in delivered:
+            self._deliver(link, peer_seq, body, time_ns)
         self._heard_ns[boot_id] = now_ns
         if not delivered or delivered[0][0]:  # a gauge wants no answer
             self._awake[boot_id] = None
+
+    def _introduce(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
+        """Remember where the process is; True when it has a link."""
+        self._route(routing_id, hello.boot_id)
+        known = hello.boot_id in self._links
+        return known or self._admit(hello, routing_id, now_ns, time_ns)
 
     def _hello_of(self, routing_id: bytes, frame: bytes) -> Hello | None:
         """A known route needs no second decoding, unless its peer introduces itself again."""
@@ -224,9 +238,34 @@ class Tick:
             peer_seq=peer_seq,
             event=event,
         )
-        commands = self.machine.handle(stamped)
-        self._log(stamped, encode(event) if body is None else body, commands)
+        if self._given_up and self._is_given_up(stamped, time_ns):
+            return
+        try:
+            commands = self.machine.handle(stamped)
+            self._log(stamped, encode(event) if body is None else body, commands)
+        except LogicError:
+            raise
+        except Exception as error:
+            raise HandlingFailed(stamped, error) from error
         self._observer(stamped, commands, self.machine.state)
+
+    def _is_given_up(self, stamped: Stamped, time_ns: int) -> bool:
+        """True for an event that is not handled any more; the first time the run fails for it."""
+        event = stamped.event
+        what = name_of(stamped.peer, stamped.incarnation, stamped.peer_seq, event)
+        crash = self._given_up.get(what)
+        if crash is None:
+            return False
+        instead = instead_of(stamped, crash)
+        if isinstance(event, ev.EventGivenUp) or not self.machine.started:
+            raise RunGivenUp(str(instead.reason))
+        if what not in self._given_up_said:
+            self._given_up_said.add(what)
+            self._apply(COORDINATOR, 0, 0, instead, time_ns)
+        if isinstance(event, ev.ActorJoined):
+            self._asking.pop(event.boot_id, None)
+            self._refuse(event.boot_id, instead.reason)
+        return True
 
     def _log(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
         self.log.append(

@@ -1,6 +1,6 @@
 """The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
 
-Reads   readiness of actors, completed steps, DrainRequested, ModelExported
+Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
 Writes  state.phase, state.failure, state.exit_code
 Emits   PublishWeights (version 0), ExportModel, StopActor
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from laminar.core import buffering, publishing, siblings
 from laminar.core.admission import groups_wanted
+from laminar.core.lookup import clear_timer
 from laminar.core.state import (
     ENDED,
     ENDING,
@@ -56,6 +57,17 @@ def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
     state.draining = True
     if state.phase == STARTING:
         fail(turn, f"stopped before it began: {event.reason}", 130)
+
+
+def on_event_given_up(turn: Turn, event: ev.EventGivenUp) -> None:
+    """The message counts as received and its timer as fired, or they would come again for ever."""
+    actor = turn.state.actors.get(event.actor)
+    new = actor is not None and actor.incarnation == event.actor_incarnation
+    if actor is not None and new and (new := event.peer_seq > actor.last_peer_seq):
+        actor.last_peer_seq = event.peer_seq
+    fired = clear_timer(turn.state, event.timer)
+    if not fail(turn, event.reason, 1) and not new and not fired:
+        turn.ignore("run-ending")
 
 
 def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:

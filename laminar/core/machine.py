@@ -344,6 +344,7 @@ HANDLERS: dict[type[Event], Handler] = {
     ev.TimerFired: on_timer_fired,
     ev.HeartbeatLost: on_heartbeat_lost,
     ev.DrainRequested: lifecycle.on_drain_requested,
+    ev.EventGivenUp: lifecycle.on_event_given_up,
     ev.BatchProposed: on_batch_proposed,
     ev.ActorJoined: membership.on_actor_joined,
     ev.ActorLeft: membership.on_actor_left,

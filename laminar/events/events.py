@@ -46,6 +46,23 @@ class DrainRequested(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class EventGivenUp(Event, frozen=True, kw_only=True):
+    """Too many coordinators crashed on an event: it is not handled any more, and the run fails."""
+
+    what: str  #: its name, and who sent it
+    crashes: int
+    error: str  #: of the last one
+    actor: str  #: its sender
+    actor_incarnation: int
+    peer_seq: int  #: the session's number of the message: it counts as received
+    timer: str  #: the timer that it was, else empty
+
+    @property
+    def reason(self) -> str:
+        """Of the failed run."""
+        return f"the coordinator crashed {self.crashes} times on {self.what}: {self.error}"
+
+
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 
@@ -304,6 +321,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     TimerFired,
     HeartbeatLost,
     DrainRequested,
+    EventGivenUp,
     BatchProposed,
     ActorJoined,
     ActorLeft,

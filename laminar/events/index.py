@@ -71,6 +71,7 @@ INDEX: tuple[Row, ...] = (
         "lifecycle.on_drain_requested",
         (*_END_RUN, cmd.ExportModel, cmd.PullWeights),
     ),
+    Row(ev.EventGivenUp, (COORDINATOR,), "lifecycle.on_event_given_up", _END_RUN),
     Row(ev.BatchProposed, (COORDINATOR,), "machine.on_batch_proposed", (cmd.TrainStep,)),
     Row(
         ev.ActorJoined,

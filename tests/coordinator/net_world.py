@@ -19,6 +19,7 @@ from laminar.coordinator.tick import Frame, Tick
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED, State, digest
+from laminar.eventlog.crashes import crashes, given_up
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import (
     FRAME,
@@ -69,6 +70,7 @@ def begin_tick(
         clock_ns=now_ns,
         observer=observer or (lambda *_: None),  # type: ignore[arg-type]
         limits=LIMITS,
+        given_up=given_up(crashes(disk)),
     )
     return tick, found.machine.state if found.machine.started else None
 

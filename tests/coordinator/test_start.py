@@ -10,9 +10,14 @@ from structlog.testing import capture_logs
 
 from laminar.config import Config
 from laminar.coordinator.loop import Coordinator
+from laminar.coordinator.system import RealDisk
+from laminar.coordinator.unhandled import HandlingFailed
 from laminar.core.state import digest
+from laminar.eventlog.crashes import CRASHES_MAX, crashes, given_up
 from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
+from laminar.events import events as ev
+from laminar.events.base import Stamped
 from tests.coordinator.net_world import NetWorld
 from tests.core.random_worlds import random_world
 from tests.eventlog.memory_disk import MemoryDisk
@@ -92,3 +97,22 @@ def test_a_snapshot_that_is_passed_over_is_reported(world: NetWorld, tmp_path: P
     assert (logged[0]["file"], logged[0]["reason"]) == (newest.name, "it is damaged")
     assert logged[1]["snapshot"] == older.name
     assert not file.exists()
+
+
+def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: NetWorld) -> None:
+    """The process that ends leaves the event, its story and the reason in its log, and for the
+    coordinators after it the count; the third says that the event is given up."""
+    run_dir = run_dir_of(world.disk, tmp_path / "run")
+    event = ev.ActorLeft()
+    stamped = Stamped(seq=9, time_ns=0, peer="rollout-0", incarnation=7, peer_seq=5, event=event)
+    failed = HandlingFailed(stamped, KeyError("0.3.1"))
+    for _ in range(CRASHES_MAX):
+        coordinator, _, _ = start(run_dir)
+        with capture_logs() as logged:
+            coordinator._keep_crash(failed)
+        (told,) = logged
+        assert told["what"] == "actor-left, message 5 of rollout-0 (incarnation 7)"
+        assert told["body"] == {"type": "actor-left"}
+        assert told["story"] and all("rollout-0" in line for line in told["story"])
+    (kept,) = given_up(crashes(RealDisk(run_dir / "events"))).values()
+    assert kept.what == failed.what and "KeyError: '0.3.1'" in kept.error
