@@ -24,7 +24,7 @@ OURS = {
     "coordinator/restarts.py": ("exit_codes",),
     "coordinator/tick.py": (
         "ids", "events", "core", "eventlog", "net.frames", "net.session", "coordinator.detector",
-        "coordinator.unhandled",
+        "coordinator.unhandled", "net.wakeups",
     ),
     "actors/protocol.py": (),
 }  # fmt: skip
