@@ -53,7 +53,7 @@ def test_later_files_and_overrides_win_and_the_resolved_file_reads_back(tmp_path
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
     first.write_text('seed = 1\nmodel.name = "m"\n[data]\ndataset = "gcd"\nval_size = 5\n')
     second.write_text("[data]\nval_size = 6\n")
-    config = load([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "--run.name=x"])
+    config = load([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "run.name=x"])
     assert (config.seed, config.data.val_size, config.optim.betas) == (3, 6, (0.8, 0.9))
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dumps(config))

@@ -1,6 +1,7 @@
 """laminar log: replay, dump, tail, stats, story, why, trace and export of a run's event log.
 
-Exit codes: 0 done, 1 a replay differs from the log, 2 what was named cannot be read.
+Exit codes: 0 done, 1 a replay differs from the log, 2 what was named cannot be read, 141 the reader
+of the output went away.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -89,10 +89,9 @@ def _command(commands: Any, name: str, text: str, function: Any) -> argparse.Arg
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -220,10 +219,5 @@ def _counts(title: str, counts: Counter[str]) -> list[str]:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Line by line; a reader that has seen enough (`| head`) is no error."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in lines:
+        print(line)

@@ -30,19 +30,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="run everything on this machine")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
-    parser.add_argument("--run.name", dest="run_name", metavar="NAME")
-    parser.add_argument("--output-dir", metavar="DIR")
-    parser.add_argument("--max-steps", metavar="N")
     parser.add_argument(
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.set_defaults(function=train, takes_overrides=True)
+    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
+    parser.set_defaults(function=train)
 
 
 def train(arguments: argparse.Namespace) -> int:
     """Check, start, watch, report; returns the run's exit code."""
-    config = load(arguments.config, _overrides(arguments))
+    config = load(arguments.config, arguments.overrides)
     console = Console(soft_wrap=True)
     run_dir = config.run_dir
     if run_dir.exists() and not arguments.move_old and not arguments.dry_run:
@@ -63,15 +60,6 @@ def train(arguments: argparse.Namespace) -> int:
     except ConfigError as error:  # the coordinator ended before it had logged anything
         console.print(f"no summary: {error}", highlight=False, markup=False)
     return over.code
-
-
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    named = {
-        "run.name": arguments.run_name,
-        "run.output_dir": arguments.output_dir,
-        "trainer.total_training_steps": arguments.max_steps,
-    }
-    return [*arguments.overrides, *(f"{k}={v}" for k, v in named.items() if v is not None)]
 
 
 def move_aside(run_dir: Path) -> Path:

@@ -59,6 +59,12 @@ def known_keys() -> dict[str, Any]:
     return found
 
 
+def is_key(key: str) -> bool:
+    """Whether `load` knows what is meant: a key, a section, or a key of another system."""
+    keys = known_keys()
+    return key in keys or key in FOREIGN_KEYS or any(k.startswith(key + ".") for k in keys)
+
+
 def load(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
     """Read TOML files left to right, apply `key=value` overrides, check everything."""
     flat: dict[str, Any] = {}
@@ -141,11 +147,14 @@ def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
-    text = text.removeprefix("--")
     key, sign, raw = text.partition("=")
     if not sign or not key:
         raise ConfigError(f"override {text!r} is not of the form key=value")
+    key = key.strip()
     try:
-        return key.strip(), tomllib.loads(f"value = {raw}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), raw
+        return key, raw
+    if known_keys().get(key) is str and not isinstance(value, str):
+        return key, raw  # a name that looks like a number or a date is still a name
+    return key, value

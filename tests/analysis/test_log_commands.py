@@ -166,15 +166,10 @@ def test_stats_count_by_type(copy: Path, cli: Cli) -> None:
     assert counts["generate-trajectory"] == len(started)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(made: Path) -> None:
+def test_a_reader_that_has_seen_enough_is_told_from_an_error(made: Path) -> None:
     """`laminar log dump RUN | head -n 1`: the dump is larger than a pipe holds."""
-    program = (
-        "import argparse, sys; from laminar.cli import log; parser = argparse.ArgumentParser(); "
-        "log.add_parser(parser.add_subparsers()); arguments = parser.parse_args(sys.argv[1:]); "
-        "sys.exit(arguments.function(arguments))"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "log", "dump", str(made), "--raw"],
+        [sys.executable, "-m", "laminar.cli.main", "log", "dump", str(made), "--raw"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -183,7 +178,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(made: Path) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait() == 0
+    assert process.wait() == 141
 
 
 # --- story --------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli import clean, main
+from laminar.cli import clean
+from laminar.cli.commands import run
 from laminar.weights.arena import Arena, arena_path, sweep_arenas
 
 
@@ -24,7 +25,5 @@ def test_dead_memory_goes_and_living_memory_stays(
 
 
 def _clean(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["clean"])
-    assert ended.value.code == 0
+    assert run(["clean"]) == 0
     return capsys.readouterr().out.splitlines()

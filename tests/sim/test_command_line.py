@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.main import main
+from laminar.cli.commands import run
 
 SMALL = """
 [work]
@@ -28,10 +28,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def sim(*words: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["sim", *map(str, words)])
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    return run(["sim", *map(str, words)])
 
 
 def test_one_seed_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

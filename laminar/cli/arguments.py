@@ -1,0 +1,97 @@
+"""Parsing the words of a command line.
+
+Reads   the words
+Gives   Parser: argparse's, but every mistake is one sentence (ConfigError), nothing is abbreviated,
+        and a command may take settings of the config tree
+
+Settings are `key=value`, `--key=value` or `--key value`, anywhere between the options. They keep
+their order, and the last one of a key counts. A value may begin with a minus sign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from laminar.config import ConfigError, is_key
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of every Laminar command, and of its subcommands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+        self._aliases: dict[str, str] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def take_settings(self, **aliases: str) -> None:
+        """`namespace.overrides` gets the settings; `max_steps="a.b"` makes --max-steps a key."""
+        self._aliases = {f"--{name.replace('_', '-')}": key for name, key in aliases.items()}
+        for name, key in self._aliases.items():
+            self.add_argument(name, metavar="VALUE", help=f"the same as {key}=VALUE")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="or --key value")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """argparse's entry, also for the words that belong to a subcommand."""
+        if self._aliases is None:
+            return super().parse_known_args(args, namespace)
+        options: list[str] = []
+        overrides = list(self._settings(iter(args or ()), options))
+        found, rest = super().parse_known_args(options, namespace)
+        found.overrides = overrides
+        return found, rest
+
+    def _settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
+        """The settings as key=value; all other words go to `options`."""
+        for word in words:
+            name, sign, value = word.partition("=")
+            if word == "--":
+                yield from map(_setting, words)
+            elif self._aliases and name in self._aliases:
+                yield f"{self._aliases[name]}={value if sign else self._value(name, words)}"
+            elif name in self._option_string_actions or word[:2] in self._option_string_actions:
+                options.append(word)
+                if word in self._option_string_actions:
+                    options += self._words_of(word, words)
+            elif word.startswith("--"):
+                self._check_known(name)
+                key = name.removeprefix("--")
+                yield f"{key}={value if sign else self._value(name, words)}"
+            elif word.startswith("-"):
+                self.error(f"unknown option {word}")
+            else:
+                yield _setting(word)
+
+    def _words_of(self, option: str, words: Iterator[str]) -> list[str]:
+        """The value of an option that takes one, if there is one; argparse judges."""
+        takes_none = self._option_string_actions[option].nargs == 0
+        following = None if takes_none else next(words, None)
+        return [] if following is None else [following]
+
+    def _value(self, name: str, words: Iterator[str]) -> str:
+        value = next(words, None)
+        if value is None or value.startswith("--") or value in self._option_string_actions:
+            self.error(f"{name} needs a value")
+        return value
+
+    def _check_known(self, name: str) -> None:
+        """A key with a dot is left to the config, which names the nearest; so is a known one."""
+        key = name.removeprefix("--")
+        if "." in key or is_key(key):
+            return
+        known = [o for o in self._option_string_actions if o.startswith("--")]
+        near = difflib.get_close_matches(name, [*known, "--seed"], n=1)
+        self.error(f"unknown option {name}" + (f", the nearest is {near[0]}" if near else ""))
+
+
+def _setting(word: str) -> str:
+    key, sign, _ = word.partition("=")
+    if not (key and sign) or key.startswith("-"):
+        raise ConfigError(f"{word!r} is neither key=value nor --key value")
+    return word

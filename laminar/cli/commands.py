@@ -1,0 +1,34 @@
+"""The commands of `laminar`: which there are, and how each of them ends.
+
+Reads   the words of the command line
+Writes  the mistake of a user, as one sentence on stderr
+Gives   the exit code
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from laminar.cli import audit, clean, log, report, sim, train
+from laminar.cli.arguments import Parser
+from laminar.cli.endings import exit_code
+
+
+def parser() -> Parser:
+    made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
+    subparsers = made.add_subparsers(required=True, metavar="COMMAND")
+    for module in (train, clean, log, audit, report, sim):
+        module.add_parser(subparsers)
+    return made
+
+
+def run(words: Sequence[str] | None = None) -> int:
+    """One command, from its words to its exit code."""
+
+    def command() -> int:
+        arguments = parser().parse_args(sys.argv[1:] if words is None else words)
+        code: int = arguments.function(arguments)
+        return code
+
+    return exit_code("laminar", command)
