@@ -14,20 +14,33 @@ from outside by SIGKILL to the worker's process group, because nothing less ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.tasks.reward_worker import LENGTH, Ready, Refused, Scored, Start, frame
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
+from laminar.tasks.reward_worker import (
+    LENGTH,
+    STACK_SIGNAL,
+    Ready,
+    Refused,
+    Scored,
+    Start,
+    frame,
+)
+from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
 REAP_S = 5.0  #: for the end of a process that was told to end
+
+
+Output = Callable[[bytes], object]  #: takes what workers print
 
 
 class RewardWorkerLost(RuntimeError):
@@ -51,13 +64,18 @@ class RewardPool:
         max_retries: int = 2,
         start_timeout_s: float = 120.0,
         env: Mapping[str, str] | None = None,
+        on_output: Output = len,
     ) -> None:
-        """`env` is added to this process's environment for the workers; times in seconds."""
+        """`env` is added to this process's environment for the workers; times in seconds.
+
+        `on_output` gets what user code prints, in the order of each worker; by default nobody.
+        """
         self.workers_lost = 0  #: died by themselves
         self.workers_killed = 0  #: killed because a call ran too long
         self._spec, self._timeout_s, self._error_score = spec, timeout_s, error_score
         self._attempts, self._start_timeout_s = 1 + max_retries, start_timeout_s
         self._env = {**os.environ, **(env or {})}
+        self._on_output = on_output
         self._start = frame(Start(spec, limit_s=2 * timeout_s + REAP_S))
         self._open = False
         self._workers: list[_Worker | None] = [None] * workers
@@ -118,6 +136,8 @@ class RewardPool:
                 worker = await self._ready(slot)
                 self._check_open()
                 body = await worker.exchange(request, self._timeout_s)
+                if body is None:
+                    body = await worker.last_words()
             except (_Died, ConfigError) as error:  # ConfigError: the file has changed since start
                 self.workers_lost += 1
                 await self._drop(slot)
@@ -138,7 +158,7 @@ class RewardPool:
             raise RewardWorkerLost("the reward pool is not running")
 
     def _final(self, result: RewardResult) -> RewardResult:
-        if result.reason in ("error", "timeout"):
+        if result.reason in FAILURES:
             return msgspec.structs.replace(result, score=self._error_score)
         return result
 
@@ -148,7 +168,7 @@ class RewardPool:
         if worker is not None and not worker.ended:
             return worker
         await self._drop(slot)
-        worker = self._workers[slot] = await _Worker.spawn(self._env)
+        worker = self._workers[slot] = await _Worker.spawn(self._env, self._on_output)
         body = await worker.exchange(self._start, self._start_timeout_s)
         if body is None:
             raise _Died(f"its scorer did not load within {self._start_timeout_s:g} s")
@@ -174,18 +194,19 @@ class _Worker(asyncio.SubprocessProtocol):
     which a process forked by the user's function can put off for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_output: Output) -> None:
         loop = asyncio.get_running_loop()
         self.ended = False
+        self._on_output = on_output
         self._buffer = bytearray()
         self._reply: asyncio.Future[bytes | None] = loop.create_future()
         self._exited: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def spawn(cls, env: Mapping[str, str]) -> _Worker:
+    async def spawn(cls, env: Mapping[str, str], on_output: Output) -> _Worker:
         command = (sys.executable, "-P", "-m", "laminar.tasks.reward_worker")
         _, worker = await asyncio.get_running_loop().subprocess_exec(
-            cls, *command, stderr=None, env=env, start_new_session=True
+            partial(cls, on_output), *command, env=env, start_new_session=True
         )
         return worker
 
@@ -195,9 +216,17 @@ class _Worker(asyncio.SubprocessProtocol):
             raise _Died(await self._cause())
         self._reply = asyncio.get_running_loop().create_future()
         self._stdin.write(request)
+        return await self._answer(timeout_s)
+
+    async def last_words(self) -> bytes | None:
+        """The time is up: have it print where it is, and take a reply that was under way."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._exited.done():
+                os.kill(self._pid, STACK_SIGNAL)
+        return await self._answer(LATE_S)
+
+    async def _answer(self, timeout_s: float) -> bytes | None:
         await asyncio.wait({self._reply}, timeout=timeout_s)
-        if not self._reply.done():
-            await asyncio.wait({self._reply}, timeout=LATE_S)
         if not self._reply.done():
             return None
         body = self._reply.result()
@@ -243,6 +272,9 @@ class _Worker(asyncio.SubprocessProtocol):
         self._pid = self._transport.get_pid()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._on_output(data)
+            return
         self._buffer += data
         if len(self._buffer) < LENGTH.size:
             return

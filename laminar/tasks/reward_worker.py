@@ -1,7 +1,8 @@
 """The child process that runs reward functions: python -m laminar.tasks.reward_worker.
 
 Reads   frames on stdin (little-endian u32 length, MessagePack): Start, then RewardCalls, one each
-Gives   frames on stdout: Ready or Refused, then one Scored per call; user code prints to stderr
+Gives   frames on stdout: Ready or Refused, then one Scored per call; user code prints to stderr,
+        as does STACK_SIGNAL: where the call is
 
 User code may print, read stdin, hang, leak or crash, so it runs here and not in the process that
 holds an engine. The channel is moved away from descriptors 0 and 1 before user code is imported,
@@ -28,6 +29,7 @@ from laminar.tasks.reward_functions import open_scorer
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, describe
 
 LENGTH = struct.Struct("<I")
+STACK_SIGNAL = signal.SIGUSR1
 END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself
 
 
@@ -79,6 +81,7 @@ def _serve(start: Start, inbox: queue.SimpleQueue[bytes | None], replies: Binary
         return send(Refused(str(error)))
     except BaseException as error:  # whatever it is, the parent shall be able to show it
         return send(Refused(f"the {start.spec.kind} scorer does not load: {describe(error, '')}"))
+    faulthandler.register(STACK_SIGNAL, all_threads=False)  # after imports, which might take it
     send(Ready())
     while (body := inbox.get()) is not None:
         call = msgspec.msgpack.decode(body, type=RewardCall)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ import msgspec
 from laminar.tasks.prompts import PromptRow
 
 DETAIL_CHARS = 240
+FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
+"""It raised; ran too long; gave something else than a finite number; as a group function, gave no
+list with an entry for each response. Such a response gets `reward.error_score`."""
 HERE = Path(__file__).parent
 """What calls a function is not where it went wrong."""
 
@@ -43,7 +47,7 @@ class RewardCall(msgspec.Struct, frozen=True):
 
 class RewardResult(msgspec.Struct, frozen=True):
     score: float | None
-    reason: str = "ok"  #: ok | error | timeout | unscored (the function returned None)
+    reason: str = "ok"  #: ok | unscored (the function returned None) | one of FAILURES
     detail: str = ""
     extras: dict[str, float] = {}  #: further figures that the function returned or logged
 
@@ -73,31 +77,41 @@ def guarded(score: Callable[[], Any], path: str) -> RewardResult:
 
 
 def result_of(value: Any) -> RewardResult:
-    """A function's return value as a result; an unusable one is an error."""
+    """A function's return value as a result; what is no finite number is never made one."""
     extras: dict[str, float] = {}
     if isinstance(value, RewardResult):
         return value
     if isinstance(value, Mapping):
         if "score" not in value:
-            return RewardResult(None, "error", f"returned a dict without score: {listed(value)}")
+            detail = f"returned a dict without score: {listed(value)}"
+            return RewardResult(None, "not-a-number", detail[:DETAIL_CHARS])
         extras = numbers_in({k: v for k, v in value.items() if k != "score"})
         value = value["score"]
     if value is None:
         return RewardResult(None, "unscored", "", extras)
-    if not _is_finite(value):
-        shown = repr(value)[:80]
+    score = _number(value)
+    if score is None:
+        shown = reprlib.repr(value)
         detail = f"returned {shown} ({type(value).__name__}), which is not a finite number"
-        return RewardResult(None, "error", detail, extras)
-    return RewardResult(float(value), "ok", "", extras)
+        return RewardResult(None, "not-a-number", " ".join(detail.split())[:DETAIL_CHARS], extras)
+    return RewardResult(score, "ok", "", extras)
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+def _number(value: Any) -> float | None:
+    """A finite number as a float, else None; scalars of NumPy and torch are numbers, too."""
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    try:
+        finite = isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of a float
+        return None
+    return float(value) if finite else None
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     """The entries that can be a metric; text beside a score (verl's `pred`) is not one."""
-    return {str(key): float(value) for key, value in values.items() if _is_finite(value)}
+    found = {str(key): _number(value) for key, value in values.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def listed(names: Iterable[str]) -> str:

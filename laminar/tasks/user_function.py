@@ -188,7 +188,7 @@ def _score_group(
         return [RewardResult(None, "error", describe(error, spec.path))] * count
     if not isinstance(scores, list | tuple) or len(scores) != count:
         detail = f"returned {_shape(scores)} for {count} completions, not a list of {count} scores"
-        return [RewardResult(None, "error", detail)] * count
+        return [RewardResult(None, "wrong-length", detail)] * count
     results = [guarded(partial(result_of, score), spec.path) for score in scores]
     return [
         RewardResult(r.score, r.reason, r.detail, {**r.extras, **extras})

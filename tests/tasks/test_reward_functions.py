@@ -9,7 +9,7 @@ import pytest
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import check_rows, open_scorer, reward_spec
-from laminar.tasks.rewards import RewardCall, RewardSpec
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.user_function import load_function
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -266,27 +266,64 @@ def test_columns_come_as_they_were_in_the_data(script):
         ("raise KeyError", "KeyError (reward.py:3)"),
         ("import sys; sys.exit(4)", "SystemExit: 4"),
         ("import json; json.loads('{')", "(reward.py:3)"),
-        ("return float('nan')", "nan"),
-        ("return float('inf')", "inf"),
-        ("return '1.0'", "str"),
-        ("return [1.0]", "list"),
-        ("return 10 ** 400", "OverflowError"),
-        ("return {'acc': 1.0}", "without score: acc"),
-        ("return {'score': float('nan')}", "nan"),
     ],
 )
-def test_an_unusable_result_is_an_error_of_the_function(script, body, detail):
+def test_what_a_function_raises_is_an_error_of_the_function(script, body, detail):
     (result,) = custom(script, f"\ndef f(completion):\n    {body}")
     assert (result.score, result.reason) == (None, "error")
     assert detail in result.detail
     assert len(result.detail) <= 240 and "\n" not in result.detail
 
 
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        ("float('nan')", "nan"),
+        ("float('inf')", "inf"),
+        ("np.float32('nan')", "nan"),
+        ("'1.0'", "str"),
+        ("np.str_('1.0')", "str"),
+        ("[1.0]", "list"),
+        ("1j", "complex"),
+        ("10 ** 400", "int"),
+        ("{'acc': 1.0}", "without score: acc"),
+        ("{'score': float('nan')}", "nan"),
+        ("{'score': '1'}", "str"),
+    ],
+)
+def test_what_is_not_a_finite_number_is_an_error_of_its_own(script, value, detail):
+    """Nothing is made a number that is none: a string would train as a score, NaN as any."""
+    (result,) = custom(script, f"import numpy as np\ndef f(completion):\n    return {value}")
+    assert (result.score, result.reason) == (None, "not-a-number")
+    assert detail in result.detail
+    assert len(result.detail) <= 240 and "\n" not in result.detail
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        ("True", 1.0),
+        ("2", 2.0),
+        ("Fraction(1, 4)", 0.25),
+        ("np.float32(0.5)", 0.5),
+        ("np.float64(0.5)", 0.5),
+        ("np.int64(-3)", -3.0),
+        ("np.bool_(True)", 1.0),
+        ("np.array(0.5)", 0.5),
+    ],
+)
+def test_a_number_is_a_number_of_any_kind(script, value, score):
+    source = (
+        f"from fractions import Fraction\nimport numpy as np\ndef f(solution_str): return {value}"
+    )
+    assert custom(script, source)[0] == RewardResult(score)
+
+
 def test_one_bad_response_leaves_its_siblings_alone(script):
     source = "def f(completion): return 1.0 / len(completion)"
     assert [r.reason for r in custom(script, source, ["a", "", "b"])] == ["ok", "error", "ok"]
     source = "def f(completions): return [1.0, float('nan'), '2']"
-    assert [r.reason for r in custom(script, source, "abc")] == ["ok", "error", "error"]
+    assert [r.reason for r in custom(script, source, "abc")] == ["ok"] + ["not-a-number"] * 2
 
 
 def test_none_is_unscored(script):
@@ -298,7 +335,7 @@ def test_none_is_unscored(script):
 @pytest.mark.parametrize("value", ["1.0", "[1.0]", "[1.0] * 3", "None", "{'score': 1.0}"])
 def test_a_group_function_gives_one_score_per_sibling(script, value):
     results = custom(script, f"def f(completions): return {value}", ["a", "b"])
-    assert [r.reason for r in results] == ["error", "error"]
+    assert [r.reason for r in results] == ["wrong-length", "wrong-length"]
     assert "2 completions" in results[0].detail and "reward" not in results[0].detail
 
 

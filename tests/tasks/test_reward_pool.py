@@ -12,6 +12,7 @@ import uvloop
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import reward_spec
+from laminar.tasks.reward_output import OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 from laminar.tasks.rewards import RewardCall, RewardSpec
 
@@ -129,7 +130,7 @@ async def test_scores_errors_and_extras_in_order(spec):
         (1.0, "ok"),
         (0.0, "ok"),
         (-1.0, "error"),
-        (-1.0, "error"),
+        (-1.0, "not-a-number"),
         (0.5, "ok"),
         (None, "unscored"),
     ]
@@ -138,13 +139,42 @@ async def test_scores_errors_and_extras_in_order(spec):
     assert (pool.workers_lost, pool.workers_killed) == (0, 0)
 
 
-async def test_prints_and_reads_do_not_touch_the_channel(spec, capfd):
-    async with pool_of(spec) as pool:
+async def test_what_a_function_prints_goes_to_whoever_wants_it_and_not_to_the_terminal(spec, capfd):
+    """Nor does it touch the channel: the calls are answered."""
+    printed = bytearray()
+    async with pool_of(spec, on_output=printed.extend) as pool:
         assert summary(await pool.score(call("print", "right"))) == [(1.0, "ok"), (1.0, "ok")]
-    out, err = capfd.readouterr()
-    assert out == ""
+    assert capfd.readouterr() == ("", "")
     for text in ("printed" * 1000, "raw bytes", "from a child"):
-        assert text in err
+        assert text in printed.decode()
+
+
+async def test_where_a_call_hangs_is_printed(spec):
+    """The worker is killed and says nothing more; its stack, printed before, names the line."""
+    printed = bytearray()
+    async with pool_of(spec, timeout_s=LIMIT_S, on_output=printed.extend) as pool:
+        assert summary(await pool.score(call("sleep"))) == [(-1.0, "timeout")]
+    assert "reward.py" in printed.decode() and "in compute_score" in printed.decode()
+
+
+def test_the_file_of_what_is_printed_has_a_limit(tmp_path):
+    """A function that prints for days fills no disk; what it printed first is kept."""
+    path = tmp_path / "rollout-0.reward.log"
+    log = OutputLog(path, bytes_max=20)
+    for text in (b"first line\n", b"second line\n", b"third line\n"):
+        log(text)
+    kept = path.read_bytes()
+    assert kept.startswith(b"first line\nsecond li") and kept.endswith(b"is not kept\n")
+    OutputLog(path, bytes_max=20)(b"of the next process\n")  # the limit is that of the file
+    assert path.read_bytes() == kept
+
+
+def test_a_file_that_cannot_be_written_stops_nobody(tmp_path):
+    log = OutputLog(tmp_path / "gone" / "rollout-0.reward.log")
+    log(b"first line\n")
+    (tmp_path / "gone").mkdir()
+    log(b"second line\n")
+    assert (tmp_path / "gone" / "rollout-0.reward.log").read_bytes() == b"second line\n"
 
 
 @pytest.mark.parametrize("what", ["sleep", "await", "deaf"])
