@@ -5,12 +5,17 @@ coordinator.json  where the coordinator listens; store-0.json and relay-0.json l
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
-logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest
+logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
+                  what a reward function prints, NAME.reward.log for replica NAME
 timeline/         what each process did when
 metrics.jsonl  tensorboard/  status.json  summary.json
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version
 export/           the trained model as a Hugging Face directory
 """
+
+from __future__ import annotations
+
+from pathlib import Path
 
 CONFIG_FILE = "config.toml"
 COORDINATOR_FILE = "coordinator.json"
@@ -24,3 +29,8 @@ STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"
+
+
+def reward_log(run_dir: Path, name: str) -> Path:
+    """What the reward function of one replica prints."""
+    return run_dir / "logs" / "latest" / f"{name}.reward.log"

@@ -1,14 +1,17 @@
 """Rewards of one replica: from tokens in the store to a score in the store.
 
 Reads   ScoreTrajectories commands; responses and prompts of the store
-Writes  rewards (through the store)
+Writes  rewards (through the store); what the function prints: logs/latest/NAME.reward.log
 Emits   TrajectoryRewarded, TrajectoryFailed
 
 Off the event loop, in worker processes with a time-out. A response on which the user's function
 fails gets reward.error_score, counted by reason; a fault of the worker itself drops the sibling.
+What went wrong is in the store for each response; events and log tell the first of each reason.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,14 +22,18 @@ from laminar.core.siblings import bits_of
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.rundir import reward_log
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_functions import reward_spec
+from laminar.tasks.reward_output import OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 from laminar.tasks.rewards import RewardCall, RewardResult
 
 CORRECT = 1.0
 """Several datasets give partial credit to wrong answers: correct means the full score."""
+DETAILS_MAX = 3
+"""Of each reason, by one process: the run keeps the first, and the event log stays small."""
 
 
 class Scorer:
@@ -35,6 +42,7 @@ class Scorer:
     def __init__(self, host: Host, store: StoreClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self.host, self.store, self.tokenizer = host, store, tokenizer
         reward = host.config.reward
+        self._told: Counter[str] = Counter()  #: failures of each reason
         self.spec = reward_spec(host.config)
         self.pool = RewardPool(
             self.spec,
@@ -42,6 +50,7 @@ class Scorer:
             timeout_s=reward.timeout_s,
             error_score=reward.error_score,
             max_retries=reward.max_retries,
+            on_output=OutputLog(reward_log(host.run_dir, host.name)),
         )
 
     async def start(self) -> None:
@@ -67,12 +76,6 @@ class Scorer:
             for item in command.items:
                 self._failed(order, item, "reward-worker-lost", str(error))
             return
-        broken = next((r for r in results if r.reason in ("error", "timeout")), None)
-        if self.spec.scope == "group" and broken is not None:
-            # One call scored all siblings: a made-up score for each would be a made-up baseline.
-            for item in command.items:
-                self._failed(order, item, f"group-reward-{broken.reason}", broken.detail)
-            return
         await self._put(order, command, rows, texts, results)
 
     async def _put(
@@ -95,15 +98,24 @@ class Scorer:
             for item, text, result in zip(command.items, texts, results, strict=True)
         )
         reply = await self.store.ask(m.PutRewards(items=items), m.PutRewardsReply)
-        for item, row, stored in zip(command.items, rows, reply.results, strict=True):
+        for item, row, result, stored in zip(
+            command.items, rows, results, reply.results, strict=True
+        ):
             if stored.answer in ("ok", "already"):
-                self._rewarded(order, item, row, stored)
+                self._rewarded(order, item, row, stored, result.detail)
             elif stored.answer == "refused":
                 self._failed(order, item, "store-refused", stored.reason)
 
     def _rewarded(
-        self, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, stored: m.RewardResult
+        self,
+        order: cmd.Order,
+        item: cmd.Placed,
+        row: m.Trajectory,
+        stored: m.RewardResult,
+        detail: str,
     ) -> None:
+        """`detail` is of this attempt; where the store had a reward, that one stays."""
+        reason = stored.reward_reason or "ok"
         if stored.score is None:
             return self._failed(order, item, "unscored", "no reward function could score it")
         truncated = row.finish_reason == LENGTH
@@ -112,10 +124,25 @@ class Scorer:
             placement=item.placement,
             score_bits=bits_of(stored.score),
             correct=stored.score >= CORRECT and not truncated,
-            reason=stored.reward_reason or "ok",
+            reason=reason,
             num_tokens=len(row.tokens) // 4,
+            detail="" if reason == "ok" else self._first(order, item, reason, detail),
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, score=stored.score)
+
+    def _first(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> str:
+        """The detail of a failure that is among the first of its reason, which is logged, too."""
+        self._told[reason] += 1
+        if self._told[reason] > DETAILS_MAX:
+            return ""
+        self.host.log.warning(
+            "reward-failed",
+            event_seq=order.cause,
+            trajectory=item.trajectory,
+            reason=reason,
+            detail=detail,
+        )
+        return detail[:500]
 
     def _failed(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> None:
         event = ev.TrajectoryFailed(

@@ -6,6 +6,7 @@ Raises  ConfigError, which names the key, the value and the fix
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -155,8 +156,7 @@ def check_together(c: Config) -> None:
     _check_sampling(c)
     _check_batches(c)
     _check_sizes(c)
-    if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
-        raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
+    _check_reward(c)
     if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
         raise ConfigError(
             f"rollout.max_model_len = {c.rollout.max_model_len} is smaller than "
@@ -185,6 +185,21 @@ def _check_sampling(c: Config) -> None:
                 f"rollout.{name} = {given} would make the recorded log-probs differ from the "
                 f"trainer's; only {value} is allowed for training"
             )
+
+
+def _check_reward(c: Config) -> None:
+    if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
+        raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
+    if not math.isfinite(c.reward.error_score):
+        raise ConfigError(
+            f"reward.error_score = {c.reward.error_score} would be trained as a score; give a "
+            "finite number"
+        )
+    if not 0 <= c.reward.max_error_share <= 1:
+        raise ConfigError(
+            f"reward.max_error_share = {c.reward.max_error_share} is a share of attempts: it must "
+            "lie between 0 and 1 (1: failing rewards never end the run)"
+        )
 
 
 def _check_batches(c: Config) -> None:

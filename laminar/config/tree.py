@@ -81,8 +81,12 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     scope: str = "auto"  #: auto | trajectory | group
     workers: int = 1  #: worker processes per replica
     timeout_s: float = 30.0  #: of one call of the reward function
-    error_score: float = 0.0  #: for a response on which the function raises or times out
+    #: for a response on which the function raises, times out or gives no number
+    error_score: float = 0.0
     max_retries: int = 2  #: after a worker process died by itself
+    #: failed share of the last attempts to score, 4 x train_batch_size x group_size of them,
+    #: above which the run ends; 1: never
+    max_error_share: float = 0.5
 
 
 class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):

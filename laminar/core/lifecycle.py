@@ -49,6 +49,11 @@ def fail(turn: Turn, reason: str, exit_code: int) -> bool:
     return True
 
 
+def drain(turn: Turn, reason: str) -> None:
+    """End the run in good order as on_drain_requested does; it has failed, with this reason."""
+    turn.state.draining, turn.state.drained_for = True, reason
+
+
 def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported."""
     state = turn.state
@@ -188,6 +193,8 @@ def _final_evaluation(turn: Turn) -> bool:
 
 def _begin_ending(turn: Turn) -> None:
     state = turn.state
+    if state.drained_for:
+        state.failure, state.exit_code = state.drained_for, 1
     state.phase = ENDING
     turn.clear_timer("batch-wait")
     turn.clear_timer("start")

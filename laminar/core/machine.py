@@ -32,6 +32,7 @@ from laminar.core import (
     publishing,
     recovery,
     relays,
+    reward_errors,
     siblings,
     weights,
 )
@@ -304,7 +305,11 @@ def on_trajectory_failed(turn: Turn, event: ev.TrajectoryFailed) -> None:
     trajectory = _present(turn, event.trajectory, event.placement)
     if trajectory is None or trajectory.status in ("rewarded", "ending"):
         return turn.ignore("old-placement")
+    purpose = turn.state.groups[trajectory.group].purpose
     recovery.fail_sibling(turn, trajectory, event.reason)
+    reason = reward_errors.FAILED_REASONS.get(event.reason)
+    if reason is not None:
+        reward_errors.count(turn, purpose, reason, event.detail)
 
 
 def on_trajectory_rewarded(turn: Turn, event: ev.TrajectoryRewarded) -> None:
@@ -319,6 +324,7 @@ def on_trajectory_rewarded(turn: Turn, event: ev.TrajectoryRewarded) -> None:
     siblings.sibling_done(turn, group)
     if group.purpose == EVAL:
         evaluation.group_evaluated(turn, group, event.correct)
+    reward_errors.count(turn, group.purpose, event.reason, event.detail)
 
 
 def _present(turn: Turn, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:

@@ -162,6 +162,18 @@ class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     correct: int
 
 
+class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How scoring fared (core/reward_errors.py)."""
+
+    window: bytearray  #: a ring with a bit for each of the last attempts: whether it failed
+    attempts: int = 0  #: of training answers; the next one has bit `attempts` modulo the ring
+    failed: int = 0  #: of those in the ring
+    unscored_in_row: int = 0  #: training answers without a score since the last attempt
+    answers: int = 0  #: scored or failed, those of evaluations included
+    errors: dict[str, int] = {}  #: the failed of them, by reason
+    first: str = ""  #: what went wrong the first time
+
+
 class Outstanding(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A command that waits for its ending event."""
 
@@ -230,6 +242,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     next_evaluation: int = 0
 
     draining: bool = False
+    drained_for: str = ""  #: why the run drains, where that is a failure; empty: the user asked
     failure: str = ""
     exit_code: int = 0
 
@@ -240,6 +253,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     touched: dict[str, None] = {}
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
+    rewards: RewardErrors | None = None  #: None: nothing was scored yet
     staleness_sum: int = 0  #: over trained trajectories
     staleness_max: int = 0
 

@@ -75,6 +75,9 @@ class Settings(
     batch_wait_ms: int
     start_timeout_ms: int  #: for every actor to join and the first weights to be published
     stall_ms: int  #: an actor that answers but makes no progress for so long is restarted
+    #: failed attempts to score, of a thousand, above which the run ends; 1000: never; -1: never,
+    #: and none is counted
+    max_error_permille: int = -1
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):

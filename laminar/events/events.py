@@ -305,15 +305,16 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
     detail: str
 
 
-class TrajectoryRewarded(Event, frozen=True, kw_only=True):
-    """The reward is durable in the store."""
+class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The reward is durable in the store; one that failed is `reward.error_score`."""
 
     trajectory: TrajectoryId
     placement: int
     score_bits: int  #: the float64 of the score as an unsigned integer
     correct: bool  #: score >= 1 and not truncated
-    reason: str  #: ok | error | timeout
+    reason: str  #: ok | error | timeout | not-a-number | wrong-length
     num_tokens: int
+    detail: str = ""  #: what went wrong; only of a replica's first failures, the store has all
 
 
 ALL_EVENTS: tuple[type[Event], ...] = (

@@ -253,15 +253,18 @@ class Bench:
         )
         return self.say(t.replica, finished)
 
-    def reward(self, trajectory: str, score: float = 1.0) -> list[Command]:
+    def reward(
+        self, trajectory: str, score: float = 1.0, reason: str = "ok", detail: str = ""
+    ) -> list[Command]:
         t = self.trajectory(trajectory)
         rewarded = ev.TrajectoryRewarded(
             trajectory=t.id,
             placement=t.placement,
             score_bits=bits_of(score),
             correct=score >= 1,
-            reason="ok",
+            reason=reason,
             num_tokens=t.num_tokens,
+            detail=detail,
         )
         return self.say(t.replica, rewarded)
 
