@@ -68,6 +68,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     summary = {
         **_outcome(state, milestones),
         **_lengths(account),
+        **_rewards(state, account),
         "tokens_per_s": tokens_per_s(steps.values()),
         **_timing(account, windows, milestones, trainers, pulls, steps),
         "processes": _processes(run_dir, state),
@@ -95,7 +96,7 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     return {
         "exit_code": state.exit_code if state.phase == ENDED else None,
         "failure": state.failure,
-        "interrupted": state.draining,
+        "interrupted": state.draining and not state.drained_for,
         "steps": state.completed,
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
@@ -119,13 +120,23 @@ def _lengths(account: Account) -> dict[str, Any]:
         for name, finished in account.finished.items()
         if account.issued[name] == TRAIN
     ]
-    rewards = Counter(event.reason for event in account.rewarded.values())
     return {
         **_percentiles("response_length", [c.num_tokens for c in trained]),
         **_percentiles("generated_response_length", generated),
         "truncated_share": reasons.count(TRUNCATED) / len(reasons) if reasons else None,
-        "reward_errors": {reason: n for reason, n in rewards.items() if reason != "ok"},
         "mismatch_kl_mean": _mismatch(account),
+    }
+
+
+def _rewards(state: State, account: Account) -> dict[str, Any]:
+    """How scoring fared; an older log has no count of it, only its events."""
+    counted = state.rewards
+    reasons = Counter(event.reason for event in account.rewarded.values())
+    told = {reason: n for reason, n in reasons.items() if reason != "ok"}
+    return {
+        "reward_answers": counted.answers if counted else reasons.total(),
+        "reward_errors": dict(counted.errors) if counted else told,
+        "reward_error_first": counted.first if counted else "",
     }
 
 

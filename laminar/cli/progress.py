@@ -31,6 +31,7 @@ class Progress:
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
+        self._told: set[str] = set()
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -50,6 +51,7 @@ class Progress:
         status = self._read()
         if status is None:
             return
+        self._tell_trouble(status)
         if self._live is not None:
             self._live.update(self._panel(status))
         else:
@@ -61,6 +63,19 @@ class Progress:
         except (FileNotFoundError, ValueError):
             return None
         return status
+
+    def _tell_trouble(self, status: dict[str, Any]) -> None:
+        """Once: the first failure of the reward, and why a run ends before its time."""
+        errors = status["reward_errors"]
+        if errors and errors["first"]:
+            self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+        if status["failure"]:
+            self._tell_once("failure", f"the run ends: {status['failure']}")
+
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._console.print(text, highlight=False, markup=False)
 
     def _line(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""
@@ -76,7 +91,7 @@ class Progress:
 
     def _summary(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]
-        reward = status["reward"]
+        reward, errors = status["reward"], status["reward_errors"]
         return "  ".join(
             [
                 f"[{time.monotonic() - self._started:5.0f} s]",
@@ -86,6 +101,7 @@ class Progress:
                 f"{status['tokens_per_s']:.0f} tok/s",
                 f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
                 f"version {status['newest_version']}",
+                *([f"REWARD FAILED {failed_share(errors)}"] if errors else []),
             ]
         )
 
@@ -101,6 +117,13 @@ class Progress:
                 "held-out", f"after step {step}: {correct}/{total} = {correct / total:.3f}"
             )
         return table
+
+
+def failed_share(errors: dict[str, Any]) -> str:
+    """Of how many answers the reward failed on how many, and why."""
+    by_reason = errors["by_reason"]
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
+    return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
 
 
 def _replicas(status: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from laminar.analysis.report import summarize
 from laminar.cli.preflight import Plan, check
+from laminar.cli.progress import failed_share
 from laminar.cli.supervisor import Supervisor
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.observe.logs import new_attempt
@@ -118,6 +119,7 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console, given
         f"{summary['trajectories_trained']} trajectories trained, "
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
+        *_reward_errors(summary, run_dir),
         f"look at          {run_dir / SUMMARY_FILE}, {run_dir}/metrics.jsonl, "
         f"tensorboard --logdir {run_dir}/tensorboard",
         f"and try          laminar log replay {run_dir}; laminar audit {run_dir}",
@@ -129,3 +131,14 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console, given
         lines.append(f"model            {run_dir / EXPORT_DIR}")
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def _reward_errors(summary: dict[str, Any], run_dir: Path) -> list[str]:
+    if not summary["reward_errors"]:
+        return []
+    errors = {"answers": summary["reward_answers"], "by_reason": summary["reward_errors"]}
+    return [
+        f"reward FAILED    {failed_share(errors)}",
+        f"the first time   {summary['reward_error_first']}",
+        f"what it printed  {run_dir}/logs/latest/*.reward.log",
+    ]

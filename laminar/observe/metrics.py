@@ -78,6 +78,7 @@ class MetricsWriter:
             "ledger/dropped_tokens": sum(ledger.tokens.dropped.values()),
             "ledger/live_tokens": ledger.tokens.live,
             "events/seq": stamped.seq,
+            **_reward_errors(state),
         }
         if seconds > 0:
             figures["timing_s/between_steps"] = seconds
@@ -105,6 +106,13 @@ class MetricsWriter:
             if not name.startswith("by_origin/"):  # a name per version would be a tag per step
                 self._board.add_scalar(name, value, step)
         self._board.flush()
+
+
+def _reward_errors(state: State) -> dict[str, float]:
+    """Answers so far on which the reward failed, by reason and together."""
+    errors = state.rewards.errors if state.rewards else {}
+    by_reason = {f"reward/errors/{reason}": count for reason, count in errors.items()}
+    return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

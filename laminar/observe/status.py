@@ -70,9 +70,18 @@ class StatusWriter:
             "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
             "evaluating": state.evaluation is not None,
             "export": state.export_path,
-            "failure": state.failure,
+            "failure": state.failure or state.drained_for,
+            "reward_errors": reward_errors(state),
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
+
+
+def reward_errors(state: State) -> dict[str, Any] | None:
+    """How many answers the reward failed on, of how many, and the first failure; None: on none."""
+    rewards = state.rewards
+    if rewards is None or not rewards.errors:
+        return None
+    return {"answers": rewards.answers, "by_reason": rewards.errors, "first": rewards.first}
 
 
 def _replica(state: State, replica: Replica) -> dict[str, Any]:

@@ -22,9 +22,12 @@ from tests.analysis.made_run import (
     CLOCK_NS,
     make_run,
     world_log,
+    write_log,
     write_spans,
     write_steps,
 )
+from tests.core.world import World
+from tests.core.world_parts import Faults, settings
 
 SECOND = 10**9
 
@@ -180,3 +183,27 @@ def test_what_a_crash_cut_short_is_left_out(copy: Path) -> None:
 
 def test_no_steps_give_no_speed() -> None:
     assert tokens_per_s([]) is None
+
+
+def test_rewards_that_failed_are_in_the_summary(tmp_path: Path) -> None:
+    """By reason, with the first; a run that they ended says so, and nobody interrupted it."""
+    faults = Faults(fail_reward=0.9)
+    world = World(settings(max_error_permille=500), num_train=30, faults=faults, seed=3).run()
+    write_log(tmp_path, world.log)
+    summary = summarize(tmp_path)
+    assert summary["exit_code"] == 1 and summary["interrupted"] is False
+    assert "the reward failed on" in summary["failure"]
+    assert summary["reward_error_first"] == "KeyError: 'x' (reward.py:4)"
+    assert summary["reward_errors"]["error"] > summary["reward_answers"] / 2
+
+
+def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: Path) -> None:
+    world = World(settings(), num_train=30, faults=Faults(fail_reward=0.2), seed=3).run()
+    write_log(tmp_path, world.log)
+    summary = summarize(tmp_path)
+    failed = {
+        s.event.trajectory
+        for s, _ in world.log
+        if isinstance(s.event, ev.TrajectoryRewarded) and s.event.reason == "error"
+    }
+    assert summary["reward_errors"] == {"error": len(failed)} and summary["exit_code"] == 0

@@ -89,14 +89,17 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
 
 class Sampler:
     """Chooses situations, a third of them in the phase `running`, and most of those with work that
-    is lost, a question to the strategy, or relays to connect; keeps the verdicts."""
+    is lost, a question to the strategy, relays to connect, or a batch in training; keeps the
+    verdicts."""
 
     def __init__(self, situations: int, seed: int) -> None:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
         self._left = dict.fromkeys((p for p in PHASES if p != RUNNING), rare)
-        self._left |= dict.fromkeys((RUNNING, "lost", "asking", "linking"), situations // 9 + 1)
+        self._left |= dict.fromkeys(
+            (RUNNING, "lost", "asking", "linking", "training"), situations // 11 + 1
+        )
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -112,6 +115,8 @@ class Sampler:
             kind = "lost" if state.lost else "asking"
         elif kind == RUNNING and any(key.startswith("forward:") for key in state.commands):
             kind = "linking"
+        elif kind == RUNNING and state.batch is not None:
+            kind = "training"
         likely = 0.02 if kind == RUNNING else 0.3
         if self.chance.random() > likely or not self._left[kind] or self._seen[kind] == 2:
             return False

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from tests.core.world import World
 from tests.core.world_parts import SECOND, Faults, settings
 
@@ -60,6 +62,9 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         seed=seed,
     )
     faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
+    faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
+    permille = choose([500, 1000]) if faults.fail_reward else -1
+    world.settings = msgspec.structs.replace(world.settings, max_error_permille=permille)
     return world
 
 
@@ -77,16 +82,19 @@ def check_failed(world: World) -> None:
     if world.now < world.faults.fatal_at_s * SECOND:
         return check_end(world)  # it was over before
     state, ledger = world.state, world.state.ledger
-    assert world.faults.fatal_role in state.failure and state.exit_code == 1
+    first = state.drained_for or world.faults.fatal_role
+    assert first in state.failure and state.exit_code == 1
     if world.faults.fatal_role != "store":
         assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
         assert all(row.end for row in world.rows.values())
 
 
 def check_end(world: World) -> None:
-    """A run ended well: nothing is live, and three books that do not know each other agree."""
+    """A run ended in good order: nothing is live, and three books that do not know each other
+    agree. It has failed only where the reward did."""
     state, ledger = world.state, world.state.ledger
-    assert not state.failure, state.failure
+    assert state.failure == state.drained_for, state.failure
+    assert state.exit_code == bool(state.failure)
     assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
     ends = [row.end for row in world.rows.values()]
     assert all(ends), "the store has a trajectory without an end"

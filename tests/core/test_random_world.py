@@ -50,6 +50,10 @@ def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
     }  # fmt: skip
     assert sum(ledger.tokens.dropped.get("restarted", 0) for ledger in ledgers) > 0
     ignored = {reason.partition(": ")[2] for world in good_runs for reason in world.state.ignored}
+    assert {bool(world.state.failure) for world in good_runs if world.state.rewards} == {
+        False,
+        True,
+    }
     assert ignored >= {"fenced", "old-placement", "old-process", "repeat", "not-pulling"}
 
 

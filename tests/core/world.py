@@ -359,13 +359,16 @@ class World:
             if self.random.random() < self.faults.fail_sibling:
                 event: Event = self._failed(item.trajectory, item.placement, "unscored")
             else:
+                broken = self.faults.fail_reward
+                failed = broken > 0 and self.random.random() < broken
                 event = ev.TrajectoryRewarded(
                     trajectory=item.trajectory,
                     placement=item.placement,
                     score_bits=self.random.choice([0, 4607182418800017408]),
-                    correct=True,
-                    reason="ok",
+                    correct=not failed,
+                    reason="error" if failed else "ok",
                     num_tokens=self.rows[item.trajectory].num_tokens,
+                    detail="KeyError: 'x' (reward.py:4)" if failed else "",
                 )
             self.later(process, self.random.uniform(0, 0.1), event)
 

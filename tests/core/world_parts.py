@@ -55,6 +55,7 @@ class Faults:
     save: float = 0.0  #: share of steps after which a checkpoint is written
     damage_checkpoint: float = 0.0
     fail_sibling: float = 0.0  #: its reward cannot be worked out
+    fail_reward: float = 0.0  #: the reward function fails on it
     refuse_sibling: float = 0.0  #: it fails while it is generated
     fatal_role: str = ""  #: its process dies for good ...
     fatal_at_s: float = 0.0  #: ... at this time

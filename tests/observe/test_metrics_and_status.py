@@ -14,11 +14,17 @@ from laminar.events.base import Command, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from tests.core.world import World
-from tests.core.world_parts import settings
+from tests.core.world_parts import Faults, settings
 
 
 def small_world() -> World:
     return World(settings(test_freq=2), num_eval=4, seed=3).run()
+
+
+def failing_reward() -> World:
+    """A tenth of the answers fails; the run goes on."""
+    faults = Faults(fail_reward=0.1)
+    return World(settings(max_error_permille=500), num_eval=4, faults=faults, seed=3).run()
 
 
 def feed(observer: Observer, world: World, until: int | None = None) -> None:
@@ -99,3 +105,26 @@ def test_status_tells_the_last_state(tmp_path: Path) -> None:
         "rollout-0",
         "rollout-1",
     }
+
+
+def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
+    """In the metrics of each step and in the status, with the first of them."""
+    world = failing_reward()
+    feed(MetricsWriter(tmp_path, tensorboard=False), world)
+    feed(StatusWriter(tmp_path, clock=iter(range(10**9)).__next__), world)
+    steps = [line for line in lines(tmp_path) if "staleness/mean" in line]
+    counts = [line["reward/errors/total"] for line in steps]
+    assert counts == sorted(counts) and counts[-1] > 0
+    assert steps[-1]["reward/errors/error"] == counts[-1]
+    status = json.loads((tmp_path / "status.json").read_text())
+    told, counted = status["reward_errors"], world.state.rewards
+    assert counted is not None and told["by_reason"] == counted.errors
+    assert told["first"] == "KeyError: 'x' (reward.py:4)"
+    assert counts[-1] <= told["by_reason"]["error"] < told["answers"]
+
+
+def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
+    feed(MetricsWriter(tmp_path, tensorboard=False), small_world())
+    feed(StatusWriter(tmp_path, clock=iter(range(10**9)).__next__), small_world())
+    assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
+    assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None

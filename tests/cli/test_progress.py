@@ -1,0 +1,62 @@
+"""What a terminal shows while a run works: rewards that fail are told once, and counted since."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from laminar.cli.progress import Progress
+from laminar.rundir import STATUS_FILE
+
+STATUS: dict[str, Any] = {
+    "phase": "running",
+    "step": 3,
+    "total_steps": 6,
+    "reward": 0.0,
+    "tokens_per_s": 100.0,
+    "staleness_mean": 0.0,
+    "staleness_max": 0,
+    "newest_version": 3,
+    "groups_ready": 0,
+    "trainer": "waiting",
+    "replicas": {},
+    "evaluations": [],
+    "failure": "",
+    "reward_errors": None,
+}
+FIRST = "KeyError: 'x[0]' (reward.py:4)"
+ERRORS = {"answers": 40, "by_reason": {"timeout": 1, "error": 9}, "first": FIRST}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_failure_is_told_once_and_all_are_counted(tmp_path: Path, terminal: bool) -> None:
+    """On a terminal above the panel, elsewhere as a line; brackets in it are no markup."""
+    failing = {"reward_errors": ERRORS}
+    text = show(tmp_path, terminal, {}, failing, failing | {"step": 4})
+    assert text.count("the reward FAILED on an answer: " + FIRST) == 1
+    assert "REWARD FAILED on 10 of 40 answers (error 9, timeout 1)" in text
+
+
+def test_why_a_run_ends_before_its_time_is_told_once(tmp_path: Path) -> None:
+    ends = {"failure": "the reward failed on 9 of the last 16 training answers"}
+    text = show(tmp_path, False, ends, ends | {"phase": "exporting"}, ends | {"phase": "ended"})
+    assert text.count("the run ends: the reward failed on 9 of the last 16") == 1
+
+
+def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
+    assert "FAILED" not in show(tmp_path, False, {}, {"step": 4})
+
+
+def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=200, soft_wrap=True)
+    with Progress(run_dir, console) as progress:
+        for change in changes:
+            (run_dir / STATUS_FILE).write_text(json.dumps(STATUS | change))
+            progress.update()
+    return file.getvalue()
