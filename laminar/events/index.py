@@ -207,7 +207,9 @@ INDEX: tuple[Row, ...] = (
         "machine.on_trajectory_rewarded",
         (
             cmd.EndTrajectories,
+            cmd.AbortTrajectories,
             cmd.GenerateTrajectory,
+            cmd.PullWeights,
             cmd.PinVersion,
             cmd.TrainStep,
             cmd.ProposeBatch,
