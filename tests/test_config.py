@@ -106,6 +106,27 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "reward.max_error_share=nan"], ["reward.max_error_share", "nan"]),
         ([*GOOD, "reward.error_score=nan"], ["reward.error_score", "nan", "finite"]),
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
+        ([*GOOD, "run.name=a/b"], ["run.name", "'a/b'", "run.output_dir"]),
+        *(
+            ([*GOOD, f"run.name={name}"], ["run.name", "one directory"])
+            for name in ("", ".", "..", "-x", "/", " ", "a\nb", "x" * 256)
+        ),
+        ([*GOOD, "run.output_dir=~/runs"], ["run.output_dir", "'~/runs'"]),
+        ([*GOOD, "run.nodes=255"], ["run.nodes", "at most 254"]),
+        ([*GOOD, "trainer.logger=wandb"], ["trainer.logger", "'wandb'", "tensorboard"]),
+        (
+            [*GOOD, "trainer.logger=['tensorboard', 'console']"],
+            ["trainer.logger", "'console'", "tensorboard"],
+        ),
+        ([*GOOD, "optim.lr=nan"], ["optim.lr", "finite"]),
+        ([*GOOD, "reward.timeout_s=inf"], ["reward.timeout_s", "finite"]),
+        ([*GOOD, "optim.betas=[0.9, nan]"], ["optim.betas", "finite"]),
+        ([*GOOD, "optim.betas=[0.9, 1.0]"], ["optim.betas", "below 1"]),
+        ([*GOOD, "optim.betas=[0.9]"], ["optim.betas", "list of 2 numbers"]),
+        ([*GOOD, "optim.eps=-1.0"], ["optim.eps", "at least 0"]),
+        ([*GOOD, f"seed={1 << 63}"], ["seed", "9223372036854775807"]),
+        ([*GOOD, "coordinator.port=70000"], ["coordinator.port", "at most 65535"]),
+        ([*GOOD, "coordinator.start_timeout_s=-5"], ["coordinator.start_timeout_s"]),
         (["model.name=m"], ["data.dataset", "data.train_files"]),
         ([*GOOD, "data.train_files=x.jsonl"], ["exactly one"]),
         (["data.dataset=gcd"], ["model.name"]),
@@ -124,6 +145,10 @@ def test_a_mistake_is_one_sentence_that_names_key_and_value(
 def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
         load([tmp_path / "nowhere.toml"])
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+        load([tmp_path])
+    with pytest.raises(ConfigError, match=r"/dev/null/x\.toml.*Not a directory"):
+        load(["/dev/null/x.toml"])
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 3")
     with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):

@@ -106,11 +106,15 @@ def dumps(config: Config) -> str:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give the path of a TOML file to -c")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config file {path} does not exist; give the path of a TOML file to -c"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
 
 

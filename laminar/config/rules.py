@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("auto", "float32", "bfloat16"),
+    "trainer.logger": ("tensorboard",),
     "weights.dtype": ("auto", "float32", "bfloat16"),
 }
 
@@ -67,6 +68,7 @@ MINIMA: dict[str, float] = {
     "optim.lr": 0,
     "optim.weight_decay": 0,
     "optim.clip_grad": 0,
+    "optim.eps": 0,
     "optim.lr_warmup_steps": 0,
     "trainer.total_training_steps": 0,
     "trainer.total_epochs": 1,
@@ -82,12 +84,21 @@ MINIMA: dict[str, float] = {
     "coordinator.port": 0,
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,
+    "coordinator.start_timeout_s": 1,
     "coordinator.log_keep_mb": 0,
     "coordinator.disk_wait_s": 0,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
     "recovery.coordinator_restart_ms": 0,
 }
+
+#: Largest legal value, likewise.
+MAXIMA: dict[str, float] = {
+    "run.nodes": 254,  # of 127.0.0.1, 127.0.0.2, ...
+    "coordinator.port": 65_535,
+}
+INT_MAX = (1 << 63) - 1
+"""Of every whole number: all encodings have room for it."""
 
 
 STEP_TRAJECTORIES_MAX = 1 << 19
@@ -114,11 +125,23 @@ def checked(key: str, value: Any, kind: Any) -> Any:
         raise ConfigError(
             f"{key} = {value!r} has the wrong type: it must be {_type_name(kind)}"
         ) from None
-    if key in CHOICES and value not in CHOICES[key]:
-        raise ConfigError(f"{key} = {value!r} is not one of {', '.join(CHOICES[key])}")
-    if key in MINIMA and value < MINIMA[key]:
-        raise ConfigError(f"{key} = {value!r} is too small: it must be at least {MINIMA[key]}")
+    for part in value if isinstance(value, list | tuple) else [value]:
+        _check_part(key, value, part)
     return value
+
+
+def _check_part(key: str, value: Any, part: Any) -> None:
+    """One entry of a list, or the value itself."""
+    if key in CHOICES and part not in CHOICES[key]:
+        raise ConfigError(f"{key} = {part!r} is not one of {', '.join(CHOICES[key])}")
+    if isinstance(part, bool) or not isinstance(part, int | float):
+        return
+    if not math.isfinite(part):
+        raise ConfigError(f"{key} = {value!r} is not a finite number")
+    if key in MINIMA and part < MINIMA[key]:
+        raise ConfigError(f"{key} = {value!r} is too small: it must be at least {MINIMA[key]}")
+    if part > (largest := MAXIMA.get(key, INT_MAX if isinstance(part, int) else math.inf)):
+        raise ConfigError(f"{key} = {value!r} is too large: it must be at most {largest}")
 
 
 def _type_name(kind: Any) -> str:
@@ -141,6 +164,7 @@ def check_together(c: Config) -> None:
         raise ConfigError(
             "give exactly one of data.dataset (a reasoning-gym name) and data.train_files"
         )
+    _check_place(c)
     if not c.model.name:
         raise ConfigError("model.name is empty; give the directory of a Hugging Face model")
     if c.rollout.max_num_seqs < c.rollout.group_size:
@@ -155,6 +179,8 @@ def check_together(c: Config) -> None:
         )
     _check_sampling(c)
     _check_batches(c)
+    if not all(0 <= beta < 1 for beta in c.optim.betas):
+        raise ConfigError(f"optim.betas = {c.optim.betas}: each must be at least 0 and below 1")
     _check_sizes(c)
     _check_reward(c)
     if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
@@ -167,6 +193,21 @@ def check_together(c: Config) -> None:
         raise ConfigError(
             f"coordinator.lease_ms = {c.coordinator.lease_ms} must be at least three times "
             f"coordinator.heartbeat_ms = {c.coordinator.heartbeat_ms}"
+        )
+
+
+def _check_place(c: Config) -> None:
+    """A run is one directory in run.output_dir."""
+    name = c.run.name
+    usable = name.strip() not in ("", ".", "..") and name.isprintable() and len(name) <= 200
+    if not usable or "/" in name or name.startswith("-"):
+        raise ConfigError(
+            f"run.name = {name!r:.100} cannot be the name of one directory; use letters, digits, "
+            "'_', '.' and '-', and say where it is to be with run.output_dir"
+        )
+    if c.run.output_dir.startswith("~"):
+        raise ConfigError(
+            f"run.output_dir = {c.run.output_dir!r}: a ~ is not expanded here; write the whole path"
         )
 
 
