@@ -7,6 +7,7 @@ Raises  ConfigError with one sentence that names the thing, the value and the fi
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from laminar.core.buffering import STRATEGIES
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.net.descriptors import check_room
+from laminar.net.transport import loopback
 from laminar.tasks.chat import encode_all, encode_prompt
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
@@ -44,9 +46,11 @@ class Plan:
 
 def check(config: Config) -> Plan:
     """Look at everything once; nothing is written."""
+    _check_directory(config.run_dir)
+    _check_port(config)
+    check_devices(config)
     _check_model(config)
     _check_strategy(config)
-    _check_port(config)
     check_room(run_size(config))
     spec = reward_spec(config)
     prompts = load_prompts(config.data)
@@ -79,6 +83,35 @@ def planned_steps(config: Config, num_train: int) -> int:
     return groups // per_step if config.data.drop_last else -(-groups // per_step)
 
 
+def _check_directory(run_dir: Path) -> None:
+    """It can be made: the nearest directory above it that exists takes new entries."""
+    above = next(path for path in run_dir.absolute().parents if os.path.lexists(path))
+    if not above.is_dir():
+        problem = f"{above} is not a directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        problem = f"{above} cannot be written"
+    else:
+        return
+    raise ConfigError(
+        f"run directory {run_dir} cannot be made: {problem}; choose another run.output_dir"
+    )
+
+
+def check_devices(config: Config) -> None:
+    """A CUDA that is asked for by name must be there; "auto" takes what there is."""
+    devices = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
+    asked = [key for key, device in devices.items() if device == "cuda"]
+    if not asked:
+        return
+    import torch  # takes longer to load than all the rest
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{asked[0]} = 'cuda', but PyTorch {torch.__version__} finds no CUDA GPU on this "
+            "machine; use 'auto' or 'cpu', or install a PyTorch for its driver"
+        )
+
+
 def _check_model(config: Config) -> None:
     name = config.model.name
     if not Path(name).is_dir():
@@ -109,7 +142,7 @@ def _check_strategy(config: Config) -> None:
 
 
 def _check_port(config: Config) -> None:
-    host, port = config.coordinator.host, config.coordinator.port
+    host, port = loopback(config.coordinator.host), config.coordinator.port
     if not port:
         return
     with socket.socket() as probe:

@@ -8,6 +8,7 @@ Starts  the processes of the run, by way of the supervisor
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     console = Console(soft_wrap=True)
     run_dir = config.run_dir
-    if run_dir.exists() and not arguments.move_old and not arguments.dry_run:
+    if os.path.lexists(run_dir) and not arguments.move_old:
         raise ConfigError(
             f"run directory {run_dir} exists; give another run.name, or --move-old to keep it "
             "under another name"
