@@ -14,8 +14,8 @@ USER_ERROR = 2  #: the same mistake would meet whoever starts it again
 COORDINATOR_ABSENT = 3  #: an actor without a coordinator, or one that it refused
 CRASHED = 70  #: the program failed; a coordinator that is started again goes on from its log
 LOG_UNWRITABLE = 75  #: the same, once the disk of the event log takes data again
-STOPPED_EARLY = 130  #: by the user, before the run began; any command by Ctrl-C
+STOPPED_EARLY = 130  #: by the user, before the run began, or at once; any command by Ctrl-C
 PIPE_CLOSED = 141  #: a command whose output nobody reads any more
-TERMINATED = 143  #: an actor by SIGTERM, which is not an order of the coordinator
+TERMINATED = 143  #: an actor by SIGTERM or SIGHUP, which is not an order of the coordinator
 
 FINAL = (COMPLETE, FAILED, USER_ERROR, STOPPED_EARLY)

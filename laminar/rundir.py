@@ -1,6 +1,7 @@
 """The names of everything in a run directory, in one place.
 
 config.toml       the resolved configuration
+run.lock          locked by every process of the run; processes/ says which they are
 coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
@@ -18,6 +19,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE = "config.toml"
+LOCK_FILE = "run.lock"
+PROCESSES_DIR = "processes"
 COORDINATOR_FILE = "coordinator.json"
 EVENTS_DIR = "events"
 STORE_FILE = "store.sqlite"

@@ -1,6 +1,6 @@
 """Entry of an actor process, which a node starts.
 
-python -m laminar.actors RUN_DIR NAME ROLE NODE ADDRESS
+python -m laminar.actors RUN_DIR NAME ROLE NODE ADDRESS LOCK_FD
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from laminar import exit_codes
 from laminar.actors.host import Actor, Host, run_actor
+from laminar.config import ConfigError
+from laminar.run_lock import RunLock
 
 
 def make(host: Host) -> Actor:
@@ -31,5 +34,10 @@ def make(host: Host) -> Actor:
 
 
 if __name__ == "__main__":
-    run_dir, name, role, node, address = sys.argv[1:]
-    sys.exit(run_actor(Path(run_dir), name, role, node, address, make))
+    run_dir, name, role, node, address, lock_fd = sys.argv[1:]
+    try:
+        lock = RunLock.inherit(Path(run_dir), name, int(lock_fd))
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(exit_codes.USER_ERROR)
+    sys.exit(run_actor(lock, name, role, node, address, make))

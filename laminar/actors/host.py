@@ -6,7 +6,8 @@ Emits   events of the actor; ActorFailed and ActorLeft
 
 An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
 after coordinator_absent_ms. When its own code fails, it says so and ends with a non-zero code, so
-that its node can start it again.
+that its node can start it again. It does not outlive its node, nor its run directory; a node whose
+starter is gone waits no longer for a coordinator that nobody would start again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Protocol
 
 from laminar import exit_codes
@@ -34,11 +34,25 @@ from laminar.events.codec import decode_order, encode
 from laminar.net.client import ControlClient, read_address
 from laminar.net.rpc import RpcClient
 from laminar.observe.logs import configure, get_logger
+from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, TIMELINE_DIR
+from laminar.stop_requests import (
+    STARTER_GONE,
+    follow_starter,
+    handle_signals,
+    not_ignored,
+    stop_signals,
+)
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
 WATCH_S = 0.5
+ORPHAN_ABSENT_S = 10.0
+"""A coordinator that is started again is back sooner; without `laminar train` nobody does that."""
+ORPHAN_STORE_S = 10.0
+"""What the others leave unfinished is written down first, if a coordinator still says so."""
+ORPHAN_EXIT_S = 20.0
+"""An actor without a node has nobody who would kill it when it does not come to its end."""
 REASON_CHARS_MAX = 2_000
 """Of a failure: it goes to every process of the run. The log of this one has all of it."""
 
@@ -59,10 +73,10 @@ class Actor(Protocol):
 class Host:
     """What an actor may use: config, events out, other servers, background tasks, a timeline."""
 
-    def __init__(self, run_dir: Path, name: str, role: str, node: str, address: str) -> None:
+    def __init__(self, lock: RunLock, name: str, role: str, node: str, address: str) -> None:
         """`address`: the IP of this machine, which its servers listen on."""
-        self.run_dir, self.name, self.role, self.node = run_dir, name, role, node
-        self.address = address
+        self.lock, self.run_dir = lock, (run_dir := lock.run_dir)
+        self.name, self.role, self.node, self.address = name, role, node, address
         self.config: Config = load([run_dir / CONFIG_FILE])
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         configure(run_dir, self.config.run.name, name)
@@ -76,7 +90,8 @@ class Host:
         self._stop = asyncio.Event()
         self._welcome = asyncio.Event()
         self._failure: tuple[str, int] | None = None
-        self._goodbye = exit_codes.COMPLETE  #: exit code without a failure
+        self.ordered_to_stop = False  #: by the coordinator, as everybody else is
+        self._orphaned = False  #: whoever started this process is gone
         self._tasks: set[asyncio.Task[Any]] = set()
         coordinator = self.config.coordinator
         self.control = ControlClient(
@@ -140,9 +155,13 @@ class Host:
     async def run(self, actor: Actor) -> int:
         """From joining to leaving; returns the exit code."""
         self._actor = actor
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._terminated)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the coordinator's
+        handle_signals(stop_signals(), self._terminated)
+        if self.role == "node":
+            handle_signals(not_ignored(signal.SIGINT), self._terminated)
+        else:  # a terminal's Ctrl-C goes to everybody in it, and actors wait for their node
+            handle_signals([signal.SIGINT], lambda name: None)
+        if self.lock.inherited:
+            follow_starter(self._requested)
         await self.control.start()
         self.spawn(self._watch())
         try:
@@ -154,12 +173,23 @@ class Host:
             code = await self._end(actor)
         return code
 
-    def _terminated(self) -> None:
+    def _terminated(self, signal_name: str) -> None:
         """Leave in good order; but it was not the coordinator who wanted that."""
         if not self._stop.is_set():
-            self.log.warning("terminated")
-            self._goodbye = exit_codes.TERMINATED
-            self._stop.set()
+            self.fail(f"ended by {signal_name}", exit_codes.TERMINATED)
+
+    def _requested(self, word: str) -> None:
+        """Whoever started this process speaks to a coordinator only; here its end counts."""
+        if word != STARTER_GONE or self._stop.is_set():
+            return
+        self._orphaned = True
+        self.log.warning("starter-gone")
+        if self.role == "node":  # its coordinator, if there is one, ends the run
+            return
+        faulthandler.dump_traceback_later(ORPHAN_EXIT_S, exit=True)
+        wait_s = ORPHAN_STORE_S if self.role == "store" else 0.0
+        loop = asyncio.get_running_loop()
+        loop.call_later(wait_s, self.fail, f"its node, {self.node}, is gone")
 
     async def _until_welcome(self) -> None:
         waits = [asyncio.ensure_future(w.wait()) for w in (self._welcome, self._stop)]
@@ -179,7 +209,7 @@ class Host:
         gc.freeze()  # a full collection must not walk what lives as long as the process
 
     async def _end(self, actor: Actor) -> int:
-        code = self._goodbye
+        code = exit_codes.COMPLETE
         if self._failure is not None:
             reason, code = self._failure
             if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
@@ -197,14 +227,16 @@ class Host:
         return code
 
     async def _watch(self) -> None:
-        """A coordinator that stays away ends the process; so does a failed control line."""
+        """A failed control line ends the process, as do a lost directory or coordinator."""
         closed = asyncio.ensure_future(self.control.wait_closed())
         while not self._stop.is_set():
             await asyncio.wait([closed], timeout=WATCH_S)
             if closed.done() and not closed.cancelled() and closed.exception():
                 return self.fail(f"the line to the coordinator failed: {closed.exception()!r}")
-            if self.control.absent:
-                absent_s = self.control.absent_ns / 1e9
+            if reason := self.lock.lost():
+                return self.fail(reason, exit_codes.USER_ERROR)
+            absent_s = self.control.absent_ns / 1e9
+            if self.control.absent or (self._orphaned and absent_s > ORPHAN_ABSENT_S):
                 return self.fail(
                     f"no coordinator for {absent_s:.0f} s", exit_codes.COORDINATOR_ABSENT
                 )
@@ -225,6 +257,7 @@ class Host:
             return
         if isinstance(command, cmd.StopActor):
             self.log.info("stop", reason=command.reason, event_seq=order.cause)
+            self.ordered_to_stop = True
             self._stop.set()
             return
         if not self._arrived:
@@ -246,18 +279,21 @@ class Host:
 
 
 def run_actor(
-    run_dir: Path, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
+    lock: RunLock, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
 ) -> int:
     """Body of an actor process; returns its exit code."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stacks = open(run_dir / "logs" / "latest" / f"{name}.stacks", "a")  # noqa: SIM115
+    stacks = open(lock.run_dir / "logs" / "latest" / f"{name}.stacks", "a")  # noqa: SIM115
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
     async def main() -> int:
-        host = Host(run_dir, name, role, node, address)
+        host = Host(lock, name, role, node, address)
         return await host.run(make(host))
 
-    return uvloop.run(main())
+    try:
+        return uvloop.run(main())
+    finally:
+        lock.close()

@@ -7,7 +7,8 @@ Emits   ProcessExited, once per process that ended
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
 again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
 them. A child that ends with the code of a user's mistake is never started again: the same mistake
-would meet it.
+would meet it. Children have the node's share of the run directory's lock from their birth, and end
+when the other end of their standard input, which the node has, is closed.
 """
 
 from __future__ import annotations
@@ -93,11 +94,15 @@ class Node:
                 self.host.spawn(self._kill(self.children[command.actor]))
 
     async def stop(self) -> None:
-        """Children were told to stop by the coordinator; wait for them, then insist."""
+        """Children leave when the coordinator says so, or else now; wait, then insist."""
         self._stopping = True
         async with self._launching:  # what is being started is known to us then
             pass
         living = [c.process for c in self.children.values() if c.process is not None]
+        if not self.host.ordered_to_stop:
+            for process in living:
+                if process.returncode is None:
+                    process.terminate()
         waits = [asyncio.ensure_future(p.wait()) for p in living if p.returncode is None]
         if waits:
             await asyncio.wait(waits, timeout=GRACE_S)
@@ -132,6 +137,9 @@ class Node:
             child.role,
             self.host.node,
             self.host.address,
+            str(self.host.lock.fd),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(self.host.lock.fd,),
             env=environment,
         )
 

@@ -3,21 +3,23 @@
     laminar-coord RUN_DIR
 
 RUN_DIR holds config.toml, as `laminar train` writes it. Started again on the same directory it
-comes back to the state that its log describes. Exit codes: 0 the run is complete, 1 it failed, 2 a
-mistake of the user, 130 it was stopped before it began; after 70 (it crashed) and 75 (the log could
-not be written: start it when the disk has room) it is to be started again.
+comes back to the state that its log describes. SIGTERM, SIGHUP and Ctrl-C end the run in good
+order, a second Ctrl-C and SIGQUIT at once. Exit codes: 0 the run is complete, 1 it failed, 2 a
+mistake of the user, 130 it was stopped before it began or at once; after 70 (it crashed) and 75
+(the log could not be written: start it when the disk has room) it is to be started again.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from pathlib import Path
 
 import uvloop
 
 from laminar import exit_codes
-from laminar.config import Config, load
+from laminar.config import Config, ConfigError, load
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
 from laminar.core.state import State
@@ -25,34 +27,43 @@ from laminar.events.base import Command, Stamped
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
+from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
+from laminar.stop_requests import add_child_option, follow_starter
+
+WATCH_S = 1.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="laminar-coord", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path)
-    run_dir = parser.parse_args().run_dir
+    add_child_option(parser)
+    arguments = parser.parse_args()
     try:
-        code = uvloop.run(_run(run_dir))
+        code = _run(arguments.run_dir, arguments.lock_fd)
     except Exception as error:
         code = exit_code_of(error)
         print(f"laminar-coord: {sentence_of(error)}", file=sys.stderr)
     sys.exit(code)
 
 
-async def _run(run_dir: Path) -> int:
+def _run(run_dir: Path, lock_fd: int | None) -> int:
     config = load([run_dir / CONFIG_FILE])
+    lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     configure(run_dir, config.run.name, "coordinator")
     try:
-        return await _serve(config, run_dir)
+        return uvloop.run(_serve(config, lock))
     except Exception as error:
         code = exit_code_of(error)
         trace = error if code == exit_codes.CRASHED else None
         get_logger().error("ended", exit_code=code, reason=sentence_of(error), exc_info=trace)
         raise
+    finally:
+        lock.close()
 
 
-async def _serve(config: Config, run_dir: Path) -> int:
+async def _serve(config: Config, lock: RunLock) -> int:
+    run_dir = lock.run_dir
     metrics = MetricsWriter(run_dir, tensorboard="tensorboard" in config.trainer.logger)
     status = StatusWriter(run_dir)
 
@@ -60,9 +71,23 @@ async def _serve(config: Config, run_dir: Path) -> int:
         metrics(stamped, commands, state)
         status(stamped, commands, state)
 
-    return await Coordinator(
+    coordinator = Coordinator(
         config, run_dir, on_replayed=metrics, on_event=observe, replay_from=metrics.replay_from
-    ).run()
+    )
+    watching = asyncio.create_task(_watch_directory(lock, coordinator))
+    if lock.inherited:
+        follow_starter(coordinator.requested)
+    try:
+        return await coordinator.run()
+    finally:
+        watching.cancel()
+
+
+async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
+    """What has the path of the run directory must be the directory that was locked."""
+    while not (reason := lock.lost()):
+        await asyncio.sleep(WATCH_S)
+    coordinator.give_up(ConfigError(reason))
 
 
 if __name__ == "__main__":

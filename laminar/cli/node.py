@@ -4,7 +4,8 @@
 
 Without --roles it runs everything, with as many replicas as rollout.replicas says. One machine of
 a run, node-0, has the store and the trainer; every machine has a relay. --host is the address of
-this machine that the others reach it by.
+this machine that the others reach it by. SIGTERM, SIGHUP and Ctrl-C end it and its actors in good
+order; the run goes on without this machine if it can.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from laminar.actors.host import run_actor
 from laminar.actors.node import Node
 from laminar.config import ConfigError, load
 from laminar.net.transport import loopback
+from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
+from laminar.stop_requests import add_child_option
 
 ROLES = ("store", "relay", "trainer", "rollout")
 
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
     parser.add_argument("--host", default="127.0.0.1")
+    add_child_option(parser)
     arguments = parser.parse_args()
     try:
         config = load([arguments.run_dir / CONFIG_FILE])
@@ -37,12 +41,13 @@ def main() -> None:
         roles = parse_roles(arguments.roles or default)
         check_roles(arguments.name, roles)
         address = loopback(arguments.host)
+        lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     except ConfigError as error:
         print(f"laminar-node: {error}", file=sys.stderr)
         sys.exit(exit_codes.USER_ERROR)
     name = arguments.name
     make = functools.partial(Node, roles=roles)
-    sys.exit(run_actor(arguments.run_dir, name, "node", name, address, make))
+    sys.exit(run_actor(lock, name, "node", name, address, make))
 
 
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:

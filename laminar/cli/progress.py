@@ -6,8 +6,11 @@ Writes  the terminal
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,18 @@ from laminar.rundir import STATUS_FILE
 
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, so that nobody wonders."""
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
+    """For what is printed: a terminal that was closed swallows it, and all that comes later."""
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        for fd in (1, 2):
+            os.dup2(null, fd)
+        os.close(null)
 
 
 class Progress:
@@ -35,17 +50,20 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live is not None:
-            self._live.start()
+            with terminal():
+                self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.update()
         if self._live is not None:
-            self._live.stop()
+            with terminal():
+                self._live.stop()
 
     def note(self, text: str) -> None:
         """One line above the panel."""
-        self._console.print(text, highlight=False)
+        with terminal():
+            self._console.print(text, highlight=False)
 
     def update(self) -> None:
         status = self._read()
@@ -53,7 +71,8 @@ class Progress:
             return
         self._tell_trouble(status)
         if self._live is not None:
-            self._live.update(self._panel(status))
+            with terminal():
+                self._live.update(self._panel(status))
         else:
             self._line(status)
 

@@ -1,12 +1,13 @@
 """The supervisor: what `laminar train` does while a run works.
 
-Reads   coordinator.json of the run, exit codes of its processes, Ctrl-C
-Writes  nothing; shows progress
+Reads   coordinator.json of the run, exit codes of its processes, signals
+Writes  requests to the standard input of the coordinator; shows progress
 Starts  laminar-coord, and a laminar-node for each machine played; starts a coordinator that died
         again
 
-Ctrl-C once ends the run in good order (the step in training is completed, the model exported);
-twice ends it at once.
+Ctrl-C, SIGTERM or SIGHUP end the run in good order (the step in training is completed, the model
+exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. If this process
+is killed, its daemons see that their standard input is closed, and end the run in good order.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from laminar import exit_codes
 from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
+from laminar.run_lock import RunLock
 from laminar.rundir import COORDINATOR_FILE
+from laminar.stop_requests import DRAIN, NOW, stop_signals
+from laminar.weights.arena import sweep_arenas
 
 POLL_S = 0.25
 NODE_EXIT_S = 30.0
 """How long the nodes may take to leave once the coordinator has ended."""
+AT_ONCE_S = 20.0
+"""How long the coordinator may take to tell everybody that the run has ended; books are closed."""
 TERM_S = 15.0
 """How long they may take once they were told to: their children have ten seconds of it."""
 
@@ -40,27 +46,27 @@ Process = subprocess.Popen[bytes]
 class Supervisor:
     """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
-    def __init__(self, config: Config, run_dir: Path, console: Console) -> None:
-        self.config, self.run_dir = config, run_dir
-        self.progress = Progress(run_dir, console)
-        self._interrupts = 0
-        self._forwarded = 0
+    def __init__(self, config: Config, lock: RunLock, console: Console) -> None:
+        self.config, self.run_dir, self._lock = config, lock.run_dir, lock
+        self.progress = Progress(lock.run_dir, console)
+        self._asked = Asked()
+        self._told = Asked.NOTHING  #: what the present coordinator knows of it
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
         )
 
     def run(self) -> Over:
         """Until the coordinator has ended for good, and everybody else has left."""
-        self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+        self._asked.listen()
+        self._start_coordinator()
         self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
-        signal.signal(signal.SIGINT, self._interrupted)
-        signal.signal(signal.SIGTERM, self._interrupted)
         with self.progress:
             over = self._watch()
         if over.reason:
             self.progress.note(f"the run is given up: {over.reason}")
         stopped = over.code in (exit_codes.COMPLETE, exit_codes.FAILED, exit_codes.STOPPED_EARLY)
-        _wait(self._nodes, NODE_EXIT_S if stopped else 0.0)
+        self._end_processes(NODE_EXIT_S if stopped and not over.reason else 0.0)
+        sweep_arenas()  # of a relay that was killed together with its node
         return over
 
     def _watch(self) -> Over:
@@ -68,11 +74,13 @@ class Supervisor:
         while True:
             time.sleep(POLL_S)
             self.progress.update()
-            self._forward_interrupts()
+            if over := self._given_up(again_s is not None):
+                return over
             now = time.monotonic()
             if again_s is not None and now >= again_s:
-                self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+                self._start_coordinator()
                 again_s = None
+            self._hand_on()
             code = self._coordinator.poll(now)
             if code is None or again_s is not None:
                 continue
@@ -81,6 +89,21 @@ class Supervisor:
                 return verdict
             again_s = now + verdict.pause_s
             self._tell_restart(code, verdict.pause_s)
+
+    def _given_up(self, no_coordinator: bool) -> Over | None:
+        """What ends a run without its coordinator."""
+        if reason := self._lock.lost():
+            return Over(exit_codes.USER_ERROR, reason)
+        if self._asked.level < Asked.NOW:
+            return None
+        overdue = self._asked.since_now_s() > AT_ONCE_S
+        if no_coordinator or overdue or self._asked.level == Asked.BY_FORCE:
+            return Over(exit_codes.STOPPED_EARLY, f"stopped at once: {self._asked.reason}")
+        return None
+
+    def _start_coordinator(self) -> None:
+        self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+        self._told = Asked.NOTHING
 
     def _start_node(self, index: int) -> Process:
         """The first machine has the store and the trainer, all have a relay and replicas."""
@@ -92,9 +115,14 @@ class Supervisor:
         )
 
     def _start(self, module: str, *options: str) -> Process:
-        """In a session of its own: Ctrl-C is ours to hand on."""
+        """In a session of its own: Ctrl-C is ours to hand on. It sees our end by its stdin's."""
+        fd = self._lock.fd
         return subprocess.Popen(
-            [sys.executable, "-m", module, str(self.run_dir), *options], start_new_session=True
+            [sys.executable, "-m", module, str(self.run_dir), *options, "--lock-fd", str(fd)],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(fd,),
+            start_new_session=True,
         )
 
     def _tell_restart(self, code: int, pause_s: float) -> None:
@@ -104,22 +132,73 @@ class Supervisor:
             "everything else goes on"
         )
 
-    def _interrupted(self, number: int, frame: object) -> None:
-        self._interrupts += 1
-
-    def _forward_interrupts(self) -> None:
-        """The first one goes to a coordinator that listens, as soon as there is one."""
-        if self._interrupts > 1:
-            for process in (self._coordinator.process, *self._nodes):
-                _signal_group(process, signal.SIGTERM)
-            raise SystemExit(exit_codes.STOPPED_EARLY)
-        if self._interrupts > self._forwarded and self._coordinator.serves:
-            self._forwarded = self._interrupts
+    def _hand_on(self) -> None:
+        """Tell the coordinator what was asked for; one that still starts reads it then."""
+        level, reason = self._asked.level, self._asked.reason
+        if level <= self._told:
+            return
+        first, self._told = self._told == Asked.NOTHING, level
+        if level == Asked.DRAIN:
             self.progress.note(
-                "stopping: the step in training is completed and the model exported; "
+                f"stopping ({reason}): the step in training is completed and the model exported; "
                 "Ctrl-C again to stop at once"
             )
-            self._coordinator.process.send_signal(signal.SIGINT)
+        elif not first or level == Asked.NOW:
+            self.progress.note(f"stopping at once ({reason}); Ctrl-C again to kill what is left")
+        stdin = self._coordinator.process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor is told
+            stdin.write(f"{DRAIN if level == Asked.DRAIN else NOW} {reason}\n".encode())
+
+    def _end_processes(self, leave_s: float) -> None:
+        """They leave within `leave_s`, else when they are told to, else they are killed."""
+        for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
+            if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
+                self._coordinator.process.kill()
+            for node in self._nodes:
+                if number and node.poll() is None:
+                    os.killpg(node.pid, number)
+            self._wait_for_processes(wait_s, killed=number == signal.SIGKILL)
+
+    def _wait_for_processes(self, wait_s: float, *, killed: bool) -> None:
+        deadline = time.monotonic() + wait_s
+        for process in (*self._nodes, self._coordinator.process):
+            while process.poll() is None and time.monotonic() < deadline:
+                if self._asked.level == Asked.BY_FORCE and not killed:
+                    return
+                time.sleep(POLL_S / 5)
+
+
+class Asked:
+    """What the user has asked for by signals: the highest of four levels, and by which signal.
+
+    SIGTERM and SIGHUP ask for an end in good order, as often as they come. Ctrl-C asks for one
+    level more each time, SIGQUIT for an end at once.
+    """
+
+    NOTHING, DRAIN, NOW, BY_FORCE = range(4)
+
+    def __init__(self) -> None:
+        self.level, self.reason = self.NOTHING, ""
+        self._now_s = 0.0
+
+    def listen(self) -> None:
+        for number in (*stop_signals(), signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, self._signalled)
+
+    def since_now_s(self) -> float:
+        """How long ago an end at once was asked for."""
+        return time.monotonic() - self._now_s
+
+    def _signalled(self, number: int, frame: object) -> None:
+        wanted = {
+            signal.SIGINT: min(self.level + 1, self.BY_FORCE),
+            signal.SIGQUIT: self.NOW,
+        }.get(signal.Signals(number), self.DRAIN)
+        if wanted > self.level:
+            self.level, self.reason = wanted, signal.Signals(number).name
+            if wanted == self.NOW:
+                self._now_s = time.monotonic()
 
 
 class Served:
@@ -148,20 +227,3 @@ class Served:
             return bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
         except (OSError, ValueError, KeyError):
             return False
-
-
-def _signal_group(process: Process, number: int) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, number)
-
-
-def _wait(nodes: list[Process], leave_s: float) -> None:
-    """They leave within `leave_s`, else when they are told to, else they are killed."""
-    for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
-        for node in nodes:
-            if number:
-                _signal_group(node, number)
-        deadline = time.monotonic() + wait_s
-        for node in nodes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(max(0.0, deadline - time.monotonic()))

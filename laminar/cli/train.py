@@ -16,10 +16,11 @@ from rich.console import Console
 
 from laminar.analysis.report import summarize
 from laminar.cli.preflight import Plan, check
-from laminar.cli.progress import failed_share
+from laminar.cli.progress import failed_share, terminal
 from laminar.cli.supervisor import Supervisor
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.observe.logs import new_attempt
+from laminar.run_lock import RunLock, holders, in_use, moving
 from laminar.rundir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -44,6 +45,8 @@ def train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     console = Console(soft_wrap=True)
     run_dir = config.run_dir
+    if run_dir.exists() and holders(run_dir):
+        raise ConfigError(in_use(run_dir))
     if os.path.lexists(run_dir) and not arguments.move_old:
         raise ConfigError(
             f"run directory {run_dir} exists; give another run.name, or --move-old to keep it "
@@ -55,29 +58,46 @@ def train(arguments: argparse.Namespace) -> int:
         return 0
     if run_dir.exists():
         console.print(f"moved the old run to {move_aside(run_dir)}", highlight=False)
-    _prepare(plan.config, run_dir)
-    over = Supervisor(plan.config, run_dir, console).run()
+    lock = _prepare(plan.config, run_dir)
     try:
-        show_summary(summarize(run_dir), run_dir, console, over.reason)
-    except ConfigError as error:  # the coordinator ended before it had logged anything
-        console.print(f"no summary: {error}", highlight=False, markup=False)
+        over = Supervisor(plan.config, lock, console).run()
+        if not lock.lost():
+            _conclude(run_dir, console, over.reason)
+    finally:
+        lock.close()
     return over.code
 
 
+def _conclude(run_dir: Path, console: Console, given_up: str) -> None:
+    try:
+        summary = summarize(run_dir)
+        with terminal():
+            show_summary(summary, run_dir, console, given_up)
+    except ConfigError as error:  # the coordinator ended before it had logged anything
+        with terminal():
+            console.print(f"no summary: {error}", highlight=False, markup=False)
+
+
 def move_aside(run_dir: Path) -> Path:
-    """Rename a run directory to the first free NAME.N."""
+    """Rename a run directory to the first free NAME.N; ConfigError while its run lives."""
     number = 1
-    while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-        number += 1
-    run_dir.rename(target)
+    with moving(run_dir):
+        while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+            number += 1
+        run_dir.rename(target)
     return target
 
 
-def _prepare(config: Config, run_dir: Path) -> None:
+def _prepare(config: Config, run_dir: Path) -> RunLock:
+    """Make the directory, ours before anything is in it."""
     try:
         run_dir.mkdir(parents=True)
+        lock = RunLock.create(run_dir, "train")
         (run_dir / CONFIG_FILE).write_text(dumps(config))
         new_attempt(run_dir)
+        return lock
+    except FileExistsError:
+        raise ConfigError(in_use(run_dir)) from None
     except OSError as error:
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
 

@@ -44,6 +44,7 @@ from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.ports import DiskError
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
+from laminar.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
 
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
@@ -164,8 +165,8 @@ class Coordinator:
         try:
             self._tell_address()
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self._drain_requested, signal.Signals(number).name)
+            handle_signals(stop_signals(), self._drain_requested)
+            handle_signals([signal.SIGINT, signal.SIGQUIT], self._interrupted)
             self.socket.attach(loop, self._turn)
             await self._ended.wait()
             if isinstance(self._error, HandlingFailed):
@@ -208,8 +209,28 @@ class Coordinator:
             return 0
         return int(str(known).rpartition(":")[2])
 
+    def requested(self, line: str) -> None:
+        """What whoever started this process asks for; without that one, the run ends."""
+        word, _, reason = line.partition(" ")
+        if word == STARTER_GONE:
+            self._drain_requested("whoever started the coordinator is gone")
+        else:
+            self.report(ev.DrainRequested(reason=reason, at_once=word == NOW))
+
+    def give_up(self, error: ConfigError) -> None:
+        """End this process for a reason that lies outside the run; nothing more is decided."""
+        self._error = error
+        self._ended.set()
+
     def _drain_requested(self, name: str) -> None:
         self.report(ev.DrainRequested(reason=name))
+
+    def _interrupted(self, name: str) -> None:
+        """SIGQUIT, or Ctrl-C when the run is stopping already: at once."""
+        machine = self.tick.machine
+        stopping = machine.started and machine.state.draining
+        at_once = stopping or name == signal.SIGQUIT.name
+        self.report(ev.DrainRequested(reason=name, at_once=at_once))
 
     def _turn(self) -> None:
         try:

@@ -55,13 +55,18 @@ def drain(turn: Turn, reason: str) -> None:
 
 
 def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
-    """Ctrl-C: no new work; the batch in training is completed, the model is exported."""
+    """Ctrl-C: no new work; the batch in training is completed, the model is exported.
+
+    At once, or before anything was trained, there is nothing to complete.
+    """
     state = turn.state
-    if state.draining:
-        return turn.ignore("repeat")
-    state.draining = True
-    if state.phase == STARTING:
-        fail(turn, f"stopped before it began: {event.reason}", 130)
+    repeat, state.draining = state.draining, True
+    if event.at_once or (state.phase == STARTING and not repeat):
+        when = "before it began" if state.phase == STARTING else "at once"
+        if not fail(turn, f"stopped {when}: {event.reason}", 130):
+            turn.ignore("run-ending")
+    elif repeat:
+        turn.ignore("repeat")
 
 
 def on_event_given_up(turn: Turn, event: ev.EventGivenUp) -> None:

@@ -41,9 +41,10 @@ class HeartbeatLost(Event, frozen=True, kw_only=True):
 
 
 class DrainRequested(Event, frozen=True, kw_only=True):
-    """The user asked the run to end in good order (Ctrl-C)."""
+    """The user asked the run to end in good order (Ctrl-C), or at once (a second one)."""
 
     reason: str
+    at_once: bool = False  #: neither complete the step in training nor export the model
 
 
 class EventGivenUp(Event, frozen=True, kw_only=True):

@@ -340,7 +340,8 @@ class Faults:
     def _drain(self) -> None:
         if not self.healed and not self.world.finished:
             self.world.marks.hit("fault:drain")
-            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
+            at_once = self._chance("drain").random() < 0.25
+            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=at_once))
 
     def _machine_lost(self) -> None:
         """All processes of a machine, at once and for good; never those of the first."""

@@ -16,6 +16,7 @@ from laminar.actors.host import Host
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event
+from laminar.run_lock import RunLock
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
 from laminar.weights.arena import Arena
@@ -42,6 +43,8 @@ class FakeHost:
         self.role, self.address = name.rpartition("-")[0], "127.0.0.1"
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
+        self.lock: RunLock  #: set where processes are started
+        self.ordered_to_stop = False
         self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
         self.events: list[Event] = []

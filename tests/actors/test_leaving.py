@@ -21,6 +21,7 @@ from laminar.config import dumps, load
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.codec import encode
+from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
 from tests.actors.parts import MINIMAL, FakeHost, until
 
@@ -45,7 +46,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_who_is_told_to_stop_has_done_what_was_wanted(run_dir: Path) -> None:
-    host = Host(run_dir, "rollout-0", "rollout", "node-0", "127.0.0.1")
+    host = Host(RunLock.join(run_dir, "rollout-0"), "rollout-0", "rollout", "node-0", "127.0.0.1")
     running = asyncio.create_task(host.run(Idle()))
     stop = cmd.StopActor(to="rollout-0", reason="the run is complete")
     await asyncio.sleep(0)
@@ -54,7 +55,7 @@ async def test_who_is_told_to_stop_has_done_what_was_wanted(run_dir: Path) -> No
 
 
 async def test_who_is_ended_by_a_signal_says_so(run_dir: Path) -> None:
-    host = Host(run_dir, "rollout-0", "rollout", "node-0", "127.0.0.1")
+    host = Host(RunLock.join(run_dir, "rollout-0"), "rollout-0", "rollout", "node-0", "127.0.0.1")
     running = asyncio.create_task(host.run(Idle()))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -78,6 +79,9 @@ class FakeProcess:
         self.returncode = code  # type: ignore[assignment]
         self._ended.set_result(code)
 
+    def terminate(self) -> None:
+        """One that does not hear."""
+
     def kill(self) -> None:
         if self.returncode is None:
             self.end(-signal.SIGKILL)
@@ -88,6 +92,7 @@ class Machine:
 
     def __init__(self, run_dir: Path, role: str) -> None:
         self.host = FakeHost(run_dir, "node-0")
+        self.host.lock = RunLock.join(run_dir, "node-0")
         self.node = Node(self.host, [(role, 1)])  # type: ignore[arg-type]
         self.started: list[FakeProcess] = []
         self.launching = asyncio.Event()

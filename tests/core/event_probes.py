@@ -331,7 +331,9 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.TimerFired: _timer_fired,
     ev.HeartbeatLost: _heartbeat_lost,
     ev.EventGivenUp: _event_given_up,
-    ev.DrainRequested: lambda state, peer: iter([ev.DrainRequested(reason="SIGINT")]),
+    ev.DrainRequested: lambda state, peer: iter(
+        [ev.DrainRequested(reason="SIGINT", at_once=at_once) for at_once in (False, True)]
+    ),
     ev.BatchProposed: _batch_proposed,
     ev.ActorJoined: _actor_joined,
     ev.ActorLeft: _actor_left,

@@ -10,6 +10,7 @@ from laminar.events import events as ev
 from tests.core.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
+AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)
 
 
 def small(**changes: object) -> Bench:
@@ -113,6 +114,44 @@ def test_drain_while_a_batch_is_trained_completes_it() -> None:
     assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
     bench.write_ends()
     assert bench.state.ledger.groups.trained == 1 and books_closed(bench)
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_stop_at_once_neither_completes_the_step_nor_exports(draining: bool) -> None:
+    """Ctrl-C for the second time, or without a first: everybody stops when the books are closed."""
+    bench = small()
+    bench.start()
+    bench.complete("0.0")
+    if draining:
+        bench.own(DRAIN)
+    commands = bench.own(AT_ONCE)
+    assert not only(cmd.ExportModel, commands) and only(cmd.EndTrajectories, commands)
+    assert bench.own(DRAIN) == [] and bench.own(AT_ONCE) == []
+    bench.write_ends()
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
+    assert bench.state.failure == "stopped at once: SIGQUIT"
+    assert bench.state.ledger.groups.trained == 0 and books_closed(bench)
+
+
+def test_stop_at_once_while_exporting_waits_for_no_export() -> None:
+    bench = small()
+    to_the_export(bench)
+    bench.own(DRAIN)
+    bench.own(AT_ONCE)
+    bench.write_ends()
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
+
+
+def test_stop_at_once_of_a_run_that_has_failed_keeps_its_reason() -> None:
+    bench = small()
+    bench.start()
+    bench.say("trainer-0", ev.ActorFailed(reason="no memory", user_error=False))
+    bench.own(AT_ONCE)
+    bench.write_ends()
+    bench.stop()
+    assert (bench.state.exit_code, bench.state.failure) == (1, "trainer-0: no memory")
 
 
 def test_drain_while_exporting_leaves_out_the_last_evaluation() -> None:

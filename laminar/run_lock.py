@@ -1,0 +1,253 @@
+"""The lock of a run directory: each process of a run has a share, and who moves it needs all.
+
+Reads   RUN/run.lock, RUN/processes/
+Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process is; locked by it)
+Gives   RunLock, a process's share; moving, the whole; holders, who has a share
+Raises  ConfigError with one sentence for a user
+
+Whether a process lives is decided by its locks, never by its number, so a directory on a shared
+file system is judged rightly from any machine. A child inherits the descriptor of its starter's
+share: there is no moment in which a run lives and nothing is locked. A share names one directory
+for good: what has its path later is another run's, and `lost` says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.rundir import LOCK_FILE, PROCESSES_DIR
+
+MOVE_WAIT_S = 5.0
+"""How long to wait for somebody who moves the directory: that is one renaming."""
+ASK_WAIT_S = 0.5
+"""How long to wait for somebody who asks whether a process lives: that is one reading."""
+_POLL_S = 0.02
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A living process of a run."""
+
+    name: str  #: train, coordinator, node-0, store-0, ...
+    host: str
+    pid: int  #: in its own pid namespace
+    pids: str  #: that namespace; numbers of another one mean other processes
+
+    @property
+    def local(self) -> bool:
+        """Whether this process can send it a signal."""
+        return (self.host, self.pids) == (socket.gethostname(), _pid_namespace())
+
+
+class RunLock:
+    """This process's share of a run directory; it ends with the process, however that ends."""
+
+    def __init__(self, run_dir: Path, fd: int, name: str, *, inherited: bool = False) -> None:
+        """Use `create`, `join` or `inherit`."""
+        self.run_dir, self.fd = run_dir, fd
+        self.inherited = inherited  #: another process of the run started this one
+        self._identity = _identity(os.fstat(fd))
+        self._card: tuple[Path, int] | None = None
+        if reason := self.lost():
+            os.close(fd)
+            raise ConfigError(reason)
+        self._announce(name)
+
+    @classmethod
+    def create(cls, run_dir: Path, name: str) -> RunLock:
+        """Of a directory that was just made; ConfigError if somebody else has it already."""
+        fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
+        _share(fd, run_dir)
+        return cls(run_dir, fd, name)
+
+    @classmethod
+    def join(cls, run_dir: Path, name: str) -> RunLock:
+        """Of a run that there is; waits while the directory is being moved."""
+        if not run_dir.is_dir():
+            raise ConfigError(f"run directory {run_dir} does not exist")
+        fd = _open(run_dir, os.O_CREAT)
+        _share(fd, run_dir)
+        return cls(run_dir, fd, name)
+
+    @classmethod
+    def inherit(cls, run_dir: Path, name: str, fd: int | None) -> RunLock:
+        """With the descriptor that a process of the run handed down; without one, `join`."""
+        if fd is None:
+            return cls.join(run_dir, name)
+        os.set_inheritable(fd, False)
+        return cls(run_dir, fd, name, inherited=True)
+
+    def lost(self) -> str:
+        """Why this directory is no longer the one that was locked; empty while it is."""
+        path = self.run_dir / LOCK_FILE
+        try:
+            if _identity(os.stat(path)) == self._identity:
+                return ""
+        except (FileNotFoundError, NotADirectoryError):
+            what = f"{path} was removed" if self.run_dir.is_dir() else f"{self.run_dir} is gone"
+            return f"the run directory {what}: a run ends with it"
+        except OSError:
+            return ""  # a file system that does not answer says nothing about the directory
+        return f"the run directory {self.run_dir} is another run's now: the former one ends"
+
+    def close(self) -> None:
+        """Give the share back, as far as this process has it."""
+        os.close(self.fd)
+        if self._card is not None:
+            path, fd = self._card
+            if not self.lost():
+                path.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _announce(self, name: str) -> None:
+        """Say who we are, for those who ask; where that cannot be written we go on unnamed."""
+        holder = Holder(
+            name=name, host=socket.gethostname(), pid=os.getpid(), pids=_pid_namespace()
+        )
+        path = self.run_dir / PROCESSES_DIR / f"{holder.host}.{holder.pid}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _wait_for(fd, fcntl.LOCK_EX, ASK_WAIT_S)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode(holder), 0)
+            self._card = (path, fd)
+        except OSError:
+            pass
+
+
+@contextmanager
+def moving(run_dir: Path) -> Iterator[None]:
+    """Within this, no process of a run lives in the directory and none can begin to.
+
+    ConfigError if one does: it names them, and how to end them.
+    """
+    fd = _open(run_dir, os.O_CREAT)
+    try:
+        try:
+            whole = _flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _no_locks(run_dir, error) from None
+        if not whole:
+            raise ConfigError(in_use(run_dir))
+        if _moved(fd, run_dir):
+            raise ConfigError(f"run directory {run_dir} was moved by another process just now")
+        yield
+    finally:
+        os.close(fd)
+
+
+def holders(run_dir: Path) -> list[Holder]:
+    """The living processes of a run, on all its machines, by name."""
+    try:
+        cards = list((run_dir / PROCESSES_DIR).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [holder for path in cards if (holder := _living(path)) is not None]
+    return sorted(found, key=lambda holder: (holder.host, holder.name))
+
+
+def in_use(run_dir: Path) -> str:
+    """The sentence about a directory whose run lives."""
+    living = holders(run_dir)
+    who = describe(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
+    return f"run directory {run_dir} is in use by {who}; `laminar stop {run_dir}` ends a run"
+
+
+def describe(living: list[Holder]) -> str:
+    """ "coordinator (pid 7), node-0 (pid 8)", with the host of what is not here."""
+    return ", ".join(
+        f"{each.name} (pid {each.pid}{'' if each.local else f' on {each.host}'})" for each in living
+    )
+
+
+def _living(card: Path) -> Holder | None:
+    """Who wrote it, if that process still has it locked."""
+    try:
+        fd = os.open(card, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if _flock(fd, fcntl.LOCK_SH):
+            return None
+        return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
+    except (OSError, msgspec.DecodeError):  # it is being written
+        return None
+    finally:
+        os.close(fd)
+
+
+def _open(run_dir: Path, flags: int) -> int:
+    path = run_dir / LOCK_FILE
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+    except FileExistsError:
+        raise ConfigError(in_use(run_dir)) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
+
+
+def _share(fd: int, run_dir: Path) -> None:
+    """Wait for our share; whoever has the whole has it for one renaming."""
+    try:
+        shared = _wait_for(fd, fcntl.LOCK_SH, MOVE_WAIT_S)
+    except OSError as error:
+        os.close(fd)
+        raise _no_locks(run_dir, error) from None
+    if not shared:
+        os.close(fd)
+        raise ConfigError(
+            f"run directory {run_dir} was locked for {MOVE_WAIT_S:g} s by a process that moves it; "
+            "try again"
+        )
+
+
+def _no_locks(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run directory {run_dir} is on a file system without file locks ({error.strerror}); "
+        "choose another run.output_dir, or mount it with them"
+    )
+
+
+def _wait_for(fd: int, kind: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while not _flock(fd, kind):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _flock(fd: int, kind: int) -> bool:
+    """Lock without waiting; False: others have it in a way that forbids this."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _moved(fd: int, run_dir: Path) -> bool:
+    try:
+        return _identity(os.stat(run_dir / LOCK_FILE)) != _identity(os.fstat(fd))
+    except FileNotFoundError:
+        return True
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+"""How a process of a run is asked to end from outside: by signals, and by whoever started it.
+
+Reads   signals; lines on standard input, where the starter of a process has the other end
+Gives   stop_signals, handle_signals, follow_starter
+
+A process that another one of the run started reads its standard input: one line is one request,
+and its end says that the starter is gone. Unlike a signal, a line is not lost while a process
+still imports, and unlike a parent-death signal the end is seen whatever thread did the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+DRAIN, NOW = "drain", "now"
+"""Requests: complete the step in training and export, or end at once. A reason may follow."""
+STARTER_GONE = ""
+
+
+def add_child_option(parser: argparse.ArgumentParser) -> None:
+    """What a process of a run passes to those that it starts."""
+    parser.add_argument("--lock-fd", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
+    """Those that were not ignored when this process began: `nohup` ignores SIGHUP, a script's `&`
+    SIGINT, and it stays so."""
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks any process of a run to end in good order."""
+    return [signal.SIGTERM, *not_ignored(signal.SIGHUP)]
+
+
+def handle_signals(signals: list[signal.Signals], act: Callable[[str], None]) -> None:
+    """Call `act` with the name of each of these signals, in the running event loop."""
+    loop = asyncio.get_running_loop()
+    for number in signals:
+        loop.add_signal_handler(number, act, number.name)
+
+
+def follow_starter(act: Callable[[str], None]) -> None:
+    """Call `act` in the running event loop with each request, and with STARTER_GONE at the end.
+
+    A thread reads, since the loop may be busy; what comes after the loop's end is dropped.
+    """
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        with open(os.dup(0), encoding="utf-8") as lines:
+            for line in lines:
+                _hand_over(loop, act, line.strip())
+        _hand_over(loop, act, STARTER_GONE)
+
+    threading.Thread(target=read, name="follow-starter", daemon=True).start()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, act: Callable[[str], None], word: str) -> None:
+    try:
+        loop.call_soon_threadsafe(act, word)
+    except RuntimeError:  # the loop is closed: this process ends already
+        pass
