@@ -1,13 +1,14 @@
 """The shell of every actor process: joins the run, hands out commands, reports events, ends.
 
 Reads   the run directory (config.toml, coordinator.json), commands of the coordinator
-Writes  logs, timeline/NAME.*
+Writes  logs, timeline/NAME.*, by the telemetry thread
 Emits   events of the actor; ActorFailed and ActorLeft
 
 An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
-after coordinator_absent_ms. When its own code fails, it says so and ends with a non-zero code, so
-that its node can start it again. It does not outlive its node, nor its run directory; a node whose
-starter is gone waits no longer for a coordinator that nobody would start again.
+after coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop,
+it says so and ends with a non-zero code, so that its node can start it again. It does not outlive
+its node, nor its run directory; a node whose starter is gone waits no longer for a coordinator that
+nobody would start again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
 from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
@@ -33,9 +35,11 @@ from laminar.events.base import Command, Event
 from laminar.events.codec import decode_order, encode
 from laminar.net.client import ControlClient, read_address
 from laminar.net.rpc import RpcClient
+from laminar.net.session import LinkClosed, OutboxFull
+from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure, get_logger
 from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, TIMELINE_DIR
+from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
 from laminar.stop_requests import (
     STARTER_GONE,
     follow_starter,
@@ -79,7 +83,7 @@ class Host:
         self.name, self.role, self.node, self.address = name, role, node, address
         self.config: Config = load([run_dir / CONFIG_FILE])
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
-        configure(run_dir, self.config.run.name, name)
+        self.telemetry = configure(run_dir, self.config.run.name, name)
         self.log = get_logger()
         #: add to time.monotonic_ns() to get the time of day
         self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
@@ -106,8 +110,8 @@ class Host:
             self._on_welcome,
             self._on_refused,
         )
-        (run_dir / TIMELINE_DIR).mkdir(exist_ok=True)
-        self._spans = open(run_dir / TIMELINE_DIR / f"{name}.jsonl", "a", buffering=1)  # noqa: SIM115
+        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl")
+        self._spans = self.telemetry.outlet("timeline", spans.write)
 
     # --- for actors ---------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Host:
         """Record what this process did from one time.monotonic_ns() to another."""
         offset = self.clock_offset_ns
         line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
-        self._spans.write(json.dumps(line) + "\n")
+        self._spans.put(json.dumps(line).encode() + b"\n")
 
     def client(self, server: str) -> RpcClient:
         """A client of the store or the relay of this run (not started)."""
@@ -145,16 +149,17 @@ class Host:
 
     def fail(self, reason: str, exit_code: int = exit_codes.FAILED) -> None:
         """End this process with a reason; the first one counts."""
+        self._stop.set()
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code)
             self.log.error("failed", reason=reason)
-        self._stop.set()
 
     # --- the process --------------------------------------------------------------------------
 
     async def run(self, actor: Actor) -> int:
         """From joining to leaving; returns the exit code."""
         self._actor = actor
+        asyncio.get_running_loop().set_exception_handler(self._loop_told)
         handle_signals(stop_signals(), self._terminated)
         if self.role == "node":
             handle_signals(not_ignored(signal.SIGINT), self._terminated)
@@ -203,8 +208,7 @@ class Host:
         except ConfigError as error:
             self.fail(str(error), exit_codes.USER_ERROR)
         except Exception as error:
-            self.log.exception("start-failed")
-            self.fail(f"{type(error).__name__}: {error}")
+            self._failed_with(error, "start-failed")
         gc.collect()
         gc.freeze()  # a full collection must not walk what lives as long as the process
 
@@ -213,18 +217,25 @@ class Host:
         if self._failure is not None:
             reason, code = self._failure
             if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
-                self.emit(ev.ActorFailed(reason=reason, user_error=code == exit_codes.USER_ERROR))
+                user_error = code == exit_codes.USER_ERROR
+                self._last_word(ev.ActorFailed(reason=reason, user_error=user_error))
         try:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
         if self._failure is None and self.control.incarnation:
-            self.emit(ev.ActorLeft())
+            self._last_word(ev.ActorLeft())
         for task in self._tasks:
             task.cancel()
         await self.control.close()
-        self._spans.close()
         return code
+
+    def _last_word(self, event: Event) -> None:
+        """Nobody to say it to must not keep this process from leaving in good order."""
+        try:
+            self.emit(event)
+        except (OutboxFull, LinkClosed) as error:
+            self.log.warning("not-said", message=str(event), reason=str(error))
 
     async def _watch(self) -> None:
         """A failed control line ends the process, as do a lost directory or coordinator."""
@@ -271,11 +282,30 @@ class Host:
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            error = task.exception()
-            self.log.error("task-failed", exc_info=error)
-            code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
-            self.fail(f"{type(error).__name__}: {error}", code)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed_with(error, "task-failed")
+
+    def _loop_told(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback that raised has left something undone; other words of the loop are notes."""
+        error = context.get("exception")
+        if error is not None and "handle" in context:
+            self._failed_with(error, "callback-failed")
+        else:
+            self.log.warning("event-loop", message=context.get("message"), exc_info=error)
+
+    def _failed_with(self, error: BaseException, what: str) -> None:
+        code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
+        self.fail(f"{type(error).__name__}: {error}", code)
+        self.log.error(what, exc_info=error)
+
+
+def _open_stacks(path: Path) -> TextIO:
+    """For the stacks of a stalled process: the terminal, where there is no room for a file."""
+    try:
+        return open(path, "a")
+    except OSError:
+        return sys.stderr
 
 
 def run_actor(
@@ -285,7 +315,7 @@ def run_actor(
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stacks = open(lock.run_dir / "logs" / "latest" / f"{name}.stacks", "a")  # noqa: SIM115
+    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{name}.stacks")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 

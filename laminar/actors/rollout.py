@@ -28,12 +28,15 @@ from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.observe.files import GrowingFile, cut_rows
 from laminar.rundir import TIMELINE_DIR
 from laminar.storage import messages as m
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
 FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
+ROW_BYTES = 4 * 8
+"""Of one engine step in the timeline."""
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Rollout:
         self.tokens_total = 0
         self._flush_lock = asyncio.Lock()
         self._finish_due = False
-        self._steps = open(host.run_dir / TIMELINE_DIR / f"{host.name}.steps", "ab")  # noqa: SIM115
+        steps = GrowingFile(host.run_dir, f"{TIMELINE_DIR}/{host.name}.steps", cut_rows(ROW_BYTES))
+        self._steps = host.telemetry.outlet("engine steps", steps.write)
 
     async def start(self) -> None:
         config = self.config
@@ -88,7 +92,6 @@ class Rollout:
             await self.scorer.close()
         await self.store.close(0.5)
         await self.relay.close(0.5)
-        self._steps.close()
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         """Commands that arrived together: all openings are one request to the store."""
@@ -354,8 +357,7 @@ class Rollout:
         if records:
             rows = np.array(records, dtype="<i8")
             rows[:, :2] += self.host.clock_offset_ns
-            self._steps.write(rows.tobytes())
-            self._steps.flush()
+            self._steps.put(rows.tobytes())
 
     async def _engine_ends(self) -> None:
         await asyncio.shield(self.engine.failed)

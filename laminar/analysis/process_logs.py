@@ -4,7 +4,7 @@ Reads   RUN/logs/attempt_*/PROCESS.jsonl
 Gives   LogLine, log_lines: of all processes and attempts
 Raises  ConfigError for a file that cannot be read
 
-A line that a crash cut short is left out, with what the next process wrote behind it.
+A line that a crash or a full disk cut short is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.config import ConfigError
+from laminar.rundir import LOGS_DIR
 
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
 
@@ -33,7 +34,7 @@ class LogLine(NamedTuple):
 
 def log_lines(run_dir: Path) -> Iterator[LogLine]:
     """File by file, attempt by attempt."""
-    for path in sorted((run_dir / "logs").glob("attempt_*/*.jsonl")):
+    for path in sorted((run_dir / LOGS_DIR).glob("attempt_*/*.jsonl")):
         yield from _lines(path)
 
 

@@ -2,7 +2,7 @@
 
 Reads   RUN/timeline/NAME.jsonl (spans) and NAME.steps (engine steps), all times unix ns
 Gives   Span, and engine steps as int64 arrays [n, 4] of (start, end, sequences, tokens)
-Raises  ConfigError for a damaged file; a last entry that a crash cut short is left out
+Raises  ConfigError for a damaged file; entries that a crash or a full disk cut short are left out
 
 A restarted process appends to the file of the one before it.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,8 @@ class Span(NamedTuple):
 def read_spans(run_dir: Path, process: str) -> list[Span]:
     """In the order in which they ended; none when the process never wrote one."""
     path = run_dir / TIMELINE_DIR / f"{process}.jsonl"
-    return [_span(path, number, line) for number, line in whole_lines(path)]
+    found = ((number, _fields(line)) for number, line in whole_lines(path))
+    return [_span(path, number, fields) for number, fields in found if fields is not None]
 
 
 def whole_lines(path: Path) -> list[tuple[int, str]]:
@@ -82,9 +83,16 @@ def in_state(spans: Iterable[Span], state: str) -> Intervals:
     return union((span.start_ns, span.end_ns) for span in spans if span.state == state)
 
 
-def _span(path: Path, number: int, line: str) -> Span:
+def _fields(line: str) -> Any:
+    """None for a torn line: what is left of an object is none."""
     try:
-        fields = json.loads(line)
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _span(path: Path, number: int, fields: Any) -> Span:
+    try:
         return Span(
             str(fields["state"]),
             int(fields["start_ns"]),

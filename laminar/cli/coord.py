@@ -22,11 +22,11 @@ from laminar import exit_codes
 from laminar.config import Config, ConfigError, load
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
-from laminar.core.state import State
-from laminar.events.base import Command, Stamped
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
+from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
+from laminar.observe.telemetry import Telemetry, tell
 from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
 from laminar.stop_requests import add_child_option, follow_starter
@@ -43,16 +43,16 @@ def main() -> None:
         code = _run(arguments.run_dir, arguments.lock_fd)
     except Exception as error:
         code = exit_code_of(error)
-        print(f"laminar-coord: {sentence_of(error)}", file=sys.stderr)
+        tell(f"laminar-coord: {sentence_of(error)}")
     sys.exit(code)
 
 
 def _run(run_dir: Path, lock_fd: int | None) -> int:
     config = load([run_dir / CONFIG_FILE])
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
-    configure(run_dir, config.run.name, "coordinator")
+    telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
-        return uvloop.run(_serve(config, lock))
+        return uvloop.run(_serve(config, lock, telemetry))
     except Exception as error:
         code = exit_code_of(error)
         trace = error if code == exit_codes.CRASHED else None
@@ -62,17 +62,16 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
         lock.close()
 
 
-async def _serve(config: Config, lock: RunLock) -> int:
-    run_dir = lock.run_dir
-    metrics = MetricsWriter(run_dir, tensorboard="tensorboard" in config.trainer.logger)
-    status = StatusWriter(run_dir)
-
-    def observe(stamped: Stamped, commands: list[Command], state: State) -> None:
-        metrics(stamped, commands, state)
-        status(stamped, commands, state)
-
+async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
+    run_dir, log = lock.run_dir, get_logger()
+    board = "tensorboard" in config.trainer.logger
+    metrics = MetricsWriter(run_dir, telemetry, tensorboard=board)
     coordinator = Coordinator(
-        config, run_dir, on_replayed=metrics, on_event=observe, replay_from=metrics.replay_from
+        config,
+        run_dir,
+        on_replayed=Observers(log, metrics=metrics),
+        on_event=Observers(log, metrics=metrics, status=StatusWriter(run_dir, telemetry)),
+        replay_from=metrics.replay_from,
     )
     watching = asyncio.create_task(_watch_directory(lock, coordinator))
     if lock.inherited:

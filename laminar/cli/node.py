@@ -20,6 +20,7 @@ from laminar.actors.host import run_actor
 from laminar.actors.node import Node
 from laminar.config import ConfigError, load
 from laminar.net.transport import loopback
+from laminar.observe.telemetry import tell
 from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
 from laminar.stop_requests import add_child_option
@@ -43,7 +44,7 @@ def main() -> None:
         address = loopback(arguments.host)
         lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     except ConfigError as error:
-        print(f"laminar-node: {error}", file=sys.stderr)
+        tell(f"laminar-node: {error}")
         sys.exit(exit_codes.USER_ERROR)
     name = arguments.name
     make = functools.partial(Node, roles=roles)

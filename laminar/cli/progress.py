@@ -1,7 +1,7 @@
 """What `laminar train` shows while a run works: a live panel on a terminal, plain lines elsewhere.
 
 Reads   RUN/status.json
-Writes  the terminal
+Writes  the terminal, by a thread: one that is gone or stands still holds nobody up
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
 from laminar.rundir import STATUS_FILE
 
 QUIET_S = 10.0
@@ -42,39 +43,59 @@ class Progress:
     def __init__(self, run_dir: Path, console: Console) -> None:
         self._path = run_dir / STATUS_FILE
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        telemetry = Telemetry()
+        self._drain = telemetry.drain
+        self._notes = telemetry.outlet("terminal", self._print)
+        self._due = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
+        self._end = telemetry.outlet("end of the panel", lambda _: self._stop(), kept=1)
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
         self._told: set[str] = set()
 
     def __enter__(self) -> Progress:
-        if self._live is not None:
-            with terminal():
-                self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        """The last status, and the panel stays as it is."""
         self.update()
-        if self._live is not None:
-            with terminal():
-                self._live.stop()
+        self._drain(DRAIN_S)
+        self._end.put(None)
+        self._drain(DRAIN_S)
 
     def note(self, text: str) -> None:
         """One line above the panel."""
-        with terminal():
-            self._console.print(text, highlight=False)
+        self._notes.put(text)
 
     def update(self) -> None:
+        """Show the newest status soon."""
+        self._due.put(None)
+
+    def _print(self, notes: list[str]) -> None:
+        for done, text in enumerate(notes):
+            try:
+                self._print_line(text)
+            except OSError as error:
+                raise PartlyWritten(done, error) from error
+
+    def _print_line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _draw(self) -> None:
         status = self._read()
         if status is None:
             return
         self._tell_trouble(status)
-        if self._live is not None:
-            with terminal():
-                self._live.update(self._panel(status))
-        else:
-            self._line(status)
+        if self._live is None:
+            return self._line(status)
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(self._panel(status), refresh=True)
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -94,7 +115,7 @@ class Progress:
     def _tell_once(self, what: str, text: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            self._console.print(text, highlight=False, markup=False)
+            self._print_line(text)
 
     def _line(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""
@@ -104,9 +125,11 @@ class Progress:
             return
         if len(status["evaluations"]) > self._shown[1]:
             step, correct, total = status["evaluations"][-1]
-            self.note(f"held-out after step {step}: {correct}/{total} = {correct / total:.3f}")
+            self._print_line(
+                f"held-out after step {step}: {correct}/{total} = {correct / total:.3f}"
+            )
         self._shown, self._shown_at = key, now
-        self.note(f"{self._summary(status)}  {_replicas(status)}")
+        self._print_line(f"{self._summary(status)}  {_replicas(status)}")
 
     def _summary(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]

@@ -62,10 +62,14 @@ class Supervisor:
         self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         with self.progress:
             over = self._watch()
-        if over.reason:
-            self.progress.note(f"the run is given up: {over.reason}")
-        stopped = over.code in (exit_codes.COMPLETE, exit_codes.FAILED, exit_codes.STOPPED_EARLY)
-        self._end_processes(NODE_EXIT_S if stopped and not over.reason else 0.0)
+            if over.reason:
+                self.progress.note(f"the run is given up: {over.reason}")
+            stopped = over.code in (
+                exit_codes.COMPLETE,
+                exit_codes.FAILED,
+                exit_codes.STOPPED_EARLY,
+            )
+            self._end_processes(NODE_EXIT_S if stopped and not over.reason else 0.0)
         sweep_arenas()  # of a relay that was killed together with its node
         return over
 

@@ -1,7 +1,8 @@
 """metrics.jsonl and TensorBoard, written from the events as they are applied.
 
 Reads   StepCompleted, WeightsPublished, WeightsLoaded and the state after them
-Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/
+Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/, by the telemetry
+        thread
 
 Each line names the event that it came from, so a coordinator that comes back and replays its log
 writes each figure once. A step's figures reach back to the step before, so the replay has to begin
@@ -11,14 +12,18 @@ no later than the last step in the file (`replay_from`).
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any
 
+from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.rundir import METRICS_FILE, TENSORBOARD_DIR
+from laminar.observe.board import Board, Scalars
+from laminar.observe.files import GrowingFile
+from laminar.observe.telemetry import Outlet, Telemetry
+from laminar.rundir import METRICS_FILE
 
 #: A line with one of these is that of a step, or of an evaluation.
 _STEP, _EVALUATION = "training/global_step", "val/version"
@@ -27,17 +32,16 @@ _STEP, _EVALUATION = "training/global_step", "val/version"
 class MetricsWriter:
     """An observer of the coordinator."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
-        path = run_dir / METRICS_FILE
-        written = _lines(path)
+    def __init__(self, run_dir: Path, telemetry: Telemetry, *, tensorboard: bool) -> None:
+        """ConfigError when what an earlier coordinator has written cannot be read."""
+        written = _lines(run_dir / METRICS_FILE)
         self._after = max((int(line["event"]) for line in written), default=0)
         #: the first event that a replay must show again
         self.replay_from = max((int(x["event"]) for x in written if _STEP in x), default=0)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115
-        self._board_dir = run_dir / TENSORBOARD_DIR if tensorboard else None
-        self._board: Any = None
-        #: importing and writing TensorBoard must not keep the coordinator from its socket
-        self._board_thread = ThreadPoolExecutor(1, "tensorboard")
+        self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
+        self._board: Outlet[Scalars] | None = None
+        if tensorboard:
+            self._board = telemetry.outlet("tensorboard", Board(run_dir).write)
         self._pulls: list[float] = []
         self._evaluations = sum(_EVALUATION in line for line in written)
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
@@ -92,20 +96,11 @@ class MetricsWriter:
         if stamped.seq <= self._after:
             return
         line = {"step": step, "event": stamped.seq, "time_ns": stamped.time_ns, **figures}
-        self._file.write(json.dumps(line) + "\n")
-        if self._board_dir is not None:
-            self._board_thread.submit(self._write_board, step, figures)
-
-    def _write_board(self, step: int, figures: dict[str, float]) -> None:
-        """In the board's own thread, one call at a time."""
-        if self._board is None:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(self._board_dir))
-        for name, value in figures.items():
-            if not name.startswith("by_origin/"):  # a name per version would be a tag per step
-                self._board.add_scalar(name, value, step)
-        self._board.flush()
+        self._lines.put(json.dumps(line).encode() + b"\n")
+        if self._board is not None:
+            # a name per version would be a tag per step
+            shown = {n: value for n, value in figures.items() if not n.startswith("by_origin/")}
+            self._board.put(Scalars(step, time.time(), shown))
 
 
 def _reward_errors(state: State) -> dict[str, float]:
@@ -118,7 +113,7 @@ def _reward_errors(state: State) -> dict[str, float]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of the file; none for a new one."""
     whole = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in _text(path).splitlines():
         try:
             figures = json.loads(line)
         except ValueError:
@@ -126,3 +121,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(figures, dict) and "event" in figures:
             whole.append(figures)
     return whole
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}): move it away, or figures would be written twice"
+        ) from error

@@ -1,7 +1,7 @@
 """What a run looks like from outside: status.json, rewritten while the coordinator works.
 
 Reads   the state after an event
-Writes  RUN/status.json, at most every INTERVAL_S
+Writes  RUN/status.json, at most every INTERVAL_S, by the telemetry thread
 
 For live progress and for people on a cluster who have no terminal on the run.
 """
@@ -17,6 +17,8 @@ from typing import Any
 from laminar.core.admission import refusal
 from laminar.core.state import ENDED, Replica, State
 from laminar.events.base import Command, Stamped
+from laminar.observe.files import ReplacedFile
+from laminar.observe.telemetry import Telemetry
 from laminar.rundir import STATUS_FILE
 
 INTERVAL_S = 0.5
@@ -25,8 +27,14 @@ INTERVAL_S = 0.5
 class StatusWriter:
     """Keeps the last figures of events that the state does not hold."""
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = run_dir / STATUS_FILE
+    def __init__(
+        self,
+        run_dir: Path,
+        telemetry: Telemetry,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = ReplacedFile(run_dir, STATUS_FILE)
+        self._outlet = telemetry.outlet("status", self._replace, kept=1)
         self._clock = clock
         self._written = 0.0
         self._tokens: tuple[float, int] = (clock(), 0)
@@ -48,9 +56,10 @@ class StatusWriter:
         if now - then >= 2.0:
             self._rate = max(total - before, 0) / (now - then)
             self._tokens = (now, total)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self._status(state)))
-        new.replace(self._path)
+        self._outlet.put(self._status(state))
+
+    def _replace(self, found: list[dict[str, Any]]) -> None:
+        self._file.write([json.dumps(found[-1]).encode()])
 
     def _status(self, state: State) -> dict[str, Any]:
         trained = state.ledger.trajectories.trained

@@ -16,6 +16,7 @@ from laminar.actors.host import Host
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event
+from laminar.observe.telemetry import Telemetry
 from laminar.run_lock import RunLock
 from laminar.weights import manifest as mf
 from laminar.weights import messages as m
@@ -47,6 +48,7 @@ class FakeHost:
         self.ordered_to_stop = False
         self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
+        self.telemetry = Telemetry()
         self.events: list[Event] = []
         self.failures: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()

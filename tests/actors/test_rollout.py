@@ -147,7 +147,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     made = Replica(tmp_path)
     yield made
     made.host.end()
-    made.rollout._steps.close()
+    made.host.telemetry.drain(60)
 
 
 def generate(placement: int = 1, version: int = 1) -> cmd.GenerateTrajectory:

@@ -35,13 +35,13 @@ def test_a_node_is_not_put_on_a_network_without_keys(
     host: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "config.toml").write_text(dumps(load([], GOOD)))
     monkeypatch.setattr("sys.argv", ["laminar-node", str(tmp_path), "--host", host])
     with pytest.raises(SystemExit) as ended:
         node.main()
-    said = capsys.readouterr().err.strip().splitlines()
+    said = capfd.readouterr().err.strip().splitlines()
     assert (ended.value.code, len(said)) == (2, 1)
     assert host in said[0] and "use 127.0.0.1" in said[0]
 

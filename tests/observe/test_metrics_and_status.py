@@ -13,8 +13,11 @@ from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
+from laminar.observe.telemetry import Telemetry
 from tests.core.world import World
 from tests.core.world_parts import Faults, settings
+
+TELEMETRY = Telemetry()
 
 
 def small_world() -> World:
@@ -31,6 +34,7 @@ def feed(observer: Observer, world: World, until: int | None = None) -> None:
     machine = Machine()
     for stamped, _ in world.log[:until]:
         observer(stamped, machine.handle(stamped), machine.state)
+    assert TELEMETRY.drain(60)
 
 
 def lines(directory: Path) -> list[dict[str, float]]:
@@ -43,14 +47,14 @@ def test_a_coordinator_that_comes_back_writes_each_figure_once(tmp_path: Path) -
     once, twice = tmp_path / "once", tmp_path / "twice"
     for directory in (once, twice):
         directory.mkdir()
-    feed(MetricsWriter(once, tensorboard=False), world)
-    feed(MetricsWriter(twice, tensorboard=False), world, until=len(world.log) // 2)
+    feed(MetricsWriter(once, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world, until=len(world.log) // 2)
     assert 0 < len(lines(twice)) < len(lines(once))
     with open(twice / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "ev')  # the crash cut a line short
-    feed(MetricsWriter(twice, tensorboard=False), world)
+    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world)
     whole = [line for line in (twice / "metrics.jsonl").read_text().splitlines() if "}" in line]
-    events = [json.loads(line[line.rindex('{"step"') :])["event"] for line in whole]
+    events = [json.loads(line)["event"] for line in whole]
     assert events == [line["event"] for line in lines(once)]
 
 
@@ -64,9 +68,9 @@ def test_a_replay_that_starts_at_a_snapshot_goes_on_with_the_same_figures(
     once, twice = tmp_path / "once", tmp_path / "twice"
     for directory in (once, twice):
         directory.mkdir()
-    feed(MetricsWriter(once, tensorboard=False), world)
-    feed(MetricsWriter(twice, tensorboard=False), world, until=len(world.log) * 2 // 3)
-    writer = MetricsWriter(twice, tensorboard=False)
+    feed(MetricsWriter(once, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world, until=len(world.log) * 2 // 3)
+    writer = MetricsWriter(twice, TELEMETRY, tensorboard=False)
     first = writer.replay_from + later
 
     def from_snapshot(stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -81,11 +85,11 @@ def test_a_replay_that_starts_at_a_snapshot_goes_on_with_the_same_figures(
 
 def test_a_file_without_a_step_needs_the_whole_replay(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": 9, "val/version": 0}\n[]\n{"step": 1}\n')
-    assert MetricsWriter(tmp_path, tensorboard=False).replay_from == 0
+    assert MetricsWriter(tmp_path, TELEMETRY, tensorboard=False).replay_from == 0
 
 
 def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, tensorboard=False), small_world())
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), small_world())
     steps = [line["step"] for line in lines(tmp_path) if "staleness/mean" in line]
     shares = [line["step"] for line in lines(tmp_path) if "val/version" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -93,7 +97,7 @@ def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
 
 
 def test_status_tells_the_last_state(tmp_path: Path) -> None:
-    feed(StatusWriter(tmp_path, clock=iter(range(10**9)).__next__), small_world())
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["phase"] == "ended"
     assert status["step"] == 6
@@ -110,8 +114,8 @@ def test_status_tells_the_last_state(tmp_path: Path) -> None:
 def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
     """In the metrics of each step and in the status, with the first of them."""
     world = failing_reward()
-    feed(MetricsWriter(tmp_path, tensorboard=False), world)
-    feed(StatusWriter(tmp_path, clock=iter(range(10**9)).__next__), world)
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
     steps = [line for line in lines(tmp_path) if "staleness/mean" in line]
     counts = [line["reward/errors/total"] for line in steps]
     assert counts == sorted(counts) and counts[-1] > 0
@@ -124,7 +128,7 @@ def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
 
 
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, tensorboard=False), small_world())
-    feed(StatusWriter(tmp_path, clock=iter(range(10**9)).__next__), small_world())
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), small_world())
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
     assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None

@@ -1,0 +1,110 @@
+"""Files of telemetry: they grow by whole lines or rows, or are replaced as a whole.
+
+Reads   the end of a file that is there already
+Writes  files of a run directory
+Raises  OSError, PartlyWritten: the outlet counts what is lost
+
+A full disk tears a line in two. Before the next one the end of the file is mended, so that readers
+lose the torn line and nothing else: a torn line is ended, a torn row is cut off. Files and folders
+are made with the first write, never a run directory that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from laminar.observe.telemetry import PartlyWritten
+
+Mend = Callable[[int, int], None]
+"""(descriptor, size after the last whole write): make the end of the file a place to go on from."""
+
+
+def end_line(fd: int, whole: int) -> None:
+    """A line without its end gets one; readers pass it over."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+
+
+def cut_off(fd: int, whole: int) -> None:
+    """For a file that is ours alone."""
+    os.ftruncate(fd, whole)
+
+
+def cut_rows(row_bytes: int) -> Mend:
+    """For rows of a fixed size."""
+
+    def mend(fd: int, whole: int) -> None:
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, size - size % row_bytes)
+
+    return mend
+
+
+class GrowingFile:
+    """Appends lines or rows; the end is mended before the first one and after every failure."""
+
+    def __init__(self, run_dir: Path, name: str, mend: Mend = end_line) -> None:
+        self._run_dir, self._name, self._mend = run_dir, name, mend
+        self._fd = -1
+        self._size = 0  #: after the last whole write
+        self._mended = False
+
+    def write(self, items: Sequence[bytes]) -> None:
+        if self._fd < 0:
+            self._fd = _open(self._run_dir, self._name)
+            self._size = os.fstat(self._fd).st_size
+        if not self._mended:
+            self._mend(self._fd, self._size)
+            self._mended = True
+        self._append(items)
+
+    def _append(self, items: Sequence[bytes]) -> None:
+        rest = memoryview(b"".join(items))
+        written = 0
+        try:
+            while rest:
+                count = os.write(self._fd, rest)
+                written, rest = written + count, rest[count:]
+        except OSError as error:
+            self._mended = False
+            done = _whole(items, written)
+            self._size += sum(map(len, items[:done]))
+            raise PartlyWritten(done, error) from error
+        self._size += written
+
+
+class ReplacedFile:
+    """Readers see the old content or the new one, never half."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._path = run_dir / name
+
+    def write(self, items: Sequence[bytes]) -> None:
+        """The last of them."""
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            new.write_bytes(items[-1])
+            new.replace(self._path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def _whole(items: Sequence[bytes], written: int) -> int:
+    """How many items end within the first `written` bytes."""
+    done = 0
+    while done < len(items) and len(items[done]) <= written:
+        written -= len(items[done])
+        done += 1
+    return done
+
+
+def _open(run_dir: Path, name: str) -> int:
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is gone")
+    path = run_dir / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

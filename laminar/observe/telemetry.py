@@ -1,0 +1,147 @@
+"""What a process tells about itself, written by a thread that nobody waits for.
+
+Reads   items that the process puts into its outlets
+Writes  through the outlets: log lines, timelines, status, metrics, the panel of a terminal
+Gives   Telemetry, Outlet; tell: a last word on the terminal
+
+No write of these can end, block or wedge anything. What cannot be written is counted and dropped;
+the first write that works again is followed by one word about what was lost. An outlet whose writer
+is behind keeps a bounded number of items and counts the rest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+KEPT_MAX = 10_000
+"""Items that one outlet keeps for its writer."""
+PAUSE_S = 0.02
+"""Between two rounds of writing: what comes in this time is written together."""
+DRAIN_S = 2.0
+"""How long the last items of a process may take."""
+
+Item = TypeVar("Item")
+Say = Callable[[str, int, str], None]
+
+
+class PartlyWritten(Exception):
+    """Of the items that were to be written, only the first `done` were."""
+
+    def __init__(self, done: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.done = done
+
+
+class Outlet(Generic[Item]):
+    """One destination; `put` never raises and never waits."""
+
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[list[Item]], None],
+        due: SimpleQueue[Callable[[], None]],
+        kept: int,
+    ) -> None:
+        self.name = name
+        self.lost_before = 0  #: items for which there was no room
+        self.lost_writing = 0  #: items whose write failed
+        self._write, self._due, self._kept = write, due, kept
+        self._items: deque[Item] = deque(maxlen=1 if kept == 1 else None)
+        self._asked = False
+        self._said, self._reason = 0, ""
+        self.say: Say = lambda name, lost, reason: None
+
+    def put(self, item: Item) -> None:
+        """Have it written soon; of an outlet that keeps one, the newest is."""
+        if self._kept > 1 and len(self._items) >= self._kept:
+            self.lost_before += 1
+            self._reason = self._reason or "its writer is behind"
+            return
+        self._items.append(item)
+        if not self._asked:
+            self._asked = True
+            self._due.put(self.flush)
+
+    def flush(self) -> None:
+        """Write what is there; called by the one thread that writes."""
+        self._asked = False
+        items = [self._items.popleft() for _ in range(len(self._items))]
+        if not items:
+            return
+        try:
+            self._write(items)
+        except (Exception, SystemExit) as error:  # rich leaves so when a pipe is closed
+            done = error.done if isinstance(error, PartlyWritten) else 0
+            self.lost_writing += len(items) - done
+            self._reason = str(error) or type(error).__name__
+        else:
+            self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        lost = self.lost_before + self.lost_writing
+        if lost > self._said:
+            news, self._said = lost - self._said, lost
+            reason, self._reason = self._reason, ""
+            self.say(self.name, news, reason)
+
+
+class Telemetry:
+    """The outlets of a process and their thread."""
+
+    def __init__(self) -> None:
+        self._due: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._say: Say | None = None
+        self._outlets: list[Outlet[object]] = []
+        threading.Thread(target=self._work, name="telemetry", daemon=True).start()
+        atexit.register(self.drain, DRAIN_S)
+
+    def outlet(
+        self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
+    ) -> Outlet[Item]:
+        """`write` gets all waiting items in order, in the thread; what it raises is counted. With
+        `kept` = 1 the newest item is written, and an older one is no loss."""
+        outlet = Outlet(name, write, self._due, kept)
+        outlet.say = self._tell
+        return outlet
+
+    def tell_losses(self, say: Say) -> None:
+        """Have `say(outlet, items, reason)` called, once an outlet works again."""
+        self._say = say
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything put so far was tried; False: that took too long."""
+        done = threading.Event()
+        self._due.put(done.set)
+        return done.wait(timeout_s)
+
+    def _tell(self, name: str, lost: int, reason: str) -> None:
+        if self._say is not None:
+            self._say(name, lost, reason)
+
+    def _work(self) -> None:
+        while True:
+            self._due.get()()
+            if self._due.empty():
+                time.sleep(PAUSE_S)
+
+
+def tell(text: str) -> None:
+    """Print a last word to standard error; a terminal that is gone or stands still is let be."""
+    line = f"{text}\n".encode(errors="replace")
+    thread = threading.Thread(target=_write_stderr, args=(line,), daemon=True)
+    thread.start()
+    thread.join(DRAIN_S)
+
+
+def _write_stderr(line: bytes) -> None:
+    try:
+        os.write(2, line)
+    except OSError:
+        return

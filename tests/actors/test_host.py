@@ -1,0 +1,104 @@
+"""The shell of every actor: what goes wrong ends the process with its reason, log or no log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from laminar import exit_codes
+from laminar.actors.host import Host
+from laminar.config import dumps, load
+from laminar.events import commands as cmd
+from laminar.events.base import Command
+from laminar.run_lock import RunLock
+from laminar.rundir import CONFIG_FILE
+from tests.actors.parts import MINIMAL
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def host_on_a_full_disk(run_dir: Path) -> Host:
+    """Every write of its log and of its timeline fails: No space left on device."""
+    (run_dir / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+    for folder in ("logs/latest", "timeline"):
+        (run_dir / folder).mkdir(parents=True)
+        (run_dir / folder / "rollout-0.jsonl").symlink_to("/dev/full")
+    return Host(RunLock.join(run_dir, "rollout-0"), "rollout-0", "rollout", "node-0", "127.0.0.1")
+
+
+class Failing:
+    """An actor whose work goes wrong in one of several ways."""
+
+    def __init__(self, host: Host, fail: Callable[[Host], None]) -> None:
+        self.host, self.fail, self.stopped = host, fail, False
+
+    async def start(self) -> None:
+        self.host.span("busy", 0, 1)
+        self.host.log.info("started")
+        self.fail(self.host)
+
+    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+        raise ValueError("no room")
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+async def _raises() -> None:
+    raise ValueError("no room")
+
+
+def _raise() -> None:
+    raise ValueError("no room")
+
+
+def in_start(host: Host) -> None:
+    _raise()
+
+
+def in_a_task(host: Host) -> None:
+    host.spawn(_raises())
+
+
+def in_a_callback(host: Host) -> None:
+    asyncio.get_running_loop().call_soon(_raise)
+
+
+def in_a_command(host: Host) -> None:
+    asyncio.get_running_loop().call_soon(host._hand_over)
+
+
+def by_its_own_word(host: Host) -> None:
+    host.fail("ValueError: no room")
+
+
+@pytest.mark.parametrize(
+    "fail", [in_start, in_a_task, in_a_callback, in_a_command, by_its_own_word]
+)
+def test_a_failure_ends_the_process_though_nothing_can_be_logged(
+    fail: Callable[[Host], None], tmp_path: Path
+) -> None:
+    """With its heartbeats going on it would hold its work for ever."""
+
+    async def run() -> tuple[Failing, Host, int]:
+        host = host_on_a_full_disk(tmp_path)
+        actor = Failing(host, fail)
+        async with asyncio.timeout(DEADLINE_S):
+            work = asyncio.create_task(host.run(actor))
+            await asyncio.sleep(0)
+            host._on_welcome(1)
+            return actor, host, await work
+
+    actor, host, code = asyncio.run(run())
+    assert code == exit_codes.FAILED and actor.stopped
+    assert host._failure == ("ValueError: no room", exit_codes.FAILED)
