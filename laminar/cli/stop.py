@@ -1,0 +1,161 @@
+"""laminar stop: end a run, in good order or at once, and wait until it has ended.
+
+Reads   who has a share of the run directory's lock; RUN/status.json
+Writes  nothing; signals the processes of the run, and says what it waits for
+Gives   0 when the run has ended or did not run, 1 when it still runs at the deadline
+
+In good order means as after Ctrl-C: the step in training is completed, the model exported. To ask
+again is no harm. A run on another machine is stopped there: signals do not travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from laminar import exit_codes
+from laminar.config import ConfigError
+from laminar.run_lock import Holder, RunLock, describe, holders
+from laminar.rundir import CONFIG_FILE, STATUS_FILE
+from laminar.weights.arena import sweep_arenas
+
+TIMEOUT_S = 600.0
+"""By default; a large model's step and export may take longer, and go on after it."""
+KILL_AFTER_S = 45.0
+"""An end at once that takes longer is made by SIGKILL: the supervisor's own limits are below it."""
+KILLED_S = 5.0
+"""How long a process may take to vanish after SIGKILL."""
+SAY_S = 5.0
+_POLL_S = 0.1
+_NAME = "stop"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("stop", help="end a run in good order, and wait for it")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--now",
+        action="store_true",
+        help="at once: neither complete the step in training nor export the model",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"how long to wait for an end in good order (default {TIMEOUT_S:g})",
+    )
+    parser.set_defaults(function=run_stop)
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """Ask, wait, say how it ended."""
+    run_dir: Path = arguments.run
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    if not _living(run_dir):
+        print(f"{run_dir} is not running")
+        return exit_codes.COMPLETE
+    lock = RunLock.join(run_dir, _NAME)  # nobody moves the directory while we look at it
+    try:
+        asked = _ask(run_dir, at_once=arguments.now)
+        how = "at once" if arguments.now else "in good order"
+        print(f"asked {describe(asked)} to end the run {how}", flush=True)
+        ended = _wait(run_dir, KILL_AFTER_S if arguments.now else arguments.timeout)
+        if not ended and arguments.now:
+            ended = _kill(run_dir)
+        return _conclude(run_dir, arguments, ended)
+    finally:
+        lock.close()
+
+
+def _living(run_dir: Path) -> list[Holder]:
+    """The processes of the run; whoever else stops it is none."""
+    return [holder for holder in holders(run_dir) if holder.name != _NAME]
+
+
+def _ask(run_dir: Path, *, at_once: bool) -> list[Holder]:
+    """Signal whoever is in charge of the run; who that was. ConfigError: it is elsewhere."""
+    living = _living(run_dir)
+    for in_charge in ("train", "coordinator", "node-", ""):
+        asked = [holder for holder in living if holder.name.startswith(in_charge)]
+        if not asked:
+            continue
+        if not any(holder.local for holder in asked):
+            raise ConfigError(
+                f"{run_dir} is run by {describe(asked)}; run `laminar stop {run_dir}` there"
+            )
+        decides = in_charge in ("train", "coordinator")
+        number = signal.SIGQUIT if at_once and decides else signal.SIGTERM
+        local = [holder for holder in asked if holder.local]
+        for holder in local:
+            _signal(run_dir, holder, number)
+        return local
+    return []
+
+
+def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
+    """To this process and no other: it still has its lock after we got hold of it."""
+    try:
+        fd = os.pidfd_open(holder.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if holder in holders(run_dir):
+            signal.pidfd_send_signal(fd, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise ConfigError(f"{describe([holder])} belongs to another user") from None
+    finally:
+        os.close(fd)
+
+
+def _wait(run_dir: Path, timeout_s: float) -> bool:
+    """Until nobody is left; False when the time is up before."""
+    started = said = time.monotonic()
+    while living := _living(run_dir):
+        now = time.monotonic()
+        if now - started >= timeout_s:
+            return False
+        if now - said >= SAY_S:
+            said = now
+            names = ", ".join(holder.name for holder in living)
+            print(f"[{now - started:5.0f} s] waiting for {names}{_progress(run_dir)}", flush=True)
+        time.sleep(_POLL_S)
+    return True
+
+
+def _kill(run_dir: Path) -> bool:
+    local = [holder for holder in _living(run_dir) if holder.local]
+    print(f"killing {describe(local)}: still there after {KILL_AFTER_S:g} s", flush=True)
+    for holder in local:
+        _signal(run_dir, holder, signal.SIGKILL)
+    ended = _wait(run_dir, KILLED_S)
+    sweep_arenas()
+    return ended
+
+
+def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
+    if ended:
+        print(f"{run_dir} has stopped{_progress(run_dir)}")
+        return exit_codes.COMPLETE
+    again = "" if arguments.now else f"; `laminar stop {run_dir} --now` ends it at once"
+    print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)
+    return exit_codes.FAILED
+
+
+def _progress(run_dir: Path) -> str:
+    """What the coordinator said last."""
+    try:
+        status = json.loads((run_dir / STATUS_FILE).read_text())
+        failure = f": {status['failure']}" if status["failure"] else ""
+        return f" ({status['phase']}, {status['step']} steps trained{failure})"
+    except (OSError, ValueError, KeyError):
+        return ""
