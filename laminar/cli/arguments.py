@@ -39,13 +39,16 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """argparse's entry, also for the words that belong to a subcommand."""
-        if self._aliases is None:
-            return super().parse_known_args(args, namespace)
-        options: list[str] = []
-        overrides = list(self._settings(iter(args or ()), options))
+        options, overrides = list(args or ()), None
+        if self._aliases is not None:
+            options = []
+            overrides = list(self._settings(iter(args or ()), options))
         found, rest = super().parse_known_args(options, namespace)
-        found.overrides = overrides
-        return found, rest
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if overrides is not None:
+            found.overrides = overrides
+        return found, []
 
     def _settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
         """The settings as key=value; all other words go to `options`."""
@@ -93,5 +96,6 @@ class Parser(argparse.ArgumentParser):
 def _setting(word: str) -> str:
     key, sign, _ = word.partition("=")
     if not (key and sign) or key.startswith("-"):
-        raise ConfigError(f"{word!r} is neither key=value nor --key value")
+        hint = f"; a config file is given as -c {word}" if word.endswith(".toml") else ""
+        raise ConfigError(f"{word!r} is neither key=value nor --key value{hint}")
     return word

@@ -17,6 +17,7 @@ import msgspec
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
+from laminar.engines.checkpoint_files import check_weight_files
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.net.descriptors import check_room
@@ -121,6 +122,7 @@ def _check_model(config: Config) -> None:
         )
     try:
         spec = parse_hf_config(read_hf_config(name))
+        check_weight_files(name)
     except EngineError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     if config.max_model_len > spec.max_positions:

@@ -4,7 +4,7 @@ tree.py says what there is, rules.py what is allowed, reading.py makes a tree fr
 overrides. Nothing here touches torch or the network, so `--dry-run` and the coordinator stay light.
 """
 
-from laminar.config.reading import dumps, is_key, known_keys, load, resolve
+from laminar.config.reading import dumps, is_key, known_keys, load, read_toml, resolve
 from laminar.config.rules import CHOICES, ConfigError
 from laminar.config.tree import AlgorithmConfig, Config, DataConfig, OptimConfig
 
@@ -19,5 +19,6 @@ __all__ = [
     "is_key",
     "known_keys",
     "load",
+    "read_toml",
     "resolve",
 ]

@@ -69,7 +69,7 @@ def load(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
     """Read TOML files left to right, apply `key=value` overrides, check everything."""
     flat: dict[str, Any] = {}
     for file in files:
-        flat.update(_flatten(_read_toml(Path(file)), str(file)))
+        flat.update(_flatten(read_toml(Path(file)), str(file)))
     for text in overrides:
         key, value = _parse_override(text)
         flat[key] = value
@@ -105,7 +105,8 @@ def dumps(config: Config) -> str:
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; ConfigError that names it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

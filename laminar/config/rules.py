@@ -118,7 +118,7 @@ def checked(key: str, value: Any, kind: Any) -> Any:
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)  # run.name=7 on a command line is a name
     if kind == list[str] and isinstance(value, str):
-        value = [value]
+        value = [value] if value else []
     try:
         value = msgspec.convert(value, kind)
     except msgspec.ValidationError:

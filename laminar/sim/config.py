@@ -10,12 +10,11 @@ describes a swarm of different runs.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from pathlib import Path
 
 import msgspec
 
-from laminar.config import ConfigError
+from laminar.config import ConfigError, read_toml
 
 Ints = int | tuple[int, ...]
 Floats = float | tuple[float, ...]
@@ -108,12 +107,7 @@ class SimConfig(Section, frozen=True, kw_only=True):
 
 def load(path: Path, kinds: tuple[str, ...]) -> SimConfig:
     """Read and check one file; `kinds` are the faults that there are."""
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give the path of a TOML file to -c")
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    tree = read_toml(path)
     _refuse_unknown(tree, path)
     try:
         config = msgspec.convert(tree, SimConfig)

@@ -171,6 +171,8 @@ def _records(path: Path) -> Iterator[Record]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"data file {path} must end in .jsonl or .parquet; convert or rename it")
+    if path.is_dir():
+        raise ConfigError(f"data file {path} is a directory; name the files in it")
     if not path.is_file():
         raise ConfigError(f"data file {path} does not exist; correct data.train_files or val_files")
     empty = True

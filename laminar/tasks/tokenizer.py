@@ -25,14 +25,27 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # seconds to import: only processes that tokenise pay
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever it stumbles over in a damaged file
+        ours = isinstance(error, OSError | ValueError)
+        reason = str(error).strip().splitlines()[0] if ours else f"{type(error).__name__}: {error}"
         where = "" if Path(name).is_dir() else "it is no directory, and as a hub name: "
         raise ConfigError(
             f"the tokenizer of model {name!r} cannot be loaded: {where}{reason}; "
             "model.name must be a directory or hub name with tokenizer files"
         ) from error
+    _check_files(name, tokenizer)
+    return tokenizer
+
+
+def _check_files(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without any file of its vocabulary a tokenizer is made all the same, with no tokens in it."""
+    files = tokenizer.vocab_files_names.values()
+    if Path(name).is_dir() and files and not any(Path(name, file).is_file() for file in files):
+        raise ConfigError(
+            f"model {name!r} has no tokenizer: {', '.join(files)} are missing; copy the "
+            "tokenizer's files into its directory"
+        )
 
 
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from laminar.cli import preflight, train
 from laminar.cli.commands import run
 from laminar.cli.preflight import check
 from laminar.config import Config, ConfigError, load
+from laminar.engines.checkpoint_files import check_weight_files
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -80,3 +82,70 @@ def test_a_run_directory_that_is_taken(
     assert run(words) == exit_codes.USER_ERROR
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "quickstart exists" in said and "--move-old" in said
+
+
+# --- the model's directory -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the shipped model, to be damaged."""
+    copy = tmp_path / "model"
+    shutil.copytree(ROOT / "configs" / "models" / "spell-0.6m", copy)
+    return copy
+
+
+def refused(model: Path, tmp_path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config(tmp_path, f"model.name={model}", "data.dataset_size=300", "data.val_size=8"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_model_without_its_tokenizer(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer: " in refused(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b"\xff\xff"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE"}}'),
+        ("tokenizer_config.json", b'"x"'),
+    ],
+)
+def test_a_damaged_tokenizer(file: str, content: bytes, model: Path, tmp_path: Path) -> None:
+    (model / file).write_bytes(content)
+    assert f"tokenizer of model '{model}' cannot be loaded" in refused(model, tmp_path)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 2512345\n"
+
+
+@pytest.mark.parametrize("keep", [0, 100, 10_000])
+def test_weights_that_were_cut_short(keep: int, model: Path, tmp_path: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert f"{weights} cannot be read" in refused(model, tmp_path)
+
+
+def test_weights_that_are_not_there(model: Path, tmp_path: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(LFS_POINTER)
+    assert f"{weights} cannot be read" in refused(model, tmp_path)
+    weights.unlink()
+    assert "has no weights" in refused(model, tmp_path)
+    index = model / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}')
+    assert "one.safetensors cannot be read" in refused(model, tmp_path)
+    index.write_text("[]")
+    assert f"{index} cannot be read" in refused(model, tmp_path)
+
+
+def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").rename(model / "one.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}')
+    check_weight_files(model)
