@@ -64,8 +64,8 @@ class Relay:
             config.weights.slots,
             self._max_bytes,
             lambda version: self.plane.forget(version),
+            host.fail,
         )
-        self._opening: asyncio.Task[None] | None = None  #: the slots that a trainer asked for
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
         self._linked = False  #: the order was answered
         self.server = RpcServer(
@@ -163,7 +163,7 @@ class Relay:
     async def _grant_to_chain(self, wanted: SlotWanted) -> None:
         """Find a slot for a version that is offered; a reader or a sender may take a while."""
         try:
-            await self.slots.make(wanted.nbytes)
+            self.slots.make(wanted.nbytes)
         except (ArenaError, SlotError) as error:
             return self.plane.deny(str(error))
         while (slot := self.slots.grant_to_chain()) < 0:
@@ -222,7 +222,7 @@ class Relay:
         try:
             request = m.decode_request(body)
             if isinstance(request, m.OpenArena):
-                reply: m.Reply = self._open_arena(request)
+                reply: m.Reply = self.slots.make(request.version_bytes)
             elif isinstance(request, m.GrantSlot):
                 reply = self.slots.grant(boot_id, request)
             elif isinstance(request, m.CommitSlot):
@@ -234,18 +234,6 @@ class Relay:
             return m.encode(reply)
         except _REFUSALS as error:
             return RpcError(str(error))
-
-    def _open_arena(self, request: m.OpenArena) -> m.ArenaOpened:
-        """Make the slots if there are none; what went wrong is the answer to the next request."""
-        opened = self.slots.opened(request.version_bytes)
-        if opened is not None:
-            return opened
-        if self._opening is None:
-            self._opening = asyncio.create_task(self.slots.make(request.version_bytes))
-        elif self._opening.done():
-            failed, self._opening = self._opening, None
-            failed.result()
-        return m.ArenaOpened(arena="")
 
     def _commit(self, boot_id: str, request: m.CommitSlot) -> m.Committed | m.OtherArena:
         if self.slots.is_other(request.arena):

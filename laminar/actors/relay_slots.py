@@ -11,6 +11,8 @@ was started again gets another slot than the one its former self may have left h
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,14 +31,21 @@ class RelaySlots:
     """Everything about slots; knows neither sockets nor commands."""
 
     def __init__(
-        self, path: Path, slots: int, max_bytes: int, forget: Callable[[int], bool]
+        self,
+        path: Path,
+        slots: int,
+        max_bytes: int,
+        forget: Callable[[int], bool],
+        on_shortage: Callable[[str], None],
     ) -> None:
-        """`max_bytes`: of the whole arena. `forget`: asked before a version is evicted."""
+        """`max_bytes`: of the whole arena. `forget`: asked before a version is evicted.
+        `on_shortage`: told in the event loop when the memory of the slots cannot be had."""
         self._path, self._num_slots, self._max_bytes = path, slots, max_bytes
-        self._forget = forget
+        self._forget, self._on_shortage = forget, on_shortage
         self._arena: Arena | None = None
         self._table: SlotTable | None = None
-        self._making: asyncio.Task[None] | None = None
+        self._filler: threading.Thread | None = None
+        self._closed = False
         self._manifests: dict[int, mf.Manifest] = {}
         self._granted: dict[str, int] = {}  #: by writing process, until its version is complete
         self._digesting: set[int] = set()
@@ -49,35 +58,31 @@ class RelaySlots:
 
     # --- the arena ----------------------------------------------------------------------------
 
-    async def make(self, version_bytes: int) -> None:
-        """Have slots of this size, in a thread: filling an arena with pages takes its time.
+    def make(self, version_bytes: int) -> m.ArenaOpened:
+        """Have slots of this size. Their memory comes in the background, slot after slot.
 
         ArenaError or SlotError if they cannot be had, or those that there are are smaller.
         """
-        while self._making is not None:
-            await asyncio.wait([self._making])
         if self._arena is None:
             count = slots_within(version_bytes, self._num_slots, self._max_bytes)
-            self._making = asyncio.create_task(self._make(count, version_bytes))
-            try:
-                await self._making
-            finally:
-                self._making = None
-        assert self._arena is not None
+            self._arena = Arena.create(self._path, count, version_bytes)
+            self._table = SlotTable(count, self._forget)
+            loop = asyncio.get_running_loop()
+            fill = functools.partial(self._fill, self._arena, loop)
+            self._filler = threading.Thread(target=fill, name="arena-filler", daemon=True)
+            self._filler.start()
         if self._arena.slot_bytes < version_bytes:
             raise ArenaError(
                 f"the slots have {self._arena.slot_bytes} bytes, {version_bytes} were asked for"
             )
-
-    async def _make(self, count: int, version_bytes: int) -> None:
-        self._arena = await asyncio.to_thread(Arena.create, self._path, count, version_bytes)
-        self._table = SlotTable(count, self._forget)
-
-    def opened(self, version_bytes: int) -> m.ArenaOpened | None:
-        """The answer to OpenArena; None: there is none yet."""
-        if self._arena is None or self._arena.slot_bytes < version_bytes:
-            return None
         return m.ArenaOpened(arena=str(self._path))
+
+    def _fill(self, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            arena.fill_all()
+        except ArenaError as error:
+            if not self._closed:
+                loop.call_soon_threadsafe(self._on_shortage, str(error))
 
     def region(self, slot: int) -> Region:
         """All bytes of a slot."""
@@ -86,8 +91,10 @@ class RelaySlots:
 
     def close(self) -> None:
         """Remove the file; those who have it mapped keep it."""
-        if self._arena is not None:
+        self._closed = True
+        if self._arena is not None and self._filler is not None:
             self._arena.close()
+            self._filler.join()
         Arena.unlink(self._path)
 
     # --- writers ------------------------------------------------------------------------------

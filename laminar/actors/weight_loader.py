@@ -97,7 +97,7 @@ class WeightLoader:
         try:
             lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
             if isinstance(lease, m.Leased) and self._arena_path != lease.arena:
-                self._arena = await asyncio.to_thread(Arena.attach, Path(lease.arena))
+                self._arena = Arena.attach(Path(lease.arena))
                 self._arena_path = lease.arena
         except (RpcError, TimeoutError, ArenaError) as error:
             self.host.log.warning("not-leased", version=command.version, reason=str(error))

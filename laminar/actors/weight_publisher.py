@@ -152,9 +152,8 @@ class WeightPublisher:
     async def _open(self) -> None:
         """Find the arena of the relay that is there now."""
         request = m.OpenArena(version_bytes=self.version_bytes)
-        while not (path := (await self.relay.ask(request, m.ArenaOpened)).arena):
-            await asyncio.sleep(SLOT_POLL_S)
-        self._arena = await asyncio.to_thread(Arena.attach, Path(path))
+        opened = await self.relay.ask(request, m.ArenaOpened)
+        self._arena = Arena.attach(Path(opened.arena))
 
     async def _keep_slot(self) -> None:
         """Have a slot ready, and notice a new relay before there is something to publish."""
@@ -182,6 +181,8 @@ class WeightPublisher:
         answer: m.SlotGranted | m.OtherArena = await self.relay.ask(
             m.GrantSlot(arena=str(self._arena.path)), m.SlotGranted, m.OtherArena
         )
+        if isinstance(answer, m.SlotGranted) and answer.slot >= 0:
+            await asyncio.to_thread(self._arena.prepare, answer.slot)
         if self._published != published:
             return
         if isinstance(answer, m.SlotGranted):

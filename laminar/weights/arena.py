@@ -4,9 +4,14 @@ Reads   a path below /dev/shm (or another directory), the number of slots and th
 Writes  that file: one page of header, then the slots
 Gives   Arena, arena_path, sweep_arenas; ArenaError with one sentence for a user
 
-The file is filled with pages once, at the start of the run, because the first touch of a page costs
-about nine times the copy of its bytes. multiprocessing.SharedMemory is not used: its tracker
-unlinks the memory when any process that attached to it ends.
+The first touch of a page costs about nine times the copy of its bytes, so nobody waits for the
+memory of all slots: a file is made without pages, `fill_all` gives them to slot after slot in the
+background, and who is about to write asks for those that it needs (`prepare`, Region.prepare),
+which is also where it is told that there are no more. A page that is missing when it is written
+would be a SIGBUS.
+
+multiprocessing.SharedMemory is not used: its tracker unlinks the memory when any process that
+attached to it ends.
 
 The creator holds an exclusive lock on the file for as long as it lives. A file that nobody has
 locked was left by a killed process, and whoever finds it may remove it.
@@ -14,6 +19,7 @@ locked was left by a killed process, and whoever finds it may remove it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -38,7 +44,11 @@ _NAME = re.compile(r"laminar-.+-[0-9a-f]{16}-[0-9a-f]{16}")
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _POPULATE_BYTES = 16 << 20
-"""Filled in one call: Python's other threads stand still during it, and have heartbeats to send."""
+"""Filled in one call, some milliseconds: then it is looked whether the arena is closed."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class ArenaError(RuntimeError):
@@ -108,12 +118,13 @@ class Arena:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, dtype=np.uint8)
+        self._filled = [0] * slots  #: leading bytes of each that have their memory
 
     @classmethod
     def create(cls, path: Path, slots: int, slot_bytes: int) -> Arena:
-        """Make the file (mode 0600), fill it with pages and map it.
+        """Make the file (mode 0600) and map it; its memory comes later, see `prepare`.
 
-        ArenaError if the file exists or there is too little space; then nothing is left behind.
+        ArenaError if the file exists or there is too little space now; then nothing is left behind.
         """
         if slots < 1 or slot_bytes < 1:
             raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes hold nothing")
@@ -121,13 +132,15 @@ class Arena:
         try:
             total = _file_bytes(slots, slot_bytes)
             os.pwrite(fd, _HEADER.pack(_MAGIC, _FORMAT, slots, slot_bytes), 0)
-            _allocate(fd, path, total)
-            memory = _map(fd, path, total)
+            _check_space(fd, path, total)
+            os.truncate(fd, total)
+            arena = cls(path, mmap.mmap(fd, total), slots, slot_bytes, fd)
+            arena._reserve_where_needed()
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
-        return cls(path, memory, slots, slot_bytes, fd)
+        return arena
 
     @classmethod
     def attach(cls, path: Path) -> Arena:
@@ -135,10 +148,63 @@ class Arena:
         fd = _open(path, os.O_RDWR)
         try:
             slots, slot_bytes = _read_header(fd, path)
-            memory = _map(fd, path, _file_bytes(slots, slot_bytes))
+            memory = mmap.mmap(fd, _file_bytes(slots, slot_bytes))
         finally:
             os.close(fd)
         return cls(path, memory, slots, slot_bytes)
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def prepare(self, index: int) -> None:
+        """Have memory behind a whole slot, before it is written by this process.
+
+        Takes a second for some gigabytes the first time, and nothing later; other threads go on.
+        ArenaError if there is not enough, or when the arena is closed meanwhile.
+        """
+        start = self.offset(index)
+        while (done := self._filled[index]) < self.slot_bytes:
+            size = min(_POPULATE_BYTES, self.slot_bytes - done)
+            self._populate(start + done, size)
+            self._filled[index] = done + size
+
+    def fill_all(self) -> None:
+        """The same for slot after slot, in the order in which they are granted first."""
+        for index in range(self.slots):
+            self.prepare(index)
+
+    def _back(self, offset: int, nbytes: int) -> None:
+        """Have memory behind some bytes of the file, which are in one slot."""
+        index, start = divmod(offset - _PAGE, _page_aligned(self.slot_bytes))
+        if start + nbytes > self._filled[index]:
+            self._populate(offset, nbytes)
+
+    def _populate(self, offset: int, nbytes: int) -> None:
+        data, start = self._bytes, offset // _PAGE * _PAGE
+        if data is None:
+            raise ArenaError(f"arena {self.path} is closed")
+        error = _advise(data.ctypes.data + start, offset + nbytes - start)
+        if error not in (0, errno.EINVAL):
+            full = error == errno.EFAULT  # what would be a SIGBUS
+            raise self._short("it is full" if full else os.strerror(error))
+
+    def _reserve_where_needed(self) -> None:
+        """A kernel before Linux 5.14 fills no pages when asked: there all are reserved at once."""
+        assert self._bytes is not None
+        if _advise(self._bytes.ctypes.data, _PAGE) != errno.EINVAL:
+            return
+        try:
+            os.posix_fallocate(self._fd, 0, self._bytes.nbytes)
+        except OSError as error:
+            raise self._short(str(error.strerror)) from error
+
+    def _short(self, reason: str) -> ArenaError:
+        return ArenaError(
+            f"arena {self.path} has no memory for all of its {self.slots} slots of "
+            f"{self.slot_bytes} bytes any more: something else took it from {self.path.parent} "
+            f"({reason}); make room there, or set weights.max_bytes"
+        )
+
+    # --- slots --------------------------------------------------------------------------------
 
     def slot(self, index: int) -> npt.NDArray[np.uint8]:
         """Writable view, uint8 [slot_bytes]; its start is aligned to a page."""
@@ -149,7 +215,7 @@ class Arena:
 
     def region(self, index: int) -> Region:
         """The same bytes, and where they are in the file (only of an arena that was created)."""
-        return Region(self.slot(index).data, self._fd, self.offset(index))
+        return Region(self.slot(index).data, self._fd, self.offset(index), self._back)
 
     def offset(self, index: int) -> int:
         """Where a slot begins in the file, in bytes."""
@@ -198,33 +264,22 @@ def _create_locked(path: Path) -> int:
         os.close(fd)
 
 
-def _allocate(fd: int, path: Path, total: int) -> None:
-    """Reserve all of the file now; a page that is missing later would be a SIGBUS."""
+def _check_space(fd: int, path: Path, total: int) -> None:
     space = os.fstatvfs(fd)
     free = space.f_bavail * space.f_frsize
-    message = (
-        f"arena {path} needs {total} bytes, {free} are free in {path.parent}; give it more room "
-        "(containers limit /dev/shm) or publish in a smaller weights.dtype"
-    )
     if total > free:
-        raise ArenaError(message)
-    try:
-        os.posix_fallocate(fd, 0, total)
-    except OSError as error:
-        raise ArenaError(f"{message}: {error.strerror}") from error
+        raise ArenaError(
+            f"arena {path} needs {total} bytes, {free} are free in {path.parent}; give it more "
+            "room (containers limit /dev/shm) or publish in a smaller weights.dtype"
+        )
 
 
-def _map(fd: int, path: Path, total: int) -> mmap.mmap:
-    """Map the file and put all its pages into this process's page table."""
-    memory = mmap.mmap(fd, total)
-    try:
-        for start in range(0, total, _POPULATE_BYTES):
-            memory.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, total - start))
-    except OSError as error:
-        # An older kernel does not know the advice; then the first copy is slow, and only it.
-        if error.errno != errno.EINVAL:
-            raise ArenaError(f"arena {path} cannot be mapped: {error.strerror}") from error
-    return memory
+def _advise(address: int, nbytes: int) -> int:
+    """Fill the pages of a mapping; 0 or the error. Not by mmap.madvise, which keeps Python's other
+    threads from running, and they have bytes to move."""
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
+        return 0
+    return ctypes.get_errno()
 
 
 def _is_arena(fd: int) -> bool:

@@ -72,7 +72,7 @@ Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
 
 
 class ArenaOpened(Message, frozen=True, kw_only=True):
-    arena: str  #: its path, new for every relay process; empty: it is being made, ask again
+    arena: str  #: its path, new for every relay process
 
 
 class OtherArena(Message, frozen=True, kw_only=True):

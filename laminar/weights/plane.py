@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from laminar.weights.arena import ArenaError
 from laminar.weights.deltas import DeltaBook
 from laminar.weights.entrance import Entrance, Identity
 from laminar.weights.exit import Exit, Successor
@@ -195,6 +196,8 @@ class Plane:
         try:
             while not self._closing:
                 self._turn()
+        except ArenaError as error:
+            self._notify(PlaneFailed(str(error)))
         except Exception:
             self._notify(PlaneFailed(traceback.format_exc()))
         finally:

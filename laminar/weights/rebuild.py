@@ -42,6 +42,7 @@ class Rebuild:
         """
         block = self.delta.block(self.next_block, checksum, payload)
         base, out = (np.frombuffer(h.view, np.uint8) for h in (self._base, self._holding))
+        self._holding.region.part(block.offset, block.offset + block.nbytes).prepare()
         apply_block(block, base, out)
         self.next_block += 1
         return self._check(block.offset + block.nbytes)

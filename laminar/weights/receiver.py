@@ -260,10 +260,11 @@ class Receiver:
         holding, index = self.incoming, header.position
         if holding is None or holding.version != header.version or index >= holding.num_chunks:
             raise BadBytes("unasked-chunk", f"{header}")
-        target = holding.chunk(index).view
+        target = holding.chunk(index)
         if holding.have[index] or target.nbytes != header.length:
             raise BadBytes("unasked-chunk", f"{header}")
-        return target
+        target.prepare()
+        return target.view
 
     def landed(self, header: Header) -> None:
         if header.kind == Kind.BLOCK:

@@ -8,6 +8,7 @@ the file's pages, without a copy in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 NO_FILE = -1
@@ -19,6 +20,7 @@ class Region(NamedTuple):
     view: memoryview
     fd: int = NO_FILE  #: descriptor of the file that `view` is mapped from
     offset: int = 0  #: in it, of the first byte
+    back: Callable[[int, int], None] | None = None  #: gives bytes of the file their memory
 
     @property
     def nbytes(self) -> int:
@@ -26,4 +28,9 @@ class Region(NamedTuple):
 
     def part(self, start: int, end: int) -> Region:
         """Bytes `start` to `end` of it, as far as it reaches."""
-        return Region(self.view[start:end], self.fd, self.offset + start)
+        return Region(self.view[start:end], self.fd, self.offset + start, self.back)
+
+    def prepare(self) -> None:
+        """Have memory behind all of it; to be called before it is written. Raises ArenaError."""
+        if self.back is not None:
+            self.back(self.offset, self.nbytes)

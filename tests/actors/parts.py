@@ -114,10 +114,8 @@ class Writer:
 
     async def open(self) -> None:
         await self.relay.start()
-        while not self.arena:
-            request = m.OpenArena(version_bytes=VERSION_BYTES)
-            self.arena = (await self.relay.ask(request, m.ArenaOpened)).arena
-            await asyncio.sleep(0.005)
+        request = m.OpenArena(version_bytes=VERSION_BYTES)
+        self.arena = (await self.relay.ask(request, m.ArenaOpened)).arena
 
     async def grant(self) -> int:
         slot = -1

@@ -77,7 +77,7 @@ class Machine:
         await self.relay.server.close()
         self.relay.plane.close()
         self.host.end()
-        if self.relay.slots.opened(0) is not None:  # the kernel gives back what a process locked
+        if self.relay.slots._arena is not None:  # the kernel gives back what a process locked
             fcntl.flock(self.relay.slots.region(0).fd, fcntl.LOCK_UN)
 
     async def stop(self) -> None:

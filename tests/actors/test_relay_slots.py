@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,22 +22,20 @@ TRAINER = "trainer-0-a1"
 
 
 def slots_in(directory: Path, max_bytes: int = 1 << 20, slots: int = 3) -> RelaySlots:
-    return RelaySlots(directory / "arena", slots, max_bytes, lambda version: True)
+    return RelaySlots(directory / "arena", slots, max_bytes, lambda version: True, pytest.fail)
 
 
 @pytest_asyncio.fixture
 async def slots(tmp_path: Path) -> AsyncIterator[RelaySlots]:
     made = slots_in(tmp_path)
-    await made.make(VERSION_BYTES)
+    made.make(VERSION_BYTES)
     yield made
     made.close()
     assert not (tmp_path / "arena").exists()
 
 
 def arena_of(slots: RelaySlots) -> str:
-    opened = slots.opened(VERSION_BYTES)
-    assert opened is not None
-    return opened.arena
+    return slots.make(VERSION_BYTES).arena
 
 
 def grant(slots: RelaySlots, boot_id: str = TRAINER) -> int:
@@ -146,7 +146,7 @@ async def test_a_pin_may_come_before_its_version(slots: RelaySlots) -> None:
 async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:
     slots = slots_in(tmp_path)
     slots.pin(1)
-    await slots.make(VERSION_BYTES)
+    slots.make(VERSION_BYTES)
     for version in (1, 2, 3, 4):
         await publish(slots, version)
     assert 1 in slots.held
@@ -171,13 +171,65 @@ async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_us
 
 async def test_fewer_slots_where_memory_is_short_and_a_clear_refusal(tmp_path: Path) -> None:
     fewer = slots_in(tmp_path, max_bytes=4 * VERSION_BYTES, slots=8)
-    await fewer.make(VERSION_BYTES)
+    fewer.make(VERSION_BYTES)
     assert Arena.attach(tmp_path / "arena").slots == 4
     with pytest.raises(ArenaError, match=f"have {VERSION_BYTES} bytes, {VERSION_BYTES + 64}"):
-        await fewer.make(VERSION_BYTES + 64)
+        fewer.make(VERSION_BYTES + 64)
     fewer.close()
     short = slots_in(tmp_path, max_bytes=2 * VERSION_BYTES)
     with pytest.raises(SlotError, match=r"raise weights\.max_bytes"):
-        await short.make(VERSION_BYTES)
-    assert short.opened(VERSION_BYTES) is None
+        short.make(VERSION_BYTES)
+    assert not (tmp_path / "arena").exists()
     assert short.lease("rollout-0-x", m.LeaseVersion(version=0, exact=False)) == m.Gone(held=())
+
+
+async def test_slots_are_granted_at_once_and_get_their_memory_behind_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version may come, and be kept, while the filler has not begun."""
+    may_fill, filled = threading.Event(), threading.Event()
+    fill_all = Arena.fill_all
+
+    def held_up(arena: Arena) -> None:
+        assert may_fill.wait(20)
+        fill_all(arena)
+        filled.set()
+
+    monkeypatch.setattr(Arena, "fill_all", held_up)
+    slots = slots_in(tmp_path)
+    slots.make(VERSION_BYTES)
+    assert (tmp_path / "arena").stat().st_blocks * 512 <= 4096
+    slots.region(slots.grant_to_chain()).prepare()
+    slots.abandon(CHAIN)
+    assert await publish(slots, 1) is not None
+    may_fill.set()
+    assert await asyncio.to_thread(filled.wait, 20)
+    assert (tmp_path / "arena").stat().st_blocks * 512 >= 3 * VERSION_BYTES
+    slots.close()
+
+
+async def test_slots_that_cannot_get_their_memory_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(arena: Arena) -> None:
+        raise ArenaError("there is no memory")
+
+    monkeypatch.setattr(Arena, "fill_all", short)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    slots = RelaySlots(tmp_path / "arena", 3, 1 << 20, lambda version: True, said.put_nowait)
+    slots.make(VERSION_BYTES)
+    assert await asyncio.wait_for(said.get(), 20) == "there is no memory"
+    slots.close()
+    assert said.empty()
+
+
+async def test_a_relay_that_ends_waits_for_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filling stops at the next piece, and that is nobody's failure."""
+    monkeypatch.setattr("laminar.weights.arena._POPULATE_BYTES", 4096)
+    slots = slots_in(tmp_path, max_bytes=1 << 40)
+    slots.make(1 << 30)
+    slots.close()
+    assert not (tmp_path / "arena").exists()
+    await asyncio.sleep(0)

@@ -140,7 +140,7 @@ async def test_a_new_relay_is_noticed_before_the_next_publish(
 ) -> None:
     await trainer.slot_is_there()
     again = await restarted(relay, tmp_path)
-    await until(lambda: again.relay.slots.opened(1) is not None)
+    await until(lambda: again.relay.slots._arena is not None)
     await trainer.slot_is_there()
     await until(lambda: str(again.relay.slots._path) == str(trainer.publisher._arena.path))
     await trainer.slot_is_there()

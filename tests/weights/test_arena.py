@@ -1,5 +1,6 @@
 """The arena file: its life, its checks, and that two processes see the same bytes."""
 
+import errno
 import fcntl
 import os
 import stat
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from laminar.weights.arena import Arena, ArenaError, arena_path, sweep_arenas
-from laminar.weights.region import NO_FILE
+from laminar.weights.region import NO_FILE, Region
 
 ATTACH = """
 import sys
@@ -44,11 +45,11 @@ def test_attaching_does_not_change_the_bytes(tmp_path: Path) -> None:
     assert [set(other.slot(slot).tolist()) for slot in range(3)] == [{1}, {2}, {3}]
 
 
-def test_file_is_private_and_complete(tmp_path: Path) -> None:
+def test_file_is_private_and_has_its_size(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 5000)
     status = arena.path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_blocks * 512 >= status.st_size >= 3 * 5000
+    assert status.st_size >= 3 * 5000
 
 
 def test_a_region_says_where_a_slot_is_in_the_file(tmp_path: Path) -> None:
@@ -99,16 +100,74 @@ def test_too_little_space_names_both_sizes_and_leaves_nothing(tmp_path: Path) ->
     assert not path.exists()
 
 
-def test_a_failed_reservation_leaves_nothing(
+def memory_of(path: Path) -> int:
+    """Bytes that the file takes."""
+    return path.stat().st_blocks * 512
+
+
+def test_memory_comes_slot_by_slot_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Whoever made the file: a slot that nobody has prepared costs nothing and waits for nobody."""
+    arena = Arena.create(tmp_path / "arena", 3, 5 * 4096)
+    assert memory_of(arena.path) <= 4096
+    arena.prepare(1)
+    assert 5 * 4096 <= memory_of(arena.path) <= 6 * 4096
+    other = Arena.attach(arena.path)
+    other.prepare(2)
+    other.slot(2)[:] = 7
+    assert 10 * 4096 <= memory_of(arena.path) <= 11 * 4096
+    arena.fill_all()
+    assert memory_of(arena.path) >= 15 * 4096
+    assert (arena.slot(2) == 7).all()  # what was written before stays
+
+
+def test_a_part_of_a_slot_has_its_memory_before_it_is_written(tmp_path: Path) -> None:
+    """A chunk need not begin at a page."""
+    arena = Arena.create(tmp_path / "arena", 3, 64 * 4096)
+    before = memory_of(arena.path)
+    chunk = arena.region(2).part(10_000, 30_000)
+    chunk.prepare()
+    first, end = 10_000 // 4096, -(-30_000 // 4096)
+    assert memory_of(arena.path) == before + (end - first) * 4096
+    Region(memoryview(bytearray(10))).prepare()  # ordinary memory
+
+
+def test_memory_that_something_else_took_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arena = Arena.create(tmp_path / "arena", 3, 5000)
+    arena.prepare(0)
+    monkeypatch.setattr("laminar.weights.arena._advise", lambda address, nbytes: errno.EFAULT)
+    arena.prepare(0)  # it has its memory
+    words = r"no memory for all of its 3 slots of 5000 bytes .*it is full.*weights\.max_bytes"
+    for asking in (lambda: arena.prepare(1), arena.region(2).prepare):
+        with pytest.raises(ArenaError, match=words):
+            asking()
+
+
+def test_a_kernel_that_fills_nothing_when_asked_reserves_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Linux 5.14; and there a failure leaves nothing."""
+    monkeypatch.setattr("laminar.weights.arena._advise", lambda address, nbytes: errno.EINVAL)
+    arena = Arena.create(tmp_path / "arena", 3, 5000)
+    assert memory_of(arena.path) >= 3 * 5000
+    arena.fill_all()
+    Arena.attach(arena.path).prepare(1)
+
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ArenaError, match=r"needs 16384 bytes.*No space left"):
-        Arena.create(tmp_path / "arena", 3, 64)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ArenaError, match=r"no memory for all .*No space left"):
+        Arena.create(tmp_path / "another", 3, 64)
+    assert not (tmp_path / "another").exists()
+
+
+def test_filling_ends_when_the_arena_is_closed(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "arena", 3, 5000)
+    arena.close()
+    with pytest.raises(ArenaError, match="is closed"):
+        arena.fill_all()
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 64), (3, 0), (-1, 64)])
@@ -188,6 +247,7 @@ import sys
 from pathlib import Path
 from laminar.weights.arena import Arena
 arena = Arena.create(Path(sys.argv[1]), 3, 5000)
+arena.fill_all()
 print("made", flush=True)
 sys.stdin.read()
 """
