@@ -17,6 +17,7 @@ def test_dead_memory_goes_and_living_memory_stays(
     monkeypatch.setattr(clean, "sweep_arenas", lambda: sweep_arenas(tmp_path))
     dead = Arena.create(arena_path(tmp_path / "run", "node-0", "b1", tmp_path), 3, 64)
     living = Arena.create(arena_path(tmp_path / "run", "node-0", "b2", tmp_path), 3, 64)
+    dead.fill_all()
     dead.close()
     said = _clean(capsys)
     assert said == [f"removed {dead.path} (16384 bytes)", "freed 16384 bytes of shared memory"]
