@@ -101,6 +101,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "algorithm.min_scored=9"], ["algorithm.min_scored", "9"]),
         ([*GOOD, "rollout.max_model_len=10"], ["rollout.max_model_len"]),
         ([*GOOD, "coordinator.lease_ms=1000"], ["coordinator.lease_ms", "three times"]),
+        ([*GOOD, "coordinator.node_lease_ms=4000"], ["coordinator.node_lease_ms", "5000"]),
         ([*GOOD, "coordinator.log_keep_mb=-1"], ["coordinator.log_keep_mb", "at least 0"]),
         ([*GOOD, "reward.max_error_share=50"], ["reward.max_error_share", "50", "between 0 and 1"]),
         ([*GOOD, "reward.max_error_share=nan"], ["reward.max_error_share", "nan"]),

@@ -152,6 +152,13 @@ RUNS = (
         ("chunk-damaged", "relay-slow"),
         ("event:TransferTrouble",),
     ),
+    Recipe(
+        "nodes_silent",
+        "nodes are silent for longer than their lease while their replicas go on, and die",
+        ("node-silent", "replica-dies"),
+        ("event:NodeSilent", "event:NodeHeard"),
+        {"seconds": 60.0, "num_train": 20},
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "failed",

@@ -19,7 +19,7 @@ WHAT_HAS_AN_ANSWER = (
     "or a step (step-57: what it waited for)"
 )
 
-NAMING = ("trajectory", "actor", "name", "timer", "version", "step", "code", "reason")
+NAMING = ("trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason")
 """Fields that tell an event from others of its type."""
 
 

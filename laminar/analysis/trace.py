@@ -78,6 +78,8 @@ HAPPENINGS = (
     ev.CoordinatorStarted,
     ev.TimerFired,
     ev.HeartbeatLost,
+    ev.NodeSilent,
+    ev.NodeHeard,
     ev.DrainRequested,
     ev.BatchProposed,
     ev.ActorJoined,

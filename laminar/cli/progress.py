@@ -50,6 +50,7 @@ class Progress:
         self._due = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
         self._end = telemetry.outlet("end of the panel", lambda _: self._stop(), kept=1)
         self._shown: tuple[int, int, str] = (-1, 0, "")
+        self._silent: list[str] = []  #: nodes of which that was said
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
         self._told: set[str] = set()
@@ -91,6 +92,7 @@ class Progress:
         if status is None:
             return
         self._tell_trouble(status)
+        self._tell_silence(status["silent_nodes"])
         if self._live is None:
             return self._line(status)
         if not self._live.is_started:
@@ -116,6 +118,18 @@ class Progress:
         if what not in self._told:
             self._told.add(what)
             self._print_line(text)
+
+    def _tell_silence(self, nodes: list[str]) -> None:
+        """A silent node ends nothing, but its machine is worth a look."""
+        for node in nodes:
+            if node not in self._silent:
+                self._print_line(
+                    f"nothing is heard from {node}: its processes go on, none is restarted"
+                )
+        for node in self._silent:
+            if node not in nodes:
+                self._print_line(f"{node} is no longer silent, or its machine is lost")
+        self._silent = nodes
 
     def _line(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""

@@ -84,6 +84,7 @@ MINIMA: dict[str, float] = {
     "coordinator.port": 0,
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,
+    "coordinator.node_lease_ms": 150,
     "coordinator.start_timeout_s": 1,
     "coordinator.log_keep_mb": 0,
     "coordinator.disk_wait_s": 0,
@@ -193,6 +194,11 @@ def check_together(c: Config) -> None:
         raise ConfigError(
             f"coordinator.lease_ms = {c.coordinator.lease_ms} must be at least three times "
             f"coordinator.heartbeat_ms = {c.coordinator.heartbeat_ms}"
+        )
+    if c.coordinator.node_lease_ms < c.coordinator.lease_ms:
+        raise ConfigError(
+            f"coordinator.node_lease_ms = {c.coordinator.node_lease_ms} must be at least "
+            f"coordinator.lease_ms = {c.coordinator.lease_ms}"
         )
 
 

@@ -152,7 +152,8 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"  #: loopback only, until connections are authenticated
     port: int = 0  #: 0: any free port, written to the run directory
     heartbeat_ms: int = 1_000  #: of every process
-    lease_ms: int = 5_000  #: silence after which a process counts as lost
+    lease_ms: int = 5_000  #: silence after which a replica or relay counts as lost
+    node_lease_ms: int = 30_000  #: the same for a node, the store and the trainer
     coordinator_absent_ms: int = 600_000  #: a process without a coordinator ends after this
     start_timeout_s: float = 300.0  #: until every actor has joined
     log_keep_mb: int = 0  #: of the event log; 0: all, as report and audit need it

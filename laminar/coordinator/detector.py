@@ -1,9 +1,14 @@
 """Failure detection: who has been silent for longer than its lease.
 
 Reads   how long each live actor has been silent; how long this loop itself was away
-Gives   HeartbeatLost events, which the log holds; heartbeats themselves it need not hold
+Gives   HeartbeatLost, NodeSilent and NodeHeard, which the log holds; heartbeats it need not hold
 
-Pure. A coordinator that was paused (or restarted) has heard nobody and may judge nobody: a pause of
+Pure. What holds work that others can do has a short lease. A node only supervises, and losing store
+or trainer ends the run, so nothing is gained by giving them up early: they have a long one. A node
+that is silent for it while a process of its machine speaks is no lost machine: it is reported as
+silent, until it is heard again or nobody of its machine is left to be heard.
+
+A coordinator that was paused (or restarted) has heard nobody and may judge nobody: a pause of
 more than a third of the lease gives everybody a full grace. Silence is judged only after the socket
 was seen empty, since words may lie unread in it, but at most a few turns later.
 """
@@ -13,21 +18,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from laminar.core.state import Actor
-from laminar.events.events import HeartbeatLost
+from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
+from laminar.events.index import NODE, STORE, TRAINER
 
 TURNS_UNTIL_JUDGED = 8
 """A socket that is never empty must not keep the dead alive for ever."""
+LONG_LEASE_ROLES = (NODE, STORE, TRAINER)
+
+News = HeartbeatLost | NodeSilent | NodeHeard
 
 
 class FailureDetector:
-    """One lease for all actors; its clock is whatever the caller's is."""
+    """Two leases for all actors; its clock is whatever the caller's is."""
 
-    def __init__(self, lease_ns: int, now_ns: int) -> None:
-        self.lease_ns = lease_ns
+    def __init__(self, lease_ns: int, node_lease_ns: int, now_ns: int) -> None:
+        """`node_lease_ns`: the long one, of LONG_LEASE_ROLES."""
+        self.lease_ns, self.node_lease_ns = lease_ns, node_lease_ns
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
         self._turns_not_empty = 0
-        self._nobody_until_ns = now_ns  #: no lease of those known so far ends before
+        self._nobody_until_ns = now_ns  #: nothing changes for those known so far before
+
+    def lease_of_ns(self, role: str) -> int:
+        return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
 
     def turn(self, now_ns: int, socket_empty: bool) -> bool:
         """Begin a turn; True when silence may be judged in it."""
@@ -37,30 +50,71 @@ class FailureDetector:
         self._turns_not_empty = 0 if socket_empty else self._turns_not_empty + 1
         return socket_empty or self._turns_not_empty >= TURNS_UNTIL_JUDGED
 
-    def lost(
+    def judge(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
-    ) -> list[HeartbeatLost]:
-        """Live actors whose lease ran out; `heard_ns` by boot id, absent: not heard yet.
+    ) -> list[News]:
+        """What silence tells of live actors; `heard_ns` by boot id, absent: not heard yet.
 
         Words and a grace only move the end of a lease away, and who joins has a whole one before
-        it: so nobody is looked at before the first of the present leases can have ended.
+        it: so nobody is looked at before the first of the present leases can have ended. A silent
+        node is looked at once in a short lease.
         """
-        events: list[HeartbeatLost] = []
         if now_ns <= self._nobody_until_ns:
-            return events
+            return []
         self._nobody_until_ns = now_ns + self.lease_ns
+        heard: list[News] = []
+        lost: list[News] = []
+        nodes: list[Actor] = []
+        quiet_ns: dict[str, int] = {}  #: by machine: since its last sign of life but the node's
         for actor in actors.values():
             if not actor.alive:
                 continue
-            heard = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
-            silent_ns = now_ns - heard
-            self._nobody_until_ns = min(self._nobody_until_ns, heard + self.lease_ns)
-            if silent_ns > self.lease_ns:
-                events.append(
-                    HeartbeatLost(
-                        actor=actor.name,
-                        actor_incarnation=actor.incarnation,
-                        silent_ms=silent_ns // 1_000_000,
-                    )
-                )
-        return events
+            if actor.role == NODE:
+                nodes.append(actor)
+                heard += self._heard_again(now_ns, actor, heard_ns)
+                continue
+            silent_ns = self._silent_ns(now_ns, actor, heard_ns)
+            if silent_ns > self.lease_of_ns(actor.role):
+                lost.append(_lost(actor, silent_ns))
+            else:
+                least_ns = quiet_ns.get(actor.node, silent_ns)
+                quiet_ns[actor.node] = min(least_ns, silent_ns)
+        for node in nodes:
+            silent_ns = self._silent_ns(now_ns, node, heard_ns)
+            if silent_ns > self.lease_of_ns(NODE):
+                lost += self._judge_node(node, silent_ns, quiet_ns.get(node.name))
+        return heard + lost
+
+    def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
+        """For how long; the next look is when its lease ends, at the latest.
+
+        A node may live on after it.
+        """
+        last_ns = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
+        ends_ns = last_ns + self.lease_of_ns(actor.role)
+        if actor.role != NODE or ends_ns >= now_ns:
+            self._nobody_until_ns = min(self._nobody_until_ns, ends_ns)
+        return now_ns - last_ns
+
+    def _heard_again(self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]) -> list[News]:
+        """A silent node has spoken; a grace is no word of it."""
+        last_ns = heard_ns.get(node.boot_id)
+        if not node.silent or last_ns is None or now_ns - last_ns > self.lease_ns:
+            return []
+        return [NodeHeard(node=node.name, node_incarnation=node.incarnation)]
+
+    def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[News]:
+        """Lost with its machine, or alone; what may be either is waited for."""
+        if quiet_ns is None:
+            return [_lost(node, silent_ns)]
+        if node.silent or quiet_ns > self.lease_ns:
+            return []
+        silent_ms = silent_ns // 1_000_000
+        incarnation = node.incarnation
+        return [NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=silent_ms)]
+
+
+def _lost(actor: Actor, silent_ns: int) -> HeartbeatLost:
+    return HeartbeatLost(
+        actor=actor.name, actor_incarnation=actor.incarnation, silent_ms=silent_ns // 1_000_000
+    )

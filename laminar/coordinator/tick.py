@@ -53,6 +53,7 @@ class Tick:
         *,
         boot: str,
         lease_ms: int,
+        node_lease_ms: int,
         clock_ns: int,
         observer: Observer,
         limits: Limits,
@@ -64,7 +65,7 @@ class Tick:
         too many coordinators have crashed."""
         self.machine = machine
         self.log = log
-        self.detector = FailureDetector(lease_ms * 1_000_000, clock_ns)
+        self.detector = FailureDetector(lease_ms * 1_000_000, node_lease_ms * 1_000_000, clock_ns)
         self.local: list[tuple[int, Command]] = []  #: commands for our own process
         self.bad_frames = 0
         self._boot = boot
@@ -101,8 +102,8 @@ class Tick:
         self._fire_timers(time_ns)
         if self.detector.turn(now_ns, socket_empty) and self.machine.started:
             actors = self.machine.state.actors
-            for lost in self.detector.lost(now_ns, actors, self._heard_ns):
-                self._apply(COORDINATOR, 0, 0, lost, time_ns)
+            for news in self.detector.judge(now_ns, actors, self._heard_ns):
+                self._apply(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
         return self._send(now_ns)
 

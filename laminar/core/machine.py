@@ -349,6 +349,8 @@ HANDLERS: dict[type[Event], Handler] = {
     ev.CoordinatorStarted: on_coordinator_started,
     ev.TimerFired: on_timer_fired,
     ev.HeartbeatLost: on_heartbeat_lost,
+    ev.NodeSilent: membership.on_node_silent,
+    ev.NodeHeard: membership.on_node_heard,
     ev.DrainRequested: lifecycle.on_drain_requested,
     ev.EventGivenUp: lifecycle.on_event_given_up,
     ev.BatchProposed: on_batch_proposed,

@@ -1,12 +1,15 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
-Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, ReplicaReady, ...Ready
+Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, ...Ready
 Writes  state.actors, state.replicas
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so words from
 a dead or paused process carry a smaller number and are refused. Nothing here measures time: silence
 arrives as HeartbeatLost.
+
+A node that is silent alone takes nothing with it: its processes go on, but who of them is lost is
+gone for good, since nobody starts it again, until the node is heard or another one has its place.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from __future__ import annotations
 from laminar import ids
 from laminar.core import lifecycle, publishing, recovery, relays
 from laminar.core.lookup import add_actor, add_replica, clear_timer, end_actor
-from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica
+from laminar.core.state import ENDED, ENDING, STOPPING, Actor, Replica, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
-from laminar.events.index import ACTOR_ROLES, RELAY, TRAINER
+from laminar.events.index import ACTOR_ROLES, NODE, RELAY, TRAINER
 
 SINGLE_ROLES = ("store", "trainer")
 """Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
@@ -33,7 +36,7 @@ def on_actor_joined(turn: Turn, event: ev.ActorJoined) -> None:
         return turn.ignore("repeat")
     refusal = _refusal(turn, event)
     if not refusal and known is not None and known.alive:
-        actor_lost(turn, event.name, "was replaced by a new process")
+        actor_lost(turn, event.name, "was replaced by a new process", replaced=True)
         refusal = _refusal(turn, event)  # the loss may have ended the run
     if refusal:
         turn.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
@@ -84,6 +87,7 @@ def on_actor_left(turn: Turn, event: ev.ActorLeft) -> None:
         end_actor(turn.state, name)
     else:
         actor_lost(turn, name, "left the run")
+        _missed_by_its_node(turn, name, "it left the run")
 
 
 def on_actor_failed(turn: Turn, event: ev.ActorFailed) -> None:
@@ -94,6 +98,7 @@ def on_actor_failed(turn: Turn, event: ev.ActorFailed) -> None:
             turn.ignore("run-ending")
     else:
         actor_lost(turn, name, event.reason)
+        _missed_by_its_node(turn, name, event.reason)
 
 
 def on_process_exited(turn: Turn, event: ev.ProcessExited) -> None:
@@ -136,14 +141,50 @@ def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
         return turn.ignore("old-incarnation")
     turn.done(f"stop:{event.actor}")
     reason = f"nothing was heard from it for {event.silent_ms} ms"
-    node_alive = actor.role != "node" and state.actor_alive(actor.node)
+    node_alive = actor.role != NODE and state.actor_alive(actor.node)
     actor_lost(turn, event.actor, reason)
-    if node_alive and state.phase not in (ENDING, STOPPING, ENDED):
-        turn.restart(event.actor, reason, again=True)
-        turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
-    elif not node_alive:
+    if not node_alive:
         turn.clear_timer(f"rejoin:{event.actor}")
         _gone_for_good(turn, event.actor, f"{event.actor}: {reason}")
+    elif not _missed_by_its_node(turn, event.actor, reason) and not relays.ending(state):
+        turn.restart(event.actor, reason, again=True)
+        turn.set_timer(f"rejoin:{event.actor}", state.settings.start_timeout_ms)
+
+
+def on_node_silent(turn: Turn, event: ev.NodeSilent) -> None:
+    """Its processes go on; whoever of them is lost by now is not started again."""
+    state, node = turn.state, turn.state.actors.get(event.node)
+    if node is None or not node.alive or node.incarnation != event.node_incarnation:
+        return turn.ignore("old-incarnation")
+    if node.silent:
+        return turn.ignore("repeat")
+    node.silent = True
+    for actor in _actors_of(state, event.node):
+        if not actor.alive:
+            _missed_by_its_node(turn, actor.name, "it is lost")
+
+
+def on_node_heard(turn: Turn, event: ev.NodeHeard) -> None:
+    """From now on it starts again whom it sees end."""
+    node = turn.state.actors.get(event.node)
+    if node is None or not node.alive or node.incarnation != event.node_incarnation:
+        return turn.ignore("old-incarnation")
+    if not node.silent:
+        return turn.ignore("repeat")
+    node.silent = False
+
+
+def _missed_by_its_node(turn: Turn, name: str, reason: str) -> bool:
+    """Nobody starts a lost process again whose node is silent; False if its node is not."""
+    state = turn.state
+    node = state.actors.get(state.actors[name].node)
+    if node is None or not node.silent:
+        return False
+    turn.clear_timer(f"rejoin:{name}")
+    if not relays.ending(state):
+        why = f"{name}: {reason}; nothing is heard from {node.name}, which would start it again"
+        _gone_for_good(turn, name, why)
+    return True
 
 
 def restart_expired(turn: Turn, order: cmd.RestartActor) -> None:
@@ -151,8 +192,10 @@ def restart_expired(turn: Turn, order: cmd.RestartActor) -> None:
     name = order.actor
     turn.done(f"restart:{name}")
     if turn.state.actor_alive(name):  # who is lost already has a time to come back
-        actor_lost(turn, name, f"{order.reason}; {order.to} did not restart it")
-        turn.set_timer(f"rejoin:{name}", turn.state.settings.start_timeout_ms)
+        reason = f"{order.reason}; {order.to} did not restart it"
+        actor_lost(turn, name, reason)
+        if not _missed_by_its_node(turn, name, reason):
+            turn.set_timer(f"rejoin:{name}", turn.state.settings.start_timeout_ms)
 
 
 def on_rejoin_expired(turn: Turn, name: str) -> None:
@@ -169,7 +212,7 @@ def _gone_for_good(turn: Turn, name: str, why: str) -> bool:
     return lifecycle.fail(turn, f"no replica is left: {why}", 1)
 
 
-def actor_lost(turn: Turn, name: str, reason: str) -> None:
+def actor_lost(turn: Turn, name: str, reason: str, *, replaced: bool = False) -> None:
     """Fence an actor: its outstanding commands end, its work is recovered."""
     state = turn.state
     actor = state.actors[name]
@@ -185,21 +228,33 @@ def actor_lost(turn: Turn, name: str, reason: str) -> None:
         return
     if actor.role in SINGLE_ROLES:
         lifecycle.fail(turn, f"{name} is lost: {reason}", 1)
-    elif actor.role == "node":
-        _machine_lost(turn, name, reason)
+    elif actor.role == NODE:
+        _machine_lost(turn, name, reason, replaced=replaced)
 
 
-def _machine_lost(turn: Turn, node: str, reason: str) -> None:
-    """Nobody watches its processes any more: they are lost with it."""
-    state = turn.state
-    there = [a for a in state.actors.values() if a.node == node and a.alive]
-    if any(a.role in SINGLE_ROLES for a in there):
+def _machine_lost(turn: Turn, node: str, reason: str, *, replaced: bool) -> None:
+    """Nobody watches its processes any more: they are lost with it.
+
+    A new process that has its name starts them all anew; they have a time for it.
+    """
+    state, there = turn.state, _actors_of(turn.state, node)
+    if any(a.role in SINGLE_ROLES and a.alive for a in there):
         lifecycle.fail(turn, f"{node} is lost: {reason}", 1)
         return
     for actor in there:
-        actor_lost(turn, actor.name, f"its machine {node} is lost")
-        turn.clear_timer(f"rejoin:{actor.name}")
-    _gone_for_good(turn, node, f"{node}: {reason}")
+        if actor.alive:
+            actor_lost(turn, actor.name, f"its machine {node} is lost")
+        if replaced and not relays.ending(state):
+            turn.set_timer(f"rejoin:{actor.name}", state.settings.start_timeout_ms)
+        else:
+            turn.clear_timer(f"rejoin:{actor.name}")
+    if not replaced:
+        _gone_for_good(turn, node, f"{node}: {reason}")
+
+
+def _actors_of(state: State, node: str) -> list[Actor]:
+    """All processes of its machine but itself, also those that are lost."""
+    return [a for a in state.actors.values() if a.node == node and a.role != NODE]
 
 
 def on_replica_ready(turn: Turn, event: ev.ReplicaReady) -> None:

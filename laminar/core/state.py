@@ -55,6 +55,7 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     incarnation: int
     alive: bool = True
     ready: bool = False
+    silent: bool = False  #: a node of which nothing is heard, while its actors speak
     last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
 
 

@@ -40,6 +40,21 @@ class HeartbeatLost(Event, frozen=True, kw_only=True):
     silent_ms: int
 
 
+class NodeSilent(Event, frozen=True, kw_only=True):
+    """Nothing was heard of a node for its lease, while processes of its machine go on speaking."""
+
+    node: str
+    node_incarnation: int
+    silent_ms: int
+
+
+class NodeHeard(Event, frozen=True, kw_only=True):
+    """A node that was silent speaks again."""
+
+    node: str
+    node_incarnation: int
+
+
 class DrainRequested(Event, frozen=True, kw_only=True):
     """The user asked the run to end in good order (Ctrl-C), or at once (a second one)."""
 
@@ -322,6 +337,8 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     CoordinatorStarted,
     TimerFired,
     HeartbeatLost,
+    NodeSilent,
+    NodeHeard,
     DrainRequested,
     EventGivenUp,
     BatchProposed,

@@ -65,6 +65,8 @@ INDEX: tuple[Row, ...] = (
         "machine.on_heartbeat_lost",
         (*_LOSS, cmd.RestartActor),
     ),
+    Row(ev.NodeSilent, (COORDINATOR,), "membership.on_node_silent", _END_RUN),
+    Row(ev.NodeHeard, (COORDINATOR,), "membership.on_node_heard", ()),
     Row(
         ev.DrainRequested,
         (COORDINATOR,),

@@ -81,6 +81,7 @@ class StatusWriter:
             "export": state.export_path,
             "failure": state.failure or state.drained_for,
             "reward_errors": reward_errors(state),
+            "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
 

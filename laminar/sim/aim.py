@@ -44,7 +44,7 @@ def lose(faults: Faults, process: SimProcess, way: str) -> None:
     if not process.alive or process.stopping:
         return
     if way == "silent":
-        faults.pause(process, faults.lease_s * SILENCE)
+        faults.pause(process, faults.lease_of_s(process.role) * SILENCE)
     elif way == "replaced":
         process.replace()
     elif way in LAST_WORDS and process.welcomed:

@@ -3,7 +3,8 @@
 Reads   what goes over the wire, what the store writes, what the disk holds, what was decided
 Raises  Violation: the name of the promise, what contradicts it, whose story to tell
 
-What must be true at the end is in sim/verdict.py, which reads the books that are kept here.
+What must be true at the end is in sim/verdict.py, which reads the books that are kept here. Those
+of silence, prompts and the time in the log are in sim/leases.py, prompts.py and log_time.py.
 
 Written from the promises (docs/simulator.md), not from the code that keeps them: they count
 again, with books of their own, what the coordinator's state only claims. The invariants of the
@@ -26,6 +27,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.sim.disk import SimDisk
+from laminar.sim.leases import Leases
+from laminar.sim.log_time import LogTime
+from laminar.sim.prompts import Prompts
 from laminar.sim.violation import Violation
 from laminar.storage.rules import Row
 
@@ -51,6 +55,9 @@ class Checks:
         self.world = world
         self.events = 0
         self.replays = 0
+        self.leases = Leases(world)
+        self.prompts = Prompts(world.scenario)
+        self.log_time = LogTime()
         self.book: dict[str, int] = {}  #: trained trajectories, with their step
         self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
@@ -58,7 +65,6 @@ class Checks:
         self._keys: dict[str, Key] = {}  #: the same by boot id
         self._newest: dict[str, Key] = {}  #: the last one by name
         self._fenced: dict[Key, tuple[str, int]] = {}  #: why, and since which event
-        self._heard_ns: dict[str, int] = {}  #: by boot id
         self._placements: dict[str, int] = {}  #: highest that the store has accepted
         self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
         #: by trajectory: (event at which it was decided, placement), ascending
@@ -90,6 +96,7 @@ class Checks:
         """The coordinator has handled an event."""
         self.events += 1
         self._recent.append(stamped)
+        self.log_time.observe(stamped, self.world.scheduler.now)
         self.old_placement_has_no_effect(stamped, commands)
         self._note(stamped, commands)
         events, decisions = self._seen
@@ -98,9 +105,8 @@ class Checks:
             self._must = self._seen
         self.no_command_to_fenced(stamped, commands, state)
         self._learn_fences(stamped, state)
+        self.leases.observe(stamped, state)
         self._note_failure(stamped, state)
-        if isinstance(stamped.event, ev.HeartbeatLost):
-            self.lease_ran_out(stamped.event)
         self.waiting_leads_to_something(stamped, commands, state)
         self._invariants(stamped, state)
         self._note_progress(state)
@@ -109,6 +115,7 @@ class Checks:
 
     def _note(self, stamped: Stamped, commands: list[Command]) -> None:
         self._last_seq = stamped.seq
+        self.prompts.note(stamped, commands)
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
@@ -189,7 +196,7 @@ class Checks:
     def _note_failure(self, stamped: Stamped, state: State) -> None:
         if state.failure and not self.failure[0]:
             lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
-            self.failure = stamped.seq, lost
+            self.failure = stamped.seq, [*lost, *self.leases.silent_nodes]
 
     def _boot(self, key: Key, boot_id: str, seq: int) -> None:
         self.boots[key] = (boot_id, seq)
@@ -213,14 +220,6 @@ class Checks:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
 
-    def lease_ran_out(self, event: ev.HeartbeatLost) -> None:
-        """Only who was silent for a lease is given up."""
-        boot_id, _ = self.boots.get((event.actor, event.actor_incarnation), ("", 0))
-        silent_ns = self.world.scheduler.now - self._heard_ns.get(boot_id, 0)
-        if silent_ns < self.world.scenario.lease_ns:
-            what = f"{event.actor} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
-            raise Violation("lease_ran_out", what, event.actor)
-
     # --- what goes over the wire ------------------------------------------------------------------
 
     def process_started(self, process: SimProcess) -> None:
@@ -230,7 +229,7 @@ class Checks:
         self.bodies[process.boot_id].append(body)
 
     def heard(self, process: SimProcess) -> None:
-        self._heard_ns[process.boot_id] = self.world.scheduler.now
+        self.leases.heard(process)
 
     def acknowledged(self, process: SimProcess) -> None:
         """Nothing is acknowledged that the log does not have."""
@@ -306,6 +305,8 @@ class Checks:
         """A successor has recovered: it must be where its predecessor was."""
         if machine.started and self._machine is not None:
             self.same_state_as_before(machine.state)
+        self.log_time.coordinator_started(machine, self.world.scheduler.now)
+        self.leases.coordinator_started(machine)
         self._take_back(machine.state.seq if machine.started else 0)
         self._machine = machine
         self._idle_waits = 0
@@ -320,6 +321,7 @@ class Checks:
         """What was handled after this event was lost with the coordinator: it never was."""
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
             del self._decided[command_id]
+        self.prompts.take_back(seq)
         for places in self._numbers.values():
             while places and places[-1] > seq:
                 places.pop()

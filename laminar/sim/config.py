@@ -56,7 +56,8 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     quantum_ms: Ints = 2  #: what arrives within it is one turn of the coordinator
     delay_ms: Floats = (0.2, 2.0)  #: mean one-way delay of a message
     heartbeat_ms: Ints = 1_000
-    lease_ms: Ints = 8_000
+    lease_ms: Ints = 8_000  #: of replicas and relays
+    node_lease_ms: Ints = 16_000  #: of nodes, store and trainer
     progress_ms: Ints = 500  #: between two reports of a replica
     start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
     transfer_s: Floats = (0.05, 0.5, 3.0)  #: weights from one machine to the next

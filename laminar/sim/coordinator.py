@@ -110,6 +110,7 @@ class SimCoordinator:
             writer,
             boot=f"c{self.incarnations}",
             lease_ms=scenario.lease_ms,
+            node_lease_ms=scenario.node_lease_ms,
             clock_ns=self.world.scheduler.now,
             observer=self.world.checks.observe,
             limits=self._limits,

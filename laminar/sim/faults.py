@@ -34,7 +34,7 @@ from laminar.sim.network import Weather
 from laminar.sim.process import EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds, stream
 from laminar.sim.scheduler import MS
-from laminar.sim.strikes import RECURRING
+from laminar.sim.strikes import RECURRING, SILENCES
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -76,7 +76,7 @@ class Faults:
         self._seed = seed
         self._streams: dict[str, random.Random] = {}
         chance = stream(seed, "faults")
-        menu = [kind for kind in config.menu or KINDS if kind not in AIMS]
+        menu = [kind for kind in config.menu or UNAIMED if kind in UNAIMED]
         calm = chance.random() < config.calm_share
         self.until_ns = seconds(_pick(chance, config.seconds))
         rare = {} if config.menu else RARE
@@ -111,6 +111,8 @@ class Faults:
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
+        if not calm:
+            self._draw_silences(config)
 
     def _aimed(self, config: FaultConfig) -> list[Aim]:
         """Each draws from a stream of its own, so that a new one shifts nobody else's luck."""
@@ -124,13 +126,22 @@ class Faults:
                     found.append(AIMS[kind](self, chance))
         return found
 
+    def _draw_silences(self, config: FaultConfig) -> None:
+        """They draw from streams of their own as well."""
+        for kind in config.menu or SILENCES:
+            if kind in SILENCES:
+                chance = self._chance(kind)
+                if chance.random() < config.share:
+                    self.active.append(kind)
+                    self.every_s[kind] = _pick(chance, config.every_s)
+
     def begin(self) -> None:
         """Make the weather, and plan the first fault of each kind."""
         if self.healed:
             return
         self.world.network.weather = self._weather()
         for kind in self.active:
-            if kind in RECURRING:
+            if kind in STRIKES:
                 self._again(kind)
         if "drain" in self.active:
             when = seconds(self._chance("drain").uniform(0.1, 60))
@@ -146,7 +157,8 @@ class Faults:
     def _fatal_latest_s(self) -> float:
         if self._fatal_early:
             return EARLY_S
-        silence_s = 2 * SILENCE * self.lease_s if self.fatal_way == "silent" else 0.0
+        lease_s = self.lease_of_s(self.fatal_role)
+        silence_s = 2 * SILENCE * lease_s if self.fatal_way == "silent" else 0.0
         return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
 
     def heal(self) -> None:
@@ -291,7 +303,7 @@ class Faults:
         if self.healed or self.world.finished:
             return
         self.world.marks.hit(f"fault:{kind}")
-        RECURRING[kind](self, self._chance(kind))
+        STRIKES[kind](self, self._chance(kind))
         self._again(kind)
 
     # --- what faults are made of ------------------------------------------------------------------
@@ -299,6 +311,9 @@ class Faults:
     @property
     def lease_s(self) -> float:
         return self.world.scenario.lease_ms / 1000
+
+    def lease_of_s(self, role: str) -> float:
+        return self.world.scenario.lease_of_ms(role) / 1000
 
     def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
@@ -379,4 +394,5 @@ def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
 
 
 UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
-KINDS: tuple[str, ...] = (*UNAIMED, *AIMS)
+KINDS: tuple[str, ...] = (*UNAIMED, *SILENCES, *AIMS)
+STRIKES = RECURRING | SILENCES

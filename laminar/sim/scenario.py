@@ -22,6 +22,7 @@ from laminar.sim.scheduler import MS, SECOND
 T = TypeVar("T")
 
 START_TIMEOUT_MS = 120_000
+LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
 def stream(seed: int, concern: str) -> random.Random:
@@ -44,6 +45,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     delay_ms: float
     heartbeat_ns: int
     lease_ms: int
+    node_lease_ms: int
     progress_ns: int
     start_s: float
     transfer_s: float
@@ -61,6 +63,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lease_ns(self) -> int:
         return self.lease_ms * MS
+
+    def lease_of_ms(self, role: str) -> int:
+        """Of a process of this role."""
+        return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
 
 
 def draw(config: SimConfig, seed: int) -> Scenario:
@@ -106,6 +112,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         delay_ms=pick(time.delay_ms),
         heartbeat_ns=pick(time.heartbeat_ms) * MS,
         lease_ms=pick(time.lease_ms),
+        node_lease_ms=pick(time.node_lease_ms),
         progress_ns=pick(time.progress_ms) * MS,
         start_s=pick(time.start_s),
         transfer_s=pick(time.transfer_s),

@@ -2,10 +2,11 @@
 
 Reads   the world: who lives, and the stream of its kind for whom to hit and how hard
 Writes  the world, through Faults: processes die, pause and slow down, links are cut and clogged
-Gives   RECURRING, kind -> strike
+Gives   RECURRING and SILENCES, kind -> strike
 
 When each one strikes is planned by Faults. A process without which a run cannot go on is only
-disturbed for less than its lease, except for a relay: its node starts another.
+disturbed for less than its lease, except for a relay: its node starts another, and for a node: its
+processes go on without it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from laminar import ids
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
+from laminar.sim.aim import HELD
 from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 Strike = Callable[["Faults", random.Random], None]
 Blow = Callable[["Faults", random.Random, SimProcess], None]
 SHORT = 0.3
-"""Part of the lease for which a process may be cut off that must not be lost."""
+"""Part of the short lease for which a process may be cut off that must not be lost."""
+BEYOND, LONGEST = 0.3, 1.5
+"""Part of the silences of nodes that are longer than their lease; leases of the longest one."""
 
 
 # --- a replica or a relay -------------------------------------------------------------------------
@@ -194,6 +198,23 @@ def _connection_breaks(faults: Faults, chance: random.Random) -> None:
         faults.later(chance.uniform(0, 0.5), faults.world.reconnect, process)
 
 
+# --- who has a long lease -------------------------------------------------------------------------
+
+
+def _node_silent(faults: Faults, chance: random.Random) -> None:
+    """Longer than a short lease, now and then also than its own; its processes go on."""
+    node = chance.choice([p for p in faults.world.processes.values() if p.role == "node"])
+    shortest_s, lease_s = faults.lease_s, faults.lease_of_s("node")
+    beyond = chance.random() < BEYOND
+    faults.pause(node, chance.uniform(lease_s if beyond else shortest_s, LONGEST * lease_s))
+
+
+def _single_silent(faults: Faults, chance: random.Random) -> None:
+    """Store or trainer, longer than a short lease, and shorter than their own."""
+    process = faults.world.processes[chance.choice(["store-0", "trainer-0"])]
+    faults.pause(process, chance.uniform(faults.lease_s, HELD * faults.lease_of_s(process.role)))
+
+
 RECURRING: dict[str, Strike] = {
     "replica-dies": _one("rollout", _dies),
     "replica-leaves": _one("rollout", _leaves),
@@ -218,4 +239,8 @@ RECURRING: dict[str, Strike] = {
     "flapping": _flapping,
     "swizzle-clog": _swizzle_clog,
     "connection-breaks": _connection_breaks,
+}
+SILENCES: dict[str, Strike] = {
+    "node-silent": _node_silent,
+    "single-silent": _single_silent,
 }

@@ -37,6 +37,7 @@ def judge(world: World) -> str:
     failure_has_a_reason(world, state)
     if not state.failure or "store" not in state.failure:
         books_are_closed(state, rows)
+        world.checks.prompts.every_prompt_ends(state)
     if not state.failure:
         two_books(state, rows, world.checks.book)
         work_is_done(state)

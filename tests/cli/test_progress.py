@@ -1,4 +1,4 @@
-"""What a terminal shows while a run works: rewards that fail are told once, and counted since."""
+"""What a terminal shows while a run works: what goes wrong is told once, and counted since."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ STATUS: dict[str, Any] = {
     "evaluations": [],
     "failure": "",
     "reward_errors": None,
+    "silent_nodes": [],
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
 ERRORS = {"answers": 40, "by_reason": {"timeout": 1, "error": 9}, "first": FIRST}
@@ -50,6 +51,13 @@ def test_why_a_run_ends_before_its_time_is_told_once(tmp_path: Path) -> None:
 
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     assert "FAILED" not in show(tmp_path, False, {}, {"step": 4})
+
+
+def test_a_silent_node_is_told_once_and_when_it_is_heard_again(tmp_path: Path) -> None:
+    silent = {"silent_nodes": ["node-1"]}
+    text = show(tmp_path, False, silent, silent | {"step": 4}, {"step": 5})
+    assert text.count("nothing is heard from node-1: its processes go on, none is restarted") == 1
+    assert text.count("node-1 is no longer silent, or its machine is lost") == 1
 
 
 def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ from tests.core.world_parts import Faults, Process
 from tests.eventlog.memory_disk import MemoryDisk
 
 LEASE_MS = 3_000
+NODE_LEASE_MS = 12_000
 HEARTBEAT_NS = 500 * MS
 SAFETY_NS = 250 * MS  #: a loop looks at its sockets at least so often
 LIMITS = Limits()
@@ -67,6 +68,7 @@ def begin_tick(
         writer,
         boot=f"c{restored.incarnation}",
         lease_ms=LEASE_MS,
+        node_lease_ms=NODE_LEASE_MS,
         clock_ns=now_ns,
         observer=observer or (lambda *_: None),  # type: ignore[arg-type]
         limits=LIMITS,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from laminar.coordinator.detector import TURNS_UNTIL_JUDGED, FailureDetector
+from collections.abc import Sequence
+
+import pytest
+
+from laminar.coordinator.detector import TURNS_UNTIL_JUDGED, FailureDetector, News
 from laminar.core.state import Actor
+from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 
-LEASE = 3_000
+LEASE, NODE_LEASE = 3_000, 12_000
 
 
-def actor(name: str, *, alive: bool = True) -> Actor:
+def actor(name: str, role: str = "rollout", *, alive: bool = True) -> Actor:
     return Actor(
         name=name,
-        role="rollout",
+        role=role,
         node="node-0",
         pid=1,
         boot_id=f"{name}/a",
@@ -28,12 +33,12 @@ def run(detector: FailureDetector, start: int, end: int, step: int = 500) -> Non
 
 def lost(detector: FailureDetector, now: int, heard: dict[str, int]) -> list[str]:
     actors = {"a": actor("a"), "b": actor("b"), "dead": actor("dead", alive=False)}
-    return [e.actor for e in detector.lost(now, actors, heard)]
+    return [e.actor for e in losses(detector.judge(now, actors, heard))]
 
 
 def test_silence_longer_than_the_lease_is_a_loss() -> None:
     """b was heard at 2000, a never since the start; the dead one is nobody's concern."""
-    detector = FailureDetector(LEASE, 0)
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 4_500)
     assert lost(detector, 3_000, {"b/a": 2_000}) == []
     assert lost(detector, 3_001, {"b/a": 2_000}) == ["a"]
@@ -42,26 +47,26 @@ def test_silence_longer_than_the_lease_is_a_loss() -> None:
 
 def test_who_speaks_or_joins_after_a_look_has_a_lease_of_its_own() -> None:
     """A look remembers when the next lease can end: what happened since must not be missed."""
-    detector = FailureDetector(LEASE, 0)
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 9_000)
     actors, heard = {"a": actor("a")}, {"a/a": 4_000}
-    assert detector.lost(4_500, actors, heard) == []
+    assert detector.judge(4_500, actors, heard) == []
     actors["b"], heard["b/a"], heard["a/a"] = actor("b"), 5_000, 6_000
-    assert detector.lost(8_000, actors, heard) == []
-    assert [e.actor for e in detector.lost(8_001, actors, heard)] == ["b"]
-    assert [e.actor for e in detector.lost(9_000, actors, heard)] == ["b"]
-    assert [e.actor for e in detector.lost(9_001, actors, heard)] == ["a", "b"]
+    assert detector.judge(8_000, actors, heard) == []
+    assert [e.actor for e in losses(detector.judge(8_001, actors, heard))] == ["b"]
+    assert [e.actor for e in losses(detector.judge(9_000, actors, heard))] == ["b"]
+    assert [e.actor for e in losses(detector.judge(9_001, actors, heard))] == ["a", "b"]
 
 
 def test_loss_names_the_incarnation_and_the_silence() -> None:
-    detector = FailureDetector(LEASE * 1_000_000, 0)
-    found = detector.lost(4_000 * 1_000_000, {"a": actor("a")}, {})
+    detector = FailureDetector(LEASE * 1_000_000, NODE_LEASE * 1_000_000, 0)
+    found = losses(detector.judge(4_000 * 1_000_000, {"a": actor("a")}, {}))
     assert [(e.actor_incarnation, e.silent_ms) for e in found] == [(4, 4_000)]
 
 
 def test_pause_of_the_loop_gives_everybody_a_full_lease() -> None:
     """More than a third of the lease between two turns: nobody could be heard meanwhile."""
-    detector = FailureDetector(LEASE, 0)
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 2_000)
     detector.turn(2_000 + LEASE // 3 + 1, True)
     assert lost(detector, 2_000 + LEASE // 3 + 1 + LEASE, {}) == []
@@ -70,7 +75,7 @@ def test_pause_of_the_loop_gives_everybody_a_full_lease() -> None:
 
 def test_short_delay_of_the_loop_gives_no_grace() -> None:
     """Else a busy loop would never find anybody dead."""
-    detector = FailureDetector(LEASE, 0)
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, LEASE, LEASE // 3)
     assert lost(detector, LEASE + 1, {}) == ["a", "b"]
 
@@ -78,8 +83,95 @@ def test_short_delay_of_the_loop_gives_no_grace() -> None:
 def test_silence_is_not_judged_while_words_may_lie_unread() -> None:
     """The socket was not drained to its end: the missing heartbeat may be the next frame. But a
     socket that is never empty must not keep the dead alive: at most eight turns."""
-    detector = FailureDetector(LEASE, 0)
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
     judged = [detector.turn(now, False) for now in range(TURNS_UNTIL_JUDGED + 1)]
     assert judged == [False] * (TURNS_UNTIL_JUDGED - 1) + [True] * 2
     assert detector.turn(20, True)
     assert not detector.turn(21, False)
+
+
+@pytest.mark.parametrize("role", ["node", "store", "trainer"])
+def test_node_store_and_trainer_have_the_long_lease(role: str) -> None:
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
+    run(detector, 0, NODE_LEASE)
+    actors = {"a": actor("a", role)}
+    assert detector.judge(LEASE + 1, actors, {}) == []
+    assert detector.judge(NODE_LEASE, actors, {}) == []
+    assert [e.actor for e in losses(detector.judge(NODE_LEASE + 1, actors, {}))] == ["a"]
+
+
+# --- nodes ------------------------------------------------------------------------------------
+
+AFTER = NODE_LEASE + 1
+
+
+def losses(news: Sequence[News]) -> list[HeartbeatLost]:
+    return [event for event in news if isinstance(event, HeartbeatLost)]
+
+
+def machine(*roles: str, silent: bool = False) -> dict[str, Actor]:
+    """A node with processes of these roles, each by its role."""
+    actors = {role: actor(role, role) for role in ("node", *roles)}
+    for name, each in actors.items():
+        each.node, each.boot_id = "node", name
+    actors["node"].silent = silent
+    return actors
+
+
+def judged(now: int, actors: dict[str, Actor], heard: dict[str, int]) -> list[News]:
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
+    run(detector, 0, now)
+    return detector.judge(now, actors, heard)
+
+
+def test_silent_node_whose_actor_speaks_is_no_lost_machine() -> None:
+    """It is told once, with how long it has been silent."""
+    news = judged(AFTER, machine("rollout"), {"rollout": AFTER - LEASE})
+    assert news == [NodeSilent(node="node", node_incarnation=4, silent_ms=0)]
+    assert judged(AFTER, machine("rollout", silent=True), {"rollout": AFTER - LEASE}) == []
+
+
+def test_silent_node_is_lost_with_the_last_of_its_actors() -> None:
+    """And after them, so that each has its own reason."""
+    heard = {"rollout": AFTER - LEASE - 1}
+    for silent in (False, True):
+        news = judged(AFTER, machine("rollout", silent=silent), heard)
+        assert [event.actor for event in losses(news)] == ["rollout", "node"]
+    nobody = machine()
+    assert [event.actor for event in losses(judged(AFTER, nobody, {}))] == ["node"]
+
+
+def test_actors_of_another_machine_and_dead_ones_do_not_speak_for_a_node() -> None:
+    actors = machine("rollout")
+    actors["rollout"].alive = False
+    actors["other"] = actor("other", "relay")
+    heard = {"rollout": AFTER, "other/a": AFTER}
+    assert [event.actor for event in losses(judged(AFTER, actors, heard))] == ["node"]
+
+
+def test_machine_that_may_be_lost_as_a_whole_is_waited_for() -> None:
+    """Its trainer has been silent for longer than a short lease, and for less than its own: it may
+    have gone with the node, or it may speak again."""
+    actors, detector = machine("trainer"), FailureDetector(LEASE, NODE_LEASE, 0)
+    run(detector, 0, AFTER + LEASE)
+    heard = {"trainer": AFTER - LEASE - 1}
+    assert detector.judge(AFTER, actors, heard) == []
+    assert detector.judge(AFTER + LEASE, actors, heard) == []
+    heard["trainer"] = AFTER + 2 * LEASE
+    assert isinstance(detector.judge(AFTER + 2 * LEASE + 1, actors, heard)[0], NodeSilent)
+
+
+def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
+    """So that who is lost has somebody to restart it."""
+    actors = machine("rollout", "relay", silent=True)
+    news = judged(AFTER, actors, {"relay": AFTER, "node": AFTER - LEASE})
+    assert isinstance(news[0], NodeHeard) and news[0].node_incarnation == 4
+    assert [event.actor for event in losses(news)] == ["rollout"]
+
+
+def test_grace_is_no_word_of_a_silent_node() -> None:
+    """The coordinator was away: it has not heard the node since."""
+    detector = FailureDetector(LEASE, NODE_LEASE, 0)
+    detector.turn(AFTER, True)
+    actors = machine("rollout", silent=True)
+    assert detector.judge(AFTER + 1, actors, {"node": 1, "rollout": AFTER}) == []

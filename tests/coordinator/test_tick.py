@@ -23,7 +23,7 @@ from laminar.events.codec import decode_event, decode_order, encode
 from laminar.net.frames import Data, Hello, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import MS, ClientLink, LinkState, ServerLink
-from tests.coordinator.net_world import LEASE_MS, NetWorld, WireFaults, begin_tick
+from tests.coordinator.net_world import NODE_LEASE_MS, NetWorld, WireFaults, begin_tick
 from tests.core.random_worlds import check_end, random_world
 from tests.core.world_parts import settings
 from tests.eventlog.memory_disk import MemoryDisk
@@ -63,10 +63,11 @@ class Desk:
         self.orders[link.boot_id.encode()] = []
         return link
 
-    def talk(self) -> None:
-        """Frames go to and fro until there are none left."""
+    def talk(self, paused: str = "") -> None:
+        """Frames go to and fro until there are none left; one process may stand still."""
         while True:
-            up = [(route, f) for route, link in self.links.items() for f in link.poll(self.now)]
+            speaking = [(r, link) for r, link in self.links.items() if link.name != paused]
+            up = [(route, f) for route, link in speaking for f in link.poll(self.now)]
             down = self.turn(up)
             for route, frame in down:
                 for body in self.links[route].receive(frame, self.now):
@@ -304,12 +305,64 @@ def test_timers_fire_in_order_once_and_in_time() -> None:
     assert desk.tick.next_timer_ns() is None
 
 
+def test_timers_of_the_log_are_due_in_time_for_a_successor() -> None:
+    """Time in the log goes on where it ended: a timer that was set for the sixtieth second of the
+    run is due then, also for a coordinator that is started in the twentieth."""
+    desk = Desk()
+    desk.now = 20_000 * MS
+    desk.turn(own=[ev.TimerFired(timer="none")])
+    desk.restart(keep_unsynced=True)
+    due = settings().start_timeout_ms * MS
+    assert desk.tick.next_timer_ns() == due
+    desk.now = due
+    desk.turn()
+    assert "not started within" in desk.tick.machine.state.failure
+
+
+@pytest.mark.parametrize(("silent_ms", "lost"), [(8_000, []), (15_000, ["trainer-0"])])
+def test_node_that_is_paused_takes_nothing_with_it(silent_ms: int, lost: list[str]) -> None:
+    """Of a lease of 12 s, it is silent for 8, or for 15 s. Its trainer and its replica speak all
+    the time, and when it goes on it is a member as before; a trainer that stands still is lost."""
+    for paused in ("node-0", "trainer-0"):
+        desk = Desk()
+        links = [desk.client(name) for name in ("node-0", "trainer-0", "rollout-0")]
+        desk.talk()
+        for _ in range(silent_ms // 500):
+            desk.now += 500 * MS
+            desk.talk(paused)
+        desk.talk()
+        gone = lost if paused == "trainer-0" else []
+        state = desk.tick.machine.state
+        assert [a.name for a in state.actors.values() if not a.alive] == gone
+        assert bool(state.failure) == bool(gone)
+        assert links[0].state is LinkState.UP
+
+
+def test_silence_of_a_node_and_its_end_are_logged() -> None:
+    """A restart of the coordinator in between is no word of the node."""
+    desk = Desk()
+    desk.client("node-0")
+    desk.client("rollout-0")
+    desk.talk()
+    for i in range(30):
+        desk.now += 500 * MS
+        desk.talk("node-0")
+        if i == 27:
+            desk.restart(keep_unsynced=True)
+    assert desk.tick.machine.state.actors["node-0"].silent
+    for _ in range(8):
+        desk.now += 500 * MS
+        desk.talk()
+    assert not desk.tick.machine.state.actors["node-0"].silent
+    assert count_of(desk.disk, ev.NodeSilent) == count_of(desk.disk, ev.NodeHeard) == 1
+
+
 def test_silence_is_judged_by_the_tick() -> None:
-    """Nothing is heard of an actor for longer than the lease, while the loop itself was awake."""
+    """Nothing is heard of an actor for longer than its lease, while the loop itself was awake."""
     desk = Desk()
     desk.client("store-0")
     desk.talk()
-    for _ in range(2 * LEASE_MS // 500):
+    for _ in range(2 * NODE_LEASE_MS // 500):
         desk.now += 500 * MS
         desk.turn()
     assert not desk.tick.machine.state.actors["store-0"].alive

@@ -102,6 +102,24 @@ def _event_given_up(state: State, peer: str) -> Iterator[Event]:
         yield msgspec.structs.replace(given_up, actor=actor.name, **numbers)
 
 
+def _nodes(state: State) -> Iterator[tuple[str, int]]:
+    """Names and incarnations: unknown, old and present ones."""
+    yield "node-99", 1
+    for actor in state.actors.values():
+        if actor.role == "node":
+            yield from ((actor.name, actor.incarnation), (actor.name, actor.incarnation - 1))
+
+
+def _node_silent(state: State, peer: str) -> Iterator[Event]:
+    for node, incarnation in _nodes(state):
+        yield ev.NodeSilent(node=node, node_incarnation=incarnation, silent_ms=30_000)
+
+
+def _node_heard(state: State, peer: str) -> Iterator[Event]:
+    for node, incarnation in _nodes(state):
+        yield ev.NodeHeard(node=node, node_incarnation=incarnation)
+
+
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
     ready = tuple(state.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
@@ -334,6 +352,8 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.DrainRequested: lambda state, peer: iter(
         [ev.DrainRequested(reason="SIGINT", at_once=at_once) for at_once in (False, True)]
     ),
+    ev.NodeSilent: _node_silent,
+    ev.NodeHeard: _node_heard,
     ev.BatchProposed: _batch_proposed,
     ev.ActorJoined: _actor_joined,
     ev.ActorLeft: _actor_left,

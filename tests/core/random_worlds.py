@@ -51,6 +51,7 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         faults.wrong_bytes = choose([0, 0, 0.05])
         faults.deaf = choose([0, 0, 0.1])
         faults.lose_machine_at_s = choose([0, 0, 0, 6])
+        faults.silent_node_at_s = random.Random(f"silent {seed}").choice([0, 0, 1, 6])
     world = kind(
         config,
         replicas=replicas,
@@ -104,7 +105,15 @@ def check_end(world: World) -> None:
     assert ends.count("evaluated") == ledger.trajectories.evaluated
     tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
     assert tokens == ledger.tokens.issued
+    prompts = sorted({group_number(world, t) for t in world.rows if not t.startswith("e")})
+    assert prompts == list(range(state.cursor)), "a prompt was handed out to nobody"
     if state.draining:
         return
     assert state.settings.total_steps in (0, state.completed)
     assert not world.num_eval or state.evaluations[-1].final
+
+
+def group_number(world: World, trajectory: str) -> int:
+    """Which prompt of the run it answers, over all passes."""
+    pass_index, position, _ = map(int, trajectory.split("."))
+    return pass_index * world.num_train + position

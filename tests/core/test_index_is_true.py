@@ -23,6 +23,7 @@ from tests.core import (
     test_membership,
     test_relays,
     test_rewards,
+    test_silent_nodes,
     test_ways_to_lose,
     test_weight_versions,
 )
@@ -73,6 +74,11 @@ STORIES: tuple[Callable[[], None], ...] = (
     test_lost_replica.test_version_gone_for_an_evaluation_pulls_what_there_is,
     test_lost_replica.test_version_that_is_evicted_while_lost_work_waits_for_it_is_not_waited_for,
     test_membership.test_joining_while_the_run_ends_is_refused,
+    partial(
+        test_silent_nodes.test_who_was_lost_before_its_node_was_found_silent_is_gone_as_well,
+        test_ways_to_lose.silent,
+    ),
+    test_silent_nodes.test_run_that_has_not_begun_ends_when_nobody_restarts_its_relay,
     test_weight_versions.test_group_that_is_finished_during_an_owed_publish_is_trained_after_it,
 )
 

@@ -26,6 +26,7 @@ EVENTS_MAX = 5_000  #: three times what the longest of these runs needs
         planted.skipped_publish_is_not_owed,
         planted.batch_chosen_without_preserving_the_bound,
         planted.dropped_group_keeps_its_place,
+        planted.prompt_is_skipped_while_an_evaluation_is_due,
     ],
 )
 def test_planted_bug_is_found(plant: Callable[[Planter], None]) -> None:

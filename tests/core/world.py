@@ -27,6 +27,7 @@ from laminar.ids import TrajectoryId
 from tests.core.world_parts import (
     LOSSES,
     SECOND,
+    SILENCE_S,
     Die,
     Faults,
     Finish,
@@ -37,7 +38,9 @@ from tests.core.world_parts import (
     Publish,
     Receive,
     Row,
+    Silence,
     Start,
+    Wake,
 )
 
 
@@ -135,7 +138,10 @@ class World:
     def happen_next(self) -> None:
         self.now, _, process, item, boot = heapq.heappop(self.queue)
         if process.boot == boot and process.alive:
-            self._happen(process, item)
+            if process.silent and not isinstance(item, Wake):
+                process.waiting.append(item)
+            else:
+                self._happen(process, item)
 
     def later(self, process: Process, seconds: float, item: Any) -> None:
         self.order += 1
@@ -215,7 +221,8 @@ class World:
 
     def _do_RestartActor(self, node: Process, command: cmd.RestartActor, _: int) -> None:
         process = self.processes[command.actor]
-        self.later(process, self.random.uniform(0.1, 2.0), Kill())
+        wait_s = SILENCE_S if node.silent else 0.0
+        self.later(process, wait_s + self.random.uniform(0.1, 2.0), Kill())
 
     def _do_PublishWeights(self, process: Process, command: cmd.PublishWeights, _: int) -> None:
         self._publish(command.version, command.step)
@@ -425,6 +432,10 @@ class World:
             self._lose(process, item.how)
         elif isinstance(item, Start):
             self._start(self.processes[item.name])
+        elif isinstance(item, Silence):
+            self._pause_node(process)
+        elif isinstance(item, Wake):
+            self._wake_node(process)
         elif isinstance(item, ev.WeightsPublished):
             self._hold(process, item.version, item.step, item.digest)
             self.say(process, msgspec.structs.replace(item, held=tuple(sorted(process.held))))
@@ -505,6 +516,22 @@ class World:
         last = list(self.processes.values())[-1].node
         if process.node == last != "node-0" and self.faults.lose_machine_at_s and not process.boot:
             self.later(process, self.faults.lose_machine_at_s, Die())
+        if process.name == last != "node-0" and self.faults.silent_node_at_s:
+            self.later(process, self.faults.silent_node_at_s, Silence())
+
+    def _pause_node(self, node: Process) -> None:
+        """Its lease is over, and its actors speak; it tells and starts nothing meanwhile."""
+        node.silent = True
+        incarnation = node.incarnation
+        self.say_own(ev.NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=9_000))
+        self.later(node, SILENCE_S, Wake())
+
+    def _wake_node(self, node: Process) -> None:
+        node.silent = False
+        self.say_own(ev.NodeHeard(node=node.name, node_incarnation=node.incarnation))
+        waiting, node.waiting = node.waiting, []
+        for item in waiting:
+            self.later(node, 0, item)
 
     def _lose(self, process: Process, how: str) -> None:
         if how == "dies":
@@ -550,7 +577,11 @@ class World:
 
     def _exited(self, process: Process, dead: str, *, restarting: bool) -> None:
         exited = ev.ProcessExited(actor=process.name, boot_id=dead, code=-9, restarting=restarting)
-        self.say(self.processes[process.node], exited)
+        node = self.processes[process.node]
+        if node.silent:
+            node.waiting.append(exited)
+        else:
+            self.say(node, exited)
 
     def _die(self, process: Process) -> None:
         """Its node tells and starts nothing; of a node itself nothing is heard any more."""

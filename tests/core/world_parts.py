@@ -49,6 +49,7 @@ class Faults:
     wrong_bytes: float = 0.0  #: a relay ends up with a version of another digest
     deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
     lose_machine_at_s: float = 0.0  #: the last machine is lost for good, 0: never
+    silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
     skip_publish: float = 0.0
@@ -75,6 +76,8 @@ class Process:
     incarnation: int = 0
     boot: int = 0
     alive: bool = True
+    silent: bool = False  #: a node that stands still
+    waiting: list[Any] = field(default_factory=list)  #: what it does when it goes on
     peer_seq: int = 0
     version: int = -1
     pinned: int = -1
@@ -124,6 +127,19 @@ class Start:
     """A node has started the process again."""
 
     name: str
+
+
+SILENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Nothing was heard of a node for its lease, and its actors speak."""
+
+
+@dataclass(frozen=True)
+class Wake:
+    """A node that was silent goes on."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path)
         "rollout.groups_per_version=4",
         "recovery.resume_wait_ms=60000",
         "coordinator.lease_ms=60000",
+        "coordinator.node_lease_ms=60000",
     )
     until(lambda: step_of(tmp_path) >= 2, "step 2")
     victim = stop_at_work(tmp_path, "rollout-1")

@@ -7,7 +7,7 @@ import pytest
 from laminar.sim.aims import AIMS
 from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, WEATHER, WEDGES
 from laminar.sim.run import Outcome, run_seed
-from laminar.sim.strikes import RECURRING
+from laminar.sim.strikes import RECURRING, SILENCES
 from laminar.sim.world import World
 from tests.sim.worlds import calm, config
 
@@ -18,7 +18,7 @@ def run(kind: str, seed: int = 3) -> Outcome:
     return run_seed(config(kind, **SMALL), seed)
 
 
-@pytest.mark.parametrize("kind", [*RECURRING, *RATES, *WEDGES, "drain", "machine-lost"])
+@pytest.mark.parametrize("kind", [*RECURRING, *SILENCES, *RATES, *WEDGES, "drain", "machine-lost"])
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     outcomes = [run(kind, seed) for seed in (3, 4, 5)]
     assert not [outcome.details for outcome in outcomes if outcome.invariant]
@@ -50,7 +50,7 @@ def test_weather_breaks_nothing(kind: str) -> None:
 
 
 def test_menu_is_complete() -> None:
-    assert set(KINDS) == {*RECURRING, *RATES, *WEDGES, *WEATHER, *ONCE, *AIMS}
+    assert set(KINDS) == {*RECURRING, *SILENCES, *RATES, *WEDGES, *WEATHER, *ONCE, *AIMS}
 
 
 def test_replicas_that_are_lost_are_replaced() -> None:

@@ -117,6 +117,7 @@ class Traffic:
             writer,
             boot="c1",
             lease_ms=LEASE_MS,
+            node_lease_ms=LEASE_MS,
             clock_ns=0,
             observer=lambda *_: None,
             limits=Limits(),

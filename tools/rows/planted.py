@@ -124,6 +124,16 @@ def start_over_is_never_allowed(plant: Planter) -> None:
     plant.replace(recovery, "_place_for", planted)
 
 
+def prompt_is_skipped_while_an_evaluation_is_due(plant: Planter) -> None:
+    next_row = dispatch.next_row
+
+    def planted(state: State) -> Any:
+        state.cursor += state.evaluation_due >= 0
+        return next_row(state)
+
+    plant.replace(dispatch, "next_row", planted)
+
+
 def lost_evaluation_is_forgotten(plant: Planter) -> None:
     plant.replace(evaluation, "group_lost", lambda turn, group: None)
 
@@ -371,16 +381,8 @@ def stale_server_is_believed(plant: Planter) -> None:
 
 
 def silence_is_judged_after_half_a_lease(plant: Planter) -> None:
-    lost = FailureDetector.lost
-
-    def planted(detector: FailureDetector, *args: Any) -> Any:
-        detector.lease_ns, lease_ns = detector.lease_ns // 2, detector.lease_ns
-        try:
-            return lost(detector, *args)
-        finally:
-            detector.lease_ns = lease_ns
-
-    plant.replace(FailureDetector, "lost", planted)
+    lease_of_ns = FailureDetector.lease_of_ns
+    plant.replace(FailureDetector, "lease_of_ns", lambda self, role: lease_of_ns(self, role) // 2)
 
 
 def silence_is_judged_without_grace(plant: Planter) -> None:
@@ -423,6 +425,31 @@ def decision_depends_on_what_ran_before(plant: Planter) -> None:
     plant.replace(recovery, "least_loaded", planted)
 
 
+def timer_clock_starts_at_zero_after_a_restart(plant: Planter) -> None:
+    """The log's time stands still until the new process is as old as the run."""
+    init = tick.Tick.__init__
+
+    def planted(self: tick.Tick, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._time_start_ns = 0
+
+    plant.replace(tick.Tick, "__init__", planted)
+
+
+def node_is_lost_while_its_processes_speak(plant: Planter) -> None:
+    judge_node = FailureDetector._judge_node
+
+    def planted(self: FailureDetector, node: Any, silent_ns: int, quiet_ns: Any) -> Any:
+        return judge_node(self, node, silent_ns, None)
+
+    plant.replace(FailureDetector, "_judge_node", planted)
+
+
+def silent_node_is_relied_on(plant: Planter) -> None:
+    """Who is lost is waited for, as if somebody would start it again."""
+    plant.replace(membership, "_missed_by_its_node", lambda turn, name, reason: False)
+
+
 # --- books ------------------------------------------------------------------------------------
 
 
@@ -455,6 +482,7 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     dropped_group_keeps_its_place,
     nobody_acts_when_a_batch_waits,
     start_over_is_never_allowed,
+    prompt_is_skipped_while_an_evaluation_is_due,
     lost_evaluation_is_forgotten,
     placement_is_not_raised,
     old_placement_is_believed,
@@ -490,6 +518,9 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     silence_is_judged_without_grace,
     replay_forgets_an_event,
     decision_depends_on_what_ran_before,
+    timer_clock_starts_at_zero_after_a_restart,
+    node_is_lost_while_its_processes_speak,
+    silent_node_is_relied_on,
     tokens_of_restarts_are_not_counted,
     relay_leases_the_oldest,
 )

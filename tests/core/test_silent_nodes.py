@@ -1,0 +1,177 @@
+"""A node that is silent alone: its processes go on; who of them is lost is started by nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.core.turn import RESTART_TIMEOUT_MS
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+from tests.core.bench import Bench, only
+from tests.core.test_ways_to_lose import Way, complains, leaves, silent
+
+
+def fall_silent(bench: Bench, node: str = "node-0") -> list[Command]:
+    incarnation = bench.state.actors[node].incarnation
+    return bench.own(ev.NodeSilent(node=node, node_incarnation=incarnation, silent_ms=30_000))
+
+
+def speak_again(bench: Bench, node: str = "node-0") -> list[Command]:
+    incarnation = bench.state.actors[node].incarnation
+    return bench.own(ev.NodeHeard(node=node, node_incarnation=incarnation))
+
+
+def test_silent_node_takes_nothing_with_it() -> None:
+    """Store, trainer, relay and replica go on: a batch is trained and its version loaded."""
+    bench = Bench(max_staleness=0)
+    bench.start()
+    assert fall_silent(bench) == []
+    assert all(actor.alive for actor in bench.state.actors.values())
+    bench.complete("0.0", "0.1")
+    bench.train()
+    bench.load_all()
+    assert (bench.state.completed, bench.replica().version, bench.state.failure) == (1, 1, "")
+
+
+@pytest.mark.parametrize("way", [silent, complains, leaves])
+def test_who_is_lost_while_its_node_is_silent_is_not_waited_for(way: Way) -> None:
+    """Another machine has its work; nobody is told to restart it."""
+    bench = Bench(nodes=2)
+    bench.start()
+    fall_silent(bench, "node-1")
+    commands = way(bench, "rollout-1.0")
+    assert only(cmd.RestartActor, commands) == []
+    assert "rejoin:rollout-1.0" not in bench.state.timers
+    assert not bench.state.failure
+
+
+@pytest.mark.parametrize("way", [silent, complains, leaves])
+def test_last_replica_that_is_lost_while_its_node_is_silent_ends_the_run(way: Way) -> None:
+    bench = Bench()
+    bench.start()
+    fall_silent(bench)
+    way(bench, "rollout-0")
+    assert bench.state.failure.startswith("no replica is left: rollout-0: ")
+    assert "nothing is heard from node-0, which would start it again" in bench.state.failure
+
+
+def test_relay_of_the_trainer_that_is_lost_while_its_node_is_silent_ends_the_run() -> None:
+    bench = Bench(nodes=2)
+    bench.start()
+    fall_silent(bench)
+    silent(bench, "relay-0")
+    assert bench.state.failure.startswith("the trainer's machine has no relay: relay-0: nothing")
+    assert "nothing is heard from node-0" in bench.state.failure
+
+
+@pytest.mark.parametrize("way", [silent, complains])
+def test_who_was_lost_before_its_node_was_found_silent_is_gone_as_well(way: Way) -> None:
+    """No news of its process came, or its node was told to restart it and does not."""
+    bench = Bench(nodes=2)
+    bench.start()
+    way(bench, "relay-0")
+    assert not bench.state.failure
+    fall_silent(bench)
+    assert bench.state.failure.startswith("the trainer's machine has no relay: relay-0: it is lost")
+
+
+def test_run_that_has_not_begun_ends_when_nobody_restarts_its_relay() -> None:
+    bench = Bench()
+    for name in ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0"):
+        bench.join(name)
+    silent(bench, "relay-0")
+    assert only(cmd.StopActor, fall_silent(bench))
+    assert "has no relay" in bench.state.failure
+
+
+def test_restart_that_a_silent_node_does_not_carry_out_is_given_up() -> None:
+    """The engine stands still, its node is told, and falls silent: after the order's time the
+    replica is fenced, and gone for good."""
+    bench = Bench(nodes=2, stall_ms=1_000)
+    bench.start()
+    fall_silent(bench, "node-1")
+    bench.now_ms += 1_000
+    assert only(cmd.RestartActor, bench.own(ev.TimerFired(timer="progress:rollout-1.0")))
+    bench.now_ms += RESTART_TIMEOUT_MS
+    bench.own(ev.TimerFired(timer="command:restart:rollout-1.0"))
+    assert not bench.state.actor_alive("rollout-1.0")
+    assert "rejoin:rollout-1.0" not in bench.state.timers
+
+
+def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
+    bench = Bench()
+    bench.start()
+    fall_silent(bench)
+    assert speak_again(bench) == []
+    commands = silent(bench, "rollout-0")
+    assert [c.actor for c in only(cmd.RestartActor, commands)] == ["rollout-0"]
+    assert not bench.state.failure
+
+
+def test_silence_of_another_incarnation_or_twice_changes_nothing() -> None:
+    bench = Bench()
+    bench.start()
+    speak_again(bench)
+    bench.own(ev.NodeSilent(node="node-0", node_incarnation=77, silent_ms=30_000))
+    assert not bench.state.actors["node-0"].silent
+    fall_silent(bench)
+    fall_silent(bench)
+    bench.own(ev.NodeHeard(node="node-0", node_incarnation=77))
+    assert bench.state.actors["node-0"].silent
+    assert bench.state.ignored == {
+        "NodeHeard: repeat": 1, "NodeSilent: old-incarnation": 1, "NodeSilent: repeat": 1,
+        "NodeHeard: old-incarnation": 1,
+    }  # fmt: skip
+
+
+def only_node_1(bench: Bench) -> None:
+    """The replica of the other machine is gone for good."""
+    bench.start()
+    bench.kill("rollout-0", restarting=False)
+    assert not bench.state.failure
+
+
+def test_new_process_of_a_node_takes_its_machine_over() -> None:
+    """It starts relay and replica anew: the run waits for them, also when no other replica is
+    left, and their work is done by the new ones."""
+    bench = Bench(nodes=2, max_staleness=0)
+    only_node_1(bench)
+    fall_silent(bench, "node-1")
+    bench.join("node-1", "b")
+    assert not bench.state.failure and not bench.state.actors["node-1"].silent
+    assert not bench.state.actor_alive("rollout-1.0") and not bench.state.actor_alive("relay-1")
+    for name in ("relay-1", "rollout-1.0"):
+        bench.join(name, "b")
+        bench.ready(name)
+    bench.receive("relay-1", 0)
+    bench.load_all()
+    assert bench.replica("rollout-1.0").running
+
+
+def test_processes_of_a_new_node_have_a_time_to_come() -> None:
+    bench = Bench(nodes=2)
+    only_node_1(bench)
+    bench.join("node-1", "b")
+    bench.wait(bench.settings.start_timeout_ms)
+    assert bench.state.failure.startswith("no replica is left")
+
+
+def test_new_process_of_the_node_of_store_and_trainer_ends_the_run() -> None:
+    """They would start anew, and what they knew is gone."""
+    bench = Bench()
+    bench.start()
+    bench.join("node-0", "b")
+    assert bench.state.failure == "node-0 is lost: was replaced by a new process"
+
+
+def test_machine_that_is_lost_in_parts_is_not_waited_for() -> None:
+    """Its replica and relay fall silent first and might be restarted; when its node is lost, too,
+    nobody does that."""
+    bench = Bench(nodes=2)
+    only_node_1(bench)
+    silent(bench, "rollout-1.0")
+    silent(bench, "relay-1")
+    assert not bench.state.failure
+    silent(bench, "node-1")
+    assert bench.state.failure.startswith("no replica is left: node-1: nothing was heard")
