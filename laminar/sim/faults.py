@@ -58,7 +58,8 @@ ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 RARE = {"drain": 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
-"""Of the first machine. Its relay may die and come back, but somebody must start it again."""
+"""Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
+must start it again."""
 STALLED = 1e9
 NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
@@ -315,6 +316,13 @@ class Faults:
     def lease_of_s(self, role: str) -> float:
         return self.world.scenario.lease_of_ms(role) / 1000
 
+    def lose_node(self, node: SimProcess) -> None:
+        """For good, and alone, once it has started its processes, which go on. One of a run."""
+        started = all(child.boot for child in self.world.children_of(node.name))
+        if not self._dead and node.alive and not node.stopping and started:
+            self._dead.add(node.name)
+            node.die(EXIT_KILLED)
+
     def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
@@ -368,16 +376,22 @@ class Faults:
         for process in (node, *self.world.children_of(node.name)):
             process.die(EXIT_KILLED)
 
+    def doomed(self) -> list[SimProcess]:
+        """Who is lost in a run that is to fail; a node goes with its machine."""
+        process = self.world.processes[f"{self.fatal_role}-0"]
+        return [process, *self.world.children_of(process.name)]
+
     def _lose_for_good(self) -> None:
-        """Its node starts nothing again; of a node itself nothing is heard any more."""
+        """Its node starts nothing again; with a node its whole machine is lost."""
         if self.healed or self.world.finished:
             return
-        process = self.world.processes[f"{self.fatal_role}-0"]
+        process, *_ = doomed = self.doomed()
         if not process.alive:  # it is being started
             return self.later(AGAIN_S, self._lose_for_good)
         self.world.marks.hit(f"fault:lost-{self.fatal_role}")
-        self._dead.add(process.name)
-        lose(self, process, self.fatal_way)
+        for each in doomed:
+            self._dead.add(each.name)
+            lose(self, each, self.fatal_way)
 
 
 def _num_hanging(process: SimProcess) -> int:

@@ -201,12 +201,21 @@ def _connection_breaks(faults: Faults, chance: random.Random) -> None:
 # --- who has a long lease -------------------------------------------------------------------------
 
 
+def _nodes(faults: Faults) -> list[SimProcess]:
+    return [p for p in faults.world.processes.values() if p.role == "node"]
+
+
 def _node_silent(faults: Faults, chance: random.Random) -> None:
     """Longer than a short lease, now and then also than its own; its processes go on."""
-    node = chance.choice([p for p in faults.world.processes.values() if p.role == "node"])
+    node = chance.choice(_nodes(faults))
     shortest_s, lease_s = faults.lease_s, faults.lease_of_s("node")
     beyond = chance.random() < BEYOND
     faults.pause(node, chance.uniform(lease_s if beyond else shortest_s, LONGEST * lease_s))
+
+
+def _node_dies(faults: Faults, chance: random.Random) -> None:
+    """Its processes go on, and nobody starts them again."""
+    faults.lose_node(chance.choice(_nodes(faults)))
 
 
 def _single_silent(faults: Faults, chance: random.Random) -> None:
@@ -242,5 +251,6 @@ RECURRING: dict[str, Strike] = {
 }
 SILENCES: dict[str, Strike] = {
     "node-silent": _node_silent,
+    "node-dies": _node_dies,
     "single-silent": _single_silent,
 }

@@ -35,7 +35,7 @@ def judge(world: World) -> str:
         raise Violation("run_ends", "no coordinator ever made a turn")
     invariants.check(state)
     failure_has_a_reason(world, state)
-    if not state.failure or "store" not in state.failure:
+    if not state.failure or not _store_lost(world, state):
         books_are_closed(state, rows)
         world.checks.prompts.every_prompt_ends(state)
     if not state.failure:
@@ -43,6 +43,11 @@ def judge(world: World) -> str:
         work_is_done(state)
     events_once(world.checks, disk)
     return replay_equal(world, disk, state)
+
+
+def _store_lost(world: World, state: State) -> bool:
+    """Nobody could write the ends."""
+    return "store" in state.failure or "fault:lost-node" in world.marks.counts
 
 
 def failure_has_a_reason(world: World, state: State) -> None:
@@ -63,8 +68,10 @@ def _struck(world: World, state: State) -> bool:
     role, struck = world.faults.fatal_role, world.marks.counts
     if "fault:publish-differs" in struck and "read back" in state.failure:
         return True
-    words = ("not started", "never joined", f"{role}-0")
-    return f"fault:lost-{role}" in struck and any(word in state.failure for word in words)
+    if f"fault:lost-{role}" not in struck:
+        return False
+    words = ("not started", "never joined", *(process.name for process in world.faults.doomed()))
+    return any(word in state.failure for word in words)
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:
