@@ -104,8 +104,6 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "coordinator.node_lease_ms=4000"], ["coordinator.node_lease_ms", "5000"]),
         ([*GOOD, "coordinator.log_keep_mb=-1"], ["coordinator.log_keep_mb", "at least 0"]),
         ([*GOOD, "reward.max_error_share=50"], ["reward.max_error_share", "50", "between 0 and 1"]),
-        ([*GOOD, "reward.max_error_share=nan"], ["reward.max_error_share", "nan"]),
-        ([*GOOD, "reward.error_score=nan"], ["reward.error_score", "nan", "finite"]),
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
         ([*GOOD, "run.name=a/b"], ["run.name", "'a/b'", "run.output_dir"]),
         *(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
@@ -25,6 +26,7 @@ from laminar.net.transport import loopback
 from laminar.tasks.chat import encode_all, encode_prompt
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
+from laminar.tasks.rewards import RewardCall, RewardSpec
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
 
 LONGEST_PROMPTS = 64
@@ -43,6 +45,8 @@ class Plan:
     first_prompt: str
     first_prompt_ids: list[int]
     end_ids: list[int]
+    reward: RewardSpec
+    trial: list[RewardCall]  #: of the reward, before anything starts
 
 
 def check(config: Config) -> Plan:
@@ -72,6 +76,12 @@ def check(config: Config) -> Plan:
         first_prompt=str(tokenizer.decode(ids)),
         first_prompt_ids=ids,
         end_ids=sorted(end_ids(config.model.name, tokenizer)),
+        reward=spec,
+        trial=trial_calls(
+            spec,
+            prompts.train,
+            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from laminar.analysis.report import summarize
 from laminar.cli.preflight import Plan, check
 from laminar.cli.progress import failed_share, terminal
+from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Supervisor
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.observe.logs import new_attempt
@@ -54,6 +55,7 @@ def train(arguments: argparse.Namespace) -> int:
         )
     plan = check(config)
     show_plan(plan, console)
+    show_trial(plan.reward, plan.config.reward, plan.trial, console)
     if arguments.dry_run:
         return 0
     if run_dir.exists():

@@ -6,7 +6,7 @@ overrides. Nothing here touches torch or the network, so `--dry-run` and the coo
 
 from laminar.config.reading import dumps, is_key, known_keys, load, read_toml, resolve
 from laminar.config.rules import CHOICES, ConfigError
-from laminar.config.tree import AlgorithmConfig, Config, DataConfig, OptimConfig
+from laminar.config.tree import AlgorithmConfig, Config, DataConfig, OptimConfig, RewardConfig
 
 __all__ = [
     "CHOICES",
@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "OptimConfig",
+    "RewardConfig",
     "dumps",
     "is_key",
     "known_keys",

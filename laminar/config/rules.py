@@ -237,11 +237,6 @@ def _check_sampling(c: Config) -> None:
 def _check_reward(c: Config) -> None:
     if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
         raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
-    if not math.isfinite(c.reward.error_score):
-        raise ConfigError(
-            f"reward.error_score = {c.reward.error_score} would be trained as a score; give a "
-            "finite number"
-        )
     if not 0 <= c.reward.max_error_share <= 1:
         raise ConfigError(
             f"reward.max_error_share = {c.reward.max_error_share} is a share of attempts: it must "

@@ -19,7 +19,12 @@ from laminar.config import Config, ConfigError
 from laminar.tasks.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
 from laminar.tasks.prompts import PromptRow, restore
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, Scorer, guarded
-from laminar.tasks.user_function import check_arguments, custom_spec, load_function, open_function
+from laminar.tasks.user_function import (
+    check_arguments,
+    custom_spec,
+    load_in_silence,
+    open_function,
+)
 
 
 def reward_spec(config: Config) -> RewardSpec:
@@ -56,7 +61,7 @@ def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
     """Raise ConfigError for a row that the scorer could never score."""
     signature = None
     if spec.kind == "custom":
-        signature = inspect.signature(load_function(spec.path, spec.name)[1])
+        signature = inspect.signature(load_in_silence(spec.path, spec.name)[1])
     for row in rows:
         if signature is not None:
             check_arguments(spec, signature, _restored(row))

@@ -10,8 +10,10 @@ verifiers (`completion`). The names of the parameters say which, so such a file 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
+import io
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -50,7 +52,7 @@ MARKERS = {
 
 def custom_spec(path: str, name: str, scope: str) -> RewardSpec:
     """Of the function `name` in the file, or of its only one; raises ConfigError."""
-    name, function = load_function(path, name)
+    name, function = load_in_silence(path, name)
     style = _style(function, f"{name} of {path}")
     if scope == "group" and style != "group":
         raise ConfigError(
@@ -61,6 +63,12 @@ def custom_spec(path: str, name: str, scope: str) -> RewardSpec:
         scope = "group" if style == "group" else "trajectory"
     resolved = str(Path(path).resolve())
     return RewardSpec(kind="custom", scope=scope, style=style, path=resolved, name=name)
+
+
+def load_in_silence(path: str, name: str) -> tuple[str, Function]:
+    """load_function outside of a worker: what the file prints, it prints there again, for a log."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return load_function(path, name)
 
 
 def load_function(path: str, name: str) -> tuple[str, Function]:

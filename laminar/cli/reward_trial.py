@@ -1,0 +1,141 @@
+"""The reward is called before a run starts: on three rows, with the right answer and an empty one.
+
+Reads   the first training rows, the resolved scorer
+Writes  the terminal: what each call returned
+Raises  ConfigError when the scorer cannot be loaded; whatever it returns ends nothing
+
+A reward that fails on everything, or gives every answer the same, is a mistake of an hour's run; so
+the user sees its scores first. A user's function runs in a worker process with its time-out, as in
+the run; what it prints is dropped here. The scorers of this project need neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rich.console import Console
+
+from laminar.config import ConfigError, RewardConfig
+from laminar.tasks.prompts import PromptRow, restore
+from laminar.tasks.reward_functions import open_scorer
+from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
+from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
+
+ROWS = 3
+SHOWN_CHARS = 60
+NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
+Encode = Callable[[str], list[int]]
+
+
+def trial_calls(spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode) -> list[RewardCall]:
+    """For each row the answer in the data, if there is one, and an empty one."""
+    return [
+        RewardCall(row, [(text, encode(text) if text else []) for text in _texts(spec, row)])
+        for row in rows[:ROWS]
+    ]
+
+
+def _texts(spec: RewardSpec, row: PromptRow) -> list[str]:
+    truth = restore(row.ground_truth)
+    if truth is None:
+        return [""]
+    answer = str(truth)
+    return [answer if spec.kind == "custom" else f"<answer>{answer}</answer>", ""]
+
+
+def show_trial(
+    spec: RewardSpec, reward: RewardConfig, calls: Sequence[RewardCall], console: Console
+) -> None:
+    """Call the reward and show what it returns."""
+
+    def show(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    show(
+        f"reward     {_name(spec)}; called on {len(calls)} rows, with the answer in the data and "
+        "with an empty one, it gives"
+    )
+    results: list[RewardResult] = []
+    for call, found in zip(calls, _results(spec, reward, calls), strict=True):
+        results += found
+        for (text, _), result in zip(call.completions, found, strict=True):
+            show(f"  row {call.row.index:<5}  {_short(text)}: {_outcome(result)}")
+    if results and all(failed(result) for result in results):
+        show(f"  NO CALL GAVE A SCORE. {_consequence(reward)}")
+
+
+def failed(result: RewardResult) -> bool:
+    return result.reason in (*FAILURES, "worker-lost", NOT_TRIED.reason)
+
+
+def _results(
+    spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
+) -> Iterator[list[RewardResult]]:
+    if spec.kind != "custom":
+        scorer = open_scorer(spec)
+        yield from (scorer(call) for call in calls)
+    else:
+        yield from asyncio.run(_in_worker(spec, reward, calls))
+
+
+async def _in_worker(
+    spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
+) -> list[list[RewardResult]]:
+    """Until a call takes too long: the start of a run does not wait for six of them."""
+    pool = RewardPool(spec, timeout_s=reward.timeout_s, max_retries=0)
+    try:
+        await pool.start()
+    except RewardWorkerLost as error:
+        raise ConfigError(f"{_name(spec)} cannot be loaded: {error}; correct it") from None
+    found: list[list[RewardResult]] = []
+    late = False
+    try:
+        for call in calls:
+            results = []
+            for part in _parts(spec, call):
+                results += [NOT_TRIED] * len(part.completions) if late else await _one(pool, part)
+                late = late or any(result.reason == "timeout" for result in results)
+            found.append(results)
+    finally:
+        await pool.close()
+    return found
+
+
+def _parts(spec: RewardSpec, call: RewardCall) -> list[RewardCall]:
+    """The calls of the function that this means."""
+    if spec.scope == "group":
+        return [call]
+    return [RewardCall(call.row, [one]) for one in call.completions]
+
+
+async def _one(pool: RewardPool, call: RewardCall) -> list[RewardResult]:
+    try:
+        return await pool.score(call)
+    except RewardWorkerLost as error:
+        return [RewardResult(None, "worker-lost", str(error))] * len(call.completions)
+
+
+def _name(spec: RewardSpec) -> str:
+    if spec.kind == "custom":
+        whole = ", all siblings in one call" if spec.scope == "group" else ""
+        return f"{spec.name} of {spec.path}{whole}"
+    return f"the scorer of {spec.dataset}" if spec.kind == "dataset" else f"the {spec.kind} scorer"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
+
+
+def _outcome(result: RewardResult) -> str:
+    if failed(result):
+        return f"FAILED, {result.reason}: {result.detail}"
+    return "None (it does not apply)" if result.score is None else f"{result.score:g}"
+
+
+def _consequence(reward: RewardConfig) -> str:
+    score = f"each answer would get reward.error_score = {reward.error_score:g}"
+    if reward.max_error_share == 1:
+        return f"If that goes on, {score}."
+    share = f"reward.max_error_share = {reward.max_error_share:g}"
+    return f"If that goes on, {score}, and {share} would end the run."

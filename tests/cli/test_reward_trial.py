@@ -1,0 +1,119 @@
+"""What is shown of the reward before a run starts; nothing that it returns ends the start."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from laminar.cli.reward_trial import show_trial, trial_calls
+from laminar.config import ConfigError, DataConfig, resolve
+from laminar.tasks.prompts import PromptRow, load_prompts
+from laminar.tasks.reward_functions import reward_spec
+
+pytestmark = pytest.mark.process
+
+ROWS = [PromptRow(i, "2+2?", str(i), {}, "sums") for i in range(5)]
+
+
+def shown(tmp_path: Path, source: str, rows: list[PromptRow] = ROWS, **reward: Any) -> list[str]:
+    """The lines on the terminal."""
+    path = tmp_path / "reward.py"
+    path.write_text(textwrap.dedent(source))
+    flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
+    flat |= {f"reward.{key}": value for key, value in reward.items()}
+    config = resolve({**flat, "reward.custom_reward_function.path": str(path)})
+    spec, out = reward_spec(config), io.StringIO()
+    calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text])
+    show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
+    return out.getvalue().splitlines()
+
+
+def test_three_rows_with_the_right_answer_and_an_empty_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the file prints, when it is imported or called, is not for this terminal."""
+    source = """
+        print("imported")
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            print("called")
+            return solution_str == ground_truth if solution_str else None
+    """
+    first, *lines = shown(tmp_path, source)
+    assert "compute_score of" in first and "3 rows" in first
+    assert [line.split(maxsplit=2)[2] for line in lines] == [
+        "'0': 1", "'': None (it does not apply)",
+        "'1': 1", "'': None (it does not apply)",
+        "'2': 1", "'': None (it does not apply)",
+    ]  # fmt: skip
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_group_function_gets_both_as_siblings(tmp_path: Path) -> None:
+    source = """
+        def f(prompts, completions, completion_ids, **columns):
+            return [len(completions) + len(ids) for ids in completion_ids]
+    """
+    _, *lines = shown(tmp_path, source, ROWS[:1])
+    assert [line.split(": ")[1] for line in lines] == ["3", "2"]
+
+
+def test_a_failure_is_shown_with_the_line_of_the_users_file(tmp_path: Path) -> None:
+    """The run is not ended: it might fail only here. But it is said what will come of it."""
+    source = "def f(completions):\n    return [{}[c] for c in completions]"
+    _, *lines = shown(tmp_path, source, error_score=-1)
+    assert lines[0].endswith("'0': FAILED, error: KeyError: '0' (reward.py:2)")
+    assert len(lines) == 7 and lines[-1].startswith("  NO CALL GAVE A SCORE")
+    assert "reward.error_score = -1" in lines[-1] and "reward.max_error_share" in lines[-1]
+
+
+def test_one_failure_of_several_is_no_reason_for_alarm(tmp_path: Path) -> None:
+    lines = shown(tmp_path, "def f(completion): return 1 / len(completion)")
+    assert sum("ZeroDivisionError" in line for line in lines) == 3
+    assert not any("NO CALL" in line for line in lines)
+
+
+def test_a_function_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    source = "def f(completion):\n    while completion == '': pass\n    return 1.0"
+    _, *lines = shown(tmp_path, source, timeout_s=0.3)
+    assert [line.split(": ", 1)[1] for line in lines[:3]] == [
+        "1",
+        "FAILED, timeout: no result within 0.3 s",
+        "FAILED, not-tried: an earlier call took too long",
+    ]
+    assert len(lines) == 6
+
+
+def test_a_worker_that_dies_is_no_end_of_the_start(tmp_path: Path) -> None:
+    lines = shown(tmp_path, "import os\ndef f(completion): os._exit(3)", ROWS[:1])
+    assert "FAILED, worker-lost" in lines[1] and "exit code 3" in lines[1]
+
+
+def test_a_file_that_loads_here_and_not_in_a_worker_is_an_error(tmp_path: Path) -> None:
+    source = f"""
+        import os
+        if os.getpid() != {__import__("os").getpid()}:
+            os._exit(4)
+        def f(completion): return 1.0
+    """
+    with pytest.raises(ConfigError, match=r"f of .*reward\.py cannot be loaded: .*exit code 4"):
+        shown(tmp_path, source)
+
+
+def test_a_row_without_an_answer_has_only_the_empty_one(tmp_path: Path) -> None:
+    rows = [PromptRow(0, "q", None, {}, "d")]
+    assert len(shown(tmp_path, "def f(completion): return 0.0", rows)) == 2
+
+
+def test_the_scorer_of_a_dataset_gets_the_answer_as_it_wants_it() -> None:
+    data = DataConfig(dataset="spell_backward", dataset_size=3, val_size=0)
+    config = resolve({"model.name": "m", "data.dataset": "spell_backward"})
+    spec, out = reward_spec(config), io.StringIO()
+    calls = trial_calls(spec, load_prompts(data).train, lambda text: [])
+    show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
+    _, *lines = out.getvalue().splitlines()
+    assert [line.rsplit(": ")[-1] for line in lines] == ["1", "0"] * 3
