@@ -192,9 +192,10 @@ class Host:
         if self.role == "node":  # its coordinator, if there is one, ends the run
             return
         faulthandler.dump_traceback_later(ORPHAN_EXIT_S, exit=True)
-        wait_s = ORPHAN_STORE_S if self.role == "store" else 0.0
-        loop = asyncio.get_running_loop()
-        loop.call_later(wait_s, self.fail, f"its node, {self.node}, is gone")
+        reason = f"its node, {self.node}, is gone"
+        if self.role != "store":
+            return self.fail(reason)
+        asyncio.get_running_loop().call_later(ORPHAN_STORE_S, self.fail, reason)
 
     async def _until_welcome(self) -> None:
         waits = [asyncio.ensure_future(w.wait()) for w in (self._welcome, self._stop)]

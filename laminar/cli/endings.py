@@ -2,7 +2,7 @@
 
 Reads   what ended the command
 Writes  stderr
-Gives   exit_code
+Gives   exit_code; terminal, around what a long command prints at its end
 
 A mistake of the user, Ctrl-C, a reader that has seen enough (`| head`) and a file that cannot be
 read or written are ordinary: none of them shows a traceback.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from laminar import exit_codes
 from laminar.config import ConfigError
@@ -45,6 +45,15 @@ def say(program: str, sentence: str) -> None:
     """On stderr, if anybody is there."""
     with contextlib.suppress(OSError):
         print(f"{program}: {sentence}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
+    """A terminal that was closed meanwhile swallows what is printed; the exit code stays."""
+    try:
+        yield
+    except OSError:
+        discard_stdout()
 
 
 def discard_stdout() -> None:

@@ -6,11 +6,8 @@ Writes  the terminal, by a thread: one that is gone or stands still holds nobody
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +20,6 @@ from laminar.rundir import STATUS_FILE
 
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, so that nobody wonders."""
-
-
-@contextlib.contextmanager
-def terminal() -> Iterator[None]:
-    """For what is printed: a terminal that was closed swallows it, and all that comes later."""
-    try:
-        yield
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        for fd in (1, 2):
-            os.dup2(null, fd)
-        os.close(null)
 
 
 class Progress:

@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from laminar.analysis.report import summarize
+from laminar.cli.endings import terminal
 from laminar.cli.preflight import Plan, check
-from laminar.cli.progress import failed_share, terminal
+from laminar.cli.progress import failed_share
 from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Supervisor
 from laminar.config import Config, ConfigError, dumps, load

@@ -14,6 +14,7 @@ import pytest_asyncio
 import structlog
 
 from laminar import exit_codes
+from laminar.actors import host as host_module
 from laminar.actors import node as node_module
 from laminar.actors.host import Host
 from laminar.actors.node import Node
@@ -23,6 +24,7 @@ from laminar.events import events as ev
 from laminar.events.codec import encode
 from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
+from laminar.stop_requests import STARTER_GONE
 from tests.actors.parts import MINIMAL, FakeHost, until
 
 # --- the process itself: a signal is not the coordinator's order ---------------------------------
@@ -40,8 +42,9 @@ class Idle:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
-    yield tmp_path
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+    yield tmp_path / "run"
     structlog.reset_defaults()
 
 
@@ -54,12 +57,76 @@ async def test_who_is_told_to_stop_has_done_what_was_wanted(run_dir: Path) -> No
     assert await running == exit_codes.COMPLETE
 
 
-async def test_who_is_ended_by_a_signal_says_so(run_dir: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Signals) -> None:
     host = Host(RunLock.join(run_dir, "rollout-0"), "rollout-0", "rollout", "node-0", "127.0.0.1")
     running = asyncio.create_task(host.run(Idle()))
     await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     assert await running == exit_codes.TERMINATED
+    assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED)
+
+
+# --- whoever started it is gone, or the run directory --------------------------------------------
+
+
+@pytest.fixture
+def watchdog(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What would end this process by force, in seconds."""
+    armed: list[float] = []
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda seconds, exit: armed.append(seconds)
+    )
+    return armed
+
+
+@pytest.mark.parametrize("role", ["rollout", "store"])
+async def test_an_actor_does_not_outlive_its_node(
+    run_dir: Path, role: str, watchdog: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store stays for as long as it may take to close the books."""
+    monkeypatch.setattr(host_module, "ORPHAN_STORE_S", 0.05)
+    host = Host(RunLock.join(run_dir, f"{role}-0"), f"{role}-0", role, "node-0", "127.0.0.1")
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    host._requested(STARTER_GONE)
+    assert (host._failure is None) == (role == "store")
+    assert await running == exit_codes.FAILED
+    assert host._failure == ("its node, node-0, is gone", exit_codes.FAILED)
+    assert watchdog == [host_module.ORPHAN_EXIT_S]
+
+
+@pytest.mark.parametrize("orphaned", [True, False])
+async def test_a_node_waits_for_a_coordinator_only_while_somebody_would_start_it(
+    run_dir: Path, orphaned: bool, watchdog: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "WATCH_S", 0.01)
+    monkeypatch.setattr(host_module, "ORPHAN_ABSENT_S", 0.05)
+    host = Host(RunLock.join(run_dir, "node-0"), "node-0", "node", "node-0", "127.0.0.1")
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    if orphaned:
+        host._requested(STARTER_GONE)
+        assert await running == exit_codes.COORDINATOR_ABSENT
+        assert host._failure is not None and "no coordinator for" in host._failure[0]
+    else:
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        host.fail("the test is over")
+        await running
+    assert watchdog == []
+
+
+async def test_an_actor_ends_with_its_run_directory(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "WATCH_S", 0.01)
+    host = Host(RunLock.join(run_dir, "store-0"), "store-0", "store", "node-0", "127.0.0.1")
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0.05)
+    run_dir.rename(run_dir.with_name("elsewhere"))
+    assert await running == exit_codes.USER_ERROR
+    assert host._failure is not None and f"{run_dir} is gone" in host._failure[0]
 
 
 # --- its node ------------------------------------------------------------------------------------
@@ -69,7 +136,7 @@ class FakeProcess:
     """Ends when the test says so, or when it is killed."""
 
     def __init__(self) -> None:
-        self.pid, self.returncode = 1, None
+        self.pid, self.returncode, self.hears = 1, None, False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
@@ -80,7 +147,8 @@ class FakeProcess:
         self._ended.set_result(code)
 
     def terminate(self) -> None:
-        """One that does not hear."""
+        if self.hears:
+            self.end(exit_codes.TERMINATED)
 
     def kill(self) -> None:
         if self.returncode is None:
@@ -151,3 +219,18 @@ async def test_nothing_is_left_of_a_node_that_stops_while_it_starts_a_process_ag
     machine.launching.set()
     await stopping
     assert [process.returncode for process in machine.started] == [143, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_node_that_was_not_told_by_the_coordinator_tells_its_actors_to_leave(
+    machine: Machine, ordered: bool
+) -> None:
+    """The coordinator tells everybody; nobody else does."""
+    process = machine.started[0]
+    process.hears, machine.host.ordered_to_stop = True, ordered
+    stopping = asyncio.create_task(machine.node.stop())
+    await asyncio.sleep(0.05)
+    assert process.returncode == (None if ordered else exit_codes.TERMINATED)
+    if ordered:
+        process.end(exit_codes.COMPLETE)
+    await stopping
