@@ -30,7 +30,7 @@ from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed, crash_of
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED
-from laminar.eventlog.crashes import record_crash
+from laminar.eventlog.crashes import crashes, given_up, record_crash
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
 from laminar.eventlog.restore import Restored, restore, take_over
@@ -140,6 +140,7 @@ class Coordinator:
             observer=self._observer,
             limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),
             peers_max=clients_allowed(),
+            given_up=given_up(crashes(disk)),
         )
         self.log.info(
             "started",

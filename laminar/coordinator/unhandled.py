@@ -42,6 +42,8 @@ def name_of(peer: str, incarnation: int, peer_seq: int, event: Event) -> str:
         return f"{tag} of {event.name} (process {event.boot_id})"
     if isinstance(event, ev.HeartbeatLost):
         return f"{tag} of {event.actor} (incarnation {event.actor_incarnation})"
+    if isinstance(event, ev.NodeSilent | ev.NodeHeard):
+        return f"{tag} of {event.node} (incarnation {event.node_incarnation})"
     return f"{tag} {event.timer}" if isinstance(event, ev.TimerFired) else f"{tag} of {peer}"
 
 

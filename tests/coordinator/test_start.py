@@ -114,5 +114,7 @@ def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: NetWorld) -
         assert told["what"] == "actor-left, message 5 of rollout-0 (incarnation 7)"
         assert told["body"] == {"type": "actor-left"}
         assert told["story"] and all("rollout-0" in line for line in told["story"])
+        assert not coordinator.tick._given_up
+    assert list(start(run_dir)[0].tick._given_up) == [failed.what]
     (kept,) = given_up(crashes(RealDisk(run_dir / "events"))).values()
     assert kept.what == failed.what and "KeyError: '0.3.1'" in kept.error
