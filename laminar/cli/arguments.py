@@ -2,7 +2,7 @@
 
 Reads   the words
 Gives   Parser: argparse's, but every mistake is one sentence (ConfigError), nothing is abbreviated,
-        and a command may take settings of the config tree
+        and a command may take settings of the config tree; run_config of a run directory
 
 Settings are `key=value`, `--key=value` or `--key value`, anywhere between the options. They keep
 their order, and the last one of a key counts. A value may begin with a minus sign.
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from laminar.config import ConfigError, is_key
+from laminar.config import Config, ConfigError, is_key, load
+from laminar.rundir import CONFIG_FILE
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,10 +42,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """argparse's entry, also for the words that belong to a subcommand."""
-        options, overrides = list(args or ()), None
+        words = list(sys.argv[1:] if args is None else args)
+        options, overrides = words, None
         if self._aliases is not None:
             options = []
-            overrides = list(self._settings(iter(args or ()), options))
+            overrides = list(self._settings(iter(words), options))
         found, rest = super().parse_known_args(options, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -99,3 +103,13 @@ def _setting(word: str) -> str:
         hint = f"; a config file is given as -c {word}" if word.endswith(".toml") else ""
         raise ConfigError(f"{word!r} is neither key=value nor --key value{hint}")
     return word
+
+
+def run_config(run_dir: Path) -> Config:
+    """The configuration of a run that was named by its directory."""
+    if not run_dir.is_dir():
+        what = "is not a directory" if run_dir.exists() else "does not exist"
+        raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    return load([run_dir / CONFIG_FILE])

@@ -11,7 +11,6 @@ mistake of the user, 130 it was stopped before it began or at once; after 70 (it
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from pathlib import Path
@@ -19,7 +18,8 @@ from pathlib import Path
 import uvloop
 
 from laminar import exit_codes
-from laminar.config import Config, ConfigError, load
+from laminar.cli.arguments import Parser, run_config
+from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
 from laminar.observe.logs import configure, get_logger
@@ -28,19 +28,21 @@ from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE
 from laminar.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="laminar-coord", description=__doc__.split("\n")[0])
-    parser.add_argument("run_dir", type=Path)
+    parser = Parser(prog="laminar-coord", description=__doc__.split("\n")[0])
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     add_child_option(parser)
-    arguments = parser.parse_args()
     try:
+        arguments = parser.parse_args()
         code = _run(arguments.run_dir, arguments.lock_fd)
+    except KeyboardInterrupt:
+        code = exit_codes.STOPPED_EARLY
+        tell("laminar-coord: interrupted before it began")
     except Exception as error:
         code = exit_code_of(error)
         tell(f"laminar-coord: {sentence_of(error)}")
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def _run(run_dir: Path, lock_fd: int | None) -> int:
-    config = load([run_dir / CONFIG_FILE])
+    config = run_config(run_dir)
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:

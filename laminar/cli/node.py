@@ -10,45 +10,44 @@ order; the run goes on without this machine if it can.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from pathlib import Path
 
-from laminar import exit_codes, ids
+from laminar import ids
 from laminar.actors.host import run_actor
 from laminar.actors.node import Node
-from laminar.config import ConfigError, load
+from laminar.cli.arguments import Parser, run_config
+from laminar.cli.endings import exit_code
+from laminar.config import ConfigError
 from laminar.net.transport import loopback
-from laminar.observe.telemetry import tell
 from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE
 from laminar.stop_requests import add_child_option
 
 ROLES = ("store", "relay", "trainer", "rollout")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="laminar-node", description=__doc__.split("\n")[0])
-    parser.add_argument("run_dir", type=Path)
+    sys.exit(exit_code("laminar-node", _run))
+
+
+def _run() -> int:
+    parser = Parser(prog="laminar-node", description=__doc__.split("\n")[0])
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
     parser.add_argument("--host", default="127.0.0.1")
     add_child_option(parser)
     arguments = parser.parse_args()
-    try:
-        config = load([arguments.run_dir / CONFIG_FILE])
-        default = f"store,relay,trainer,rollout:{config.rollout.replicas}"
-        roles = parse_roles(arguments.roles or default)
-        check_roles(arguments.name, roles)
-        address = loopback(arguments.host)
-        lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
-    except ConfigError as error:
-        tell(f"laminar-node: {error}")
-        sys.exit(exit_codes.USER_ERROR)
+    config = run_config(arguments.run_dir)
+    default = f"store,relay,trainer,rollout:{config.rollout.replicas}"
+    roles = parse_roles(arguments.roles or default)
+    check_roles(arguments.name, roles)
+    address = loopback(arguments.host)
+    lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
     make = functools.partial(Node, roles=roles)
-    sys.exit(run_actor(lock, name, "node", name, address, make))
+    return run_actor(lock, name, "node", name, address, make)
 
 
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
