@@ -26,7 +26,7 @@ from laminar.rundir import reward_log
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_output import OutputLog
+from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 from laminar.tasks.rewards import RewardCall, RewardResult
 
@@ -42,6 +42,8 @@ class Scorer:
     def __init__(self, host: Host, store: StoreClient, tokenizer: PreTrainedTokenizerBase) -> None:
         self.host, self.store, self.tokenizer = host, store, tokenizer
         reward = host.config.reward
+        printed = OutputLog(reward_log(host.run_dir, host.name))
+        output = host.telemetry.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX)
         self._told: Counter[str] = Counter()  #: failures of each reason
         self.spec = reward_spec(host.config)
         self.pool = RewardPool(
@@ -50,7 +52,7 @@ class Scorer:
             timeout_s=reward.timeout_s,
             error_score=reward.error_score,
             max_retries=reward.max_retries,
-            on_output=OutputLog(reward_log(host.run_dir, host.name)),
+            on_output=output.put,
         )
 
     async def start(self) -> None:

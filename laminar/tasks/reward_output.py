@@ -1,38 +1,40 @@
 """What reward functions print: kept in a file of limited size.
 
 Reads   bytes from the workers of a pool
-Writes  RUN/logs/latest/NAME.reward.log
+Writes  RUN/logs/latest/NAME.reward.log, by the telemetry thread
+Raises  OSError: the outlet counts what is lost
 
 User code that prints belongs to nobody's terminal, and may print for days. What came first is kept:
-there is the beginning of whatever went wrong. A file that cannot be written concerns only itself.
+there is the beginning of whatever went wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 OUTPUT_BYTES_MAX = 8 << 20
-"""Of one replica: more is not read by anybody, and a thousand replicas share a file system."""
+"""Of one replica: nobody reads more, and a thousand replicas may share a file system."""
+PIECES_KEPT_MAX = 256
+"""Waiting for the file; each is what a pipe holds, 64 KiB."""
 
 
 class OutputLog:
-    """Takes what is printed; call it with each piece."""
+    """The file; one process writes it at a time."""
 
     def __init__(self, path: Path, bytes_max: int = OUTPUT_BYTES_MAX) -> None:
         self._path, self._bytes_max = path, bytes_max
         self._full = False
 
-    def __call__(self, data: bytes) -> None:
+    def write(self, pieces: Sequence[bytes]) -> None:
         if self._full:
             return
-        try:
-            with open(self._path, "ab") as file:
-                room = self._bytes_max - file.tell()
-                self._full = len(data) > room
-                if room > 0:
-                    file.write(data[:room] + (self._end() if self._full else b""))
-        except OSError:  # its disk is full, or it is gone: what is printed is lost
-            return
+        data = b"".join(pieces)
+        with open(self._path, "ab") as file:
+            room = self._bytes_max - file.tell()
+            self._full = len(data) > room
+            if room > 0:
+                file.write(data[:room] + (self._end() if self._full else b""))
 
     def _end(self) -> bytes:
         return f"\n... what is printed beyond {self._bytes_max} bytes is not kept\n".encode()

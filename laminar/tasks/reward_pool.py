@@ -18,6 +18,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
@@ -37,6 +38,7 @@ from laminar.tasks.reward_worker import (
 from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
+STACK_S = 2.0  #: for the stack of a call whose time is up
 REAP_S = 5.0  #: for the end of a process that was told to end
 
 
@@ -198,6 +200,7 @@ class _Worker(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self.ended = False
         self._on_output = on_output
+        self._printed = 0  #: bytes
         self._buffer = bytearray()
         self._reply: asyncio.Future[bytes | None] = loop.create_future()
         self._exited: asyncio.Future[None] = loop.create_future()
@@ -223,7 +226,14 @@ class _Worker(asyncio.SubprocessProtocol):
         with contextlib.suppress(ProcessLookupError):
             if not self._exited.done():
                 os.kill(self._pid, STACK_SIGNAL)
-        return await self._answer(LATE_S)
+        before, deadline = self._printed, time.monotonic() + STACK_S
+        body = None
+        while body is None and time.monotonic() < deadline:
+            printed = self._printed
+            body = await self._answer(LATE_S)
+            if before < self._printed == printed:
+                break  # it printed something, and nothing more
+        return body
 
     async def _answer(self, timeout_s: float) -> bytes | None:
         await asyncio.wait({self._reply}, timeout=timeout_s)
@@ -273,6 +283,7 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
+            self._printed += len(data)
             self._on_output(data)
             return
         self._buffer += data

@@ -106,6 +106,7 @@ async def scored(
             await scorer.score(*scoring(*names))
     finally:
         await scorer.close()
+    host.telemetry.drain(60)
     return host, store
 
 
