@@ -26,9 +26,13 @@ def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) ->
 
 
 def bound_allows(state: State, deadline: int) -> bool:
-    """Whether one more unchosen group with this deadline keeps the bound."""
-    deadlines = dict(state.deadlines)
-    deadlines[deadline] = deadlines.get(deadline, 0) + 1
+    """Whether one more unchosen group with this deadline keeps the bound.
+
+    It is kept so far, and the group counts from its deadline on.
+    """
+    unchosen = state.deadlines.items()
+    deadlines = {d: count for d, count in unchosen if d > deadline}
+    deadlines[deadline] = 1 + sum(count for d, count in unchosen if d <= deadline)
     return bound_holds(deadlines, state.chosen, state.settings.groups_per_step)
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from laminar import ids
 from laminar.core.admission import room
-from laminar.core.lookup import add_lost, assign, remove_lost
+from laminar.core.lookup import add_lost, assign, remove_lost, replica_changed
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
@@ -47,9 +47,9 @@ def new_group(turn: Turn, replica: Replica) -> None:
     state = turn.state
     group_id, row = next_row(state)
     deadline = replica.step + state.settings.max_staleness
+    replica.took += 1
     open_group(turn, replica, group_id, row, ids.TRAIN, deadline, state.settings.group_size)
     state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
-    replica.took += 1
 
 
 def open_group(
@@ -82,10 +82,11 @@ def open_group(
         state.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        place(turn, state.trajectories[trajectory_id], replica)
+        _place(turn, state.trajectories[trajectory_id], replica)
+    replica_changed(state, replica)
 
 
-def place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+def _place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
     """Send a trajectory to a replica under its present placement number."""
     state = turn.state
     group = state.groups[trajectory.group]
@@ -126,7 +127,8 @@ def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
         trajectory.restart = False
         group = state.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
-    place(turn, trajectory, replica)
+    _place(turn, trajectory, replica)
+    replica_changed(state, replica)
 
 
 def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
@@ -135,12 +137,8 @@ def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
     replica = turn.state.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
+        replica_changed(turn.state, replica)
         turn.touch(replica.name)
-
-
-def least_loaded(replicas: list[Replica]) -> Replica:
-    """The one with the fewest trajectories; the first of equals."""
-    return min(replicas, key=lambda replica: len(replica.running))
 
 
 def lose(turn: Turn, trajectory_id: TrajectoryId) -> None:

@@ -11,10 +11,13 @@ later due one waits, or moves on to the next version published. The last one run
 
 from __future__ import annotations
 
+from itertools import chain
+
 from laminar import ids
 from laminar.core import siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import open_group
+from laminar.core.roster import Kind
 from laminar.core.state import (
     ENDED,
     ENDING,
@@ -88,22 +91,60 @@ def version_wanted(turn: Turn, replica: Replica) -> int:
         return -1
     if evaluation is None:
         due = state.evaluation_due
-        somebody_pulls = any(r.loading for r in state.live_replicas())
+        somebody_pulls = bool(state.lookup.roster.of(lambda kind: kind.loading))
         return -1 if somebody_pulls or state.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
-    helpers = [r for r in state.live_replicas() if r.version == evaluation.version]
-    if helpers and not (evaluation.final and state.phase == FINAL_EVALUATION):
+    helped = _is_helped(state, evaluation)
+    if helped and not (evaluation.final and state.phase == FINAL_EVALUATION):
         return -1
-    if not helpers and not _in_reach(state, evaluation.version):
+    if not helped and not _in_reach(state, evaluation.version):
         _move_on(turn)
         return version_wanted(turn, replica)
     return evaluation.version if state.in_reach(replica, evaluation.version) else -1
 
 
+def _is_helped(state: State, evaluation: Evaluation) -> bool:
+    """Some live replica has its version."""
+    return bool(state.lookup.roster.of(lambda kind: kind.version == evaluation.version))
+
+
+def may_begin(state: State) -> list[Kind]:
+    """Kinds of replicas of which each would begin the one that is due."""
+    due = state.evaluation_due
+    if state.evaluation is not None or due < 0 or not _may_evaluate(state):
+        return []
+    return state.lookup.roster.of(lambda kind: kind.serving and kind.version >= due)
+
+
+def may_help(state: State) -> list[Kind]:
+    """Kinds of replicas of which each that has room takes work of the one that runs."""
+    evaluation = state.evaluation
+    if evaluation is None or not evaluation.queue or not _may_evaluate(state):
+        return []
+    return state.lookup.roster.able(evaluation.version)
+
+
+def may_want(state: State) -> bool:
+    """Whether an empty replica may be told to load a version for an evaluation."""
+    if not _may_evaluate(state) or not waits(state):
+        return False
+    evaluation, roster = state.evaluation, state.lookup.roster
+    if evaluation is None:
+        behind = roster.of(lambda kind: kind.behind or kind.version >= state.evaluation_due)
+        return bool(behind) and not roster.of(lambda kind: kind.loading)
+    if not evaluation.queue:
+        return False
+    final = evaluation.final and state.phase == FINAL_EVALUATION
+    return final or not _is_helped(state, evaluation)
+
+
 def _in_reach(state: State, version: int) -> bool:
     """Some live replica can load it."""
-    return any(state.in_reach(replica, version) for replica in state.live_replicas())
+    if version in state.saved:
+        return bool(state.lookup.roster.kinds)
+    relays = state.lookup.held.get(version, {})
+    return any(map(state.actor_alive, chain.from_iterable(map(state.lookup.served_by, relays))))
 
 
 def _move_on(turn: Turn) -> None:

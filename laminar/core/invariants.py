@@ -219,8 +219,9 @@ def lookup_is_true(state: State) -> None:
     _require(held == made.trajectories, "trajectories", held)
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
     _require(kept.ready == made.ready, "ready", kept.ready)
-    lost = [entry[3] for entry in kept.lost]
-    _require(lost == [entry[3] for entry in made.lost], "lost", lost)
+    _require(kept.fetched == made.fetched, "fetched", kept.fetched)
+    _require(kept.losses.content() == made.losses.content(), "losses", kept.losses.content())
+    _require(kept.roster.content() == made.roster.content(), "roster", kept.roster.content())
 
 
 def _require(condition: bool, *details: object) -> None:

@@ -2,9 +2,9 @@
 
 Reads   State
 Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
-        state.ready, state.lost, trajectory.replica, each together with what is looked up in it;
-        nothing else in the core changes them
-Gives   Lookup (`state.lookup`)
+        state.ready, state.lost, trajectory.replica, trajectory.restart, each together with what is
+        looked up in it; nothing else in the core changes them
+Gives   Lookup (`state.lookup`); `replica_changed`, to be called by whoever changes a replica
 
 Nothing here is a fact: a Lookup is made from a state when it is first asked for, is no part of its
 encoding or digest, and an invariant compares the one that was kept with one made anew.
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import TYPE_CHECKING
 
+from laminar.core.losses import Losses
+from laminar.core.roster import Roster
+from laminar.events.commands import PullWeights
 from laminar.ids import TrajectoryId
 
 if TYPE_CHECKING:
@@ -44,27 +46,38 @@ class Lookup:
         )
         #: names of replicas by the relay of their machine
         self.served: dict[str, dict[str, None]] = {}
-        #: by version, how many relays hold it
-        self.held: dict[int, int] = {}
+        #: names of the relays that hold a version, by version
+        self.held: dict[int, dict[str, None]] = {}
+        #: by version, how many are told to load this very one
+        self.fetched: dict[int, int] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
-        #: lost work, most urgent first: (deadline, order, number of the loss, id)
-        self.lost: list[tuple[int, int, int, str]] = []
-        self.losses = count()
         for actor in state.actors.values():
             self.roles.setdefault(actor.role, {})[actor.name] = None
             self.num_alive += actor.alive
         for key, outstanding in state.commands.items():
             self.commands.setdefault(outstanding.command.to, {})[key] = None
+            self.count_fetched(outstanding, 1)
         for replica in state.replicas.values():
             self.served.setdefault(replica.relay, {})[replica.name] = None
         for relay in state.relays.values():
             for version in relay.held:
-                self.held[version] = self.held.get(version, 0) + 1
+                self.held.setdefault(version, {})[relay.name] = None
         for trajectory in state.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
-        for trajectory_id in state.lost:
-            _insert_lost(self, state, state.trajectories[trajectory_id])
+        self.losses = Losses(state)
+        self.roster = Roster(state)
+
+    def served_by(self, relay: str) -> dict[str, None]:
+        """Names of the replicas of its machine."""
+        return self.served.get(relay, {})
+
+    def count_fetched(self, outstanding: Outstanding, change: int) -> None:
+        command = outstanding.command
+        if isinstance(command, PullWeights) and command.exact:
+            self.fetched[command.version] = self.fetched.get(command.version, 0) + change
+            if not self.fetched[command.version]:
+                del self.fetched[command.version]
 
     def num_ready(self, deadline: int) -> int:
         """Finished groups with this deadline."""
@@ -94,18 +107,27 @@ def end_actor(state: State, name: str) -> None:
     lookup, actor = state.lookup, state.actors[name]
     lookup.num_alive -= actor.alive
     actor.alive = False
+    if name in state.replicas:
+        lookup.roster.update(state, state.replicas[name])
 
 
 def add_replica(state: State, replica: Replica) -> None:
-    served = state.lookup.served
+    lookup = state.lookup
     state.replicas[replica.name] = replica
-    served.setdefault(replica.relay, {})[replica.name] = None
+    lookup.served.setdefault(replica.relay, {})[replica.name] = None
+    lookup.roster.add(state, replica)
 
 
 def remove_replica(state: State, replica: Replica) -> None:
-    served = state.lookup.served
+    lookup = state.lookup
     del state.replicas[replica.name]
-    del served[replica.relay][replica.name]
+    del lookup.served[replica.relay][replica.name]
+    lookup.roster.remove(replica)
+
+
+def replica_changed(state: State, replica: Replica) -> None:
+    """What it runs, loads, serves or took is something else now."""
+    state.lookup.roster.update(state, replica)
 
 
 # --- relays -------------------------------------------------------------------------------------
@@ -114,6 +136,14 @@ def remove_replica(state: State, replica: Replica) -> None:
 def remove_relay(state: State, relay: Relay) -> None:
     set_held(state, relay, [])
     del state.relays[relay.name]
+    relay_changed(state, relay)
+
+
+def relay_changed(state: State, relay: Relay) -> None:
+    """It has a newer version, or is gone: the replicas of its machine have another choice."""
+    lookup = state.lookup
+    for name in lookup.served_by(relay.name):
+        lookup.roster.update(state, state.replicas[name])
 
 
 def set_held(state: State, relay: Relay, held: list[int]) -> bool:
@@ -122,11 +152,11 @@ def set_held(state: State, relay: Relay, held: list[int]) -> bool:
     if relay.held == held:
         return False
     for version in relay.held:
-        holders[version] -= 1
+        del holders[version][relay.name]
         if not holders[version]:
             del holders[version]
     for version in held:
-        holders[version] = holders.get(version, 0) + 1
+        holders.setdefault(version, {})[relay.name] = None
     relay.held = held
     return True
 
@@ -136,20 +166,25 @@ def set_held(state: State, relay: Relay, held: list[int]) -> bool:
 
 def add_command(state: State, key: str, outstanding: Outstanding) -> None:
     """One that is outstanding under the same key is replaced, and keeps its place in the order."""
-    by_addressee, before = state.lookup.commands, state.commands.get(key)
-    if before is not None:
-        del by_addressee[before.command.to][key]
+    lookup = state.lookup
+    _forget_command(lookup, key, state.commands.get(key))
     state.commands[key] = outstanding
-    by_addressee.setdefault(outstanding.command.to, {})[key] = None
+    lookup.commands.setdefault(outstanding.command.to, {})[key] = None
+    lookup.count_fetched(outstanding, 1)
 
 
 def end_command(state: State, key: str) -> Outstanding | None:
     """The command that is no longer outstanding; None if it was not."""
-    by_addressee = state.lookup.commands
+    lookup = state.lookup
     outstanding = state.commands.pop(key, None)
-    if outstanding is not None:
-        del by_addressee[outstanding.command.to][key]
+    _forget_command(lookup, key, outstanding)
     return outstanding
+
+
+def _forget_command(lookup: Lookup, key: str, outstanding: Outstanding | None) -> None:
+    if outstanding is not None:
+        del lookup.commands[outstanding.command.to][key]
+        lookup.count_fetched(outstanding, -1)
 
 
 def set_timer(state: State, name: str, due_ns: int) -> None:
@@ -224,20 +259,26 @@ def remove_ready(state: State, group: Group) -> None:
 def add_lost(state: State, trajectory: Trajectory) -> None:
     lookup = state.lookup
     state.lost[trajectory.id] = None
-    _insert_lost(lookup, state, trajectory)
+    lookup.losses.add(state, trajectory)
 
 
 def remove_lost(state: State, trajectory: Trajectory) -> None:
     """It has a place again, or ends; nothing happens for one that was not lost."""
-    lost = state.lookup.lost
+    losses = state.lookup.losses
     if trajectory.id in state.lost:
         del state.lost[trajectory.id]
-        position = bisect_left(lost, (*_rank(state.groups[trajectory.group]), -1, ""))
-        while lost[position][3] != trajectory.id:
-            position += 1
-        del lost[position]
+        losses.remove(trajectory)
 
 
-def _insert_lost(lookup: Lookup, state: State, trajectory: Trajectory) -> None:
-    rank = _rank(state.groups[trajectory.group])
-    insort(lookup.lost, (*rank, next(lookup.losses), trajectory.id))
+def end_wait(state: State, trajectory_id: TrajectoryId) -> None:
+    """Lost work waits for its version no longer, and goes to any newer one."""
+    losses = state.lookup.losses
+    if trajectory_id in state.lost:
+        losses.wait_is_over(state.trajectories[trajectory_id])
+
+
+def begin_again(state: State, trajectory: Trajectory) -> None:
+    """Lost work begins again from the prompt."""
+    losses = state.lookup.losses
+    trajectory.restart = True
+    losses.begins_again(trajectory)

@@ -7,7 +7,7 @@ Emits   commands, each with its cause
     handle(event) = refuse it if its sender is fenced, or is not the one to report it,
                     or if it cannot be true
                   -> its handler records the fact          (one function per event, HANDLERS)
-                  -> the planner acts on the new situation (until nothing is left to decide),
+                  -> the planner acts on the new situation (core/planner.py),
                      unless no decision can depend on the fact
 
 The handlers only record; every decision is made by the planner from the state as it then is, so the
@@ -18,11 +18,9 @@ file. Choice is a hash of (seed, what it is about); sets are never walked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from laminar.core import (
-    admission,
     buffering,
     dispatch,
     evaluation,
@@ -36,9 +34,9 @@ from laminar.core import (
     siblings,
     weights,
 )
-from laminar.core.dispatch import has_room_for_group
+from laminar.core.planner import plan
 from laminar.core.plausible import plausible
-from laminar.core.state import Replica, State, Trajectory
+from laminar.core.state import State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -50,8 +48,6 @@ from laminar.ids import EVAL, TrajectoryId
 LOGIC_VERSION = 1
 """Raised with every change of a decision rule; a log of another version is refused by name."""
 
-PLAN_ROUNDS_MAX = 10_000
-"""The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
 UNPLANNED = (ev.TokenProgress, ev.TrajectoryStarted)
 """No decision depends on what these report, and after every event nothing is left to decide."""
 
@@ -135,48 +131,6 @@ def _plausible(turn: Turn) -> bool:
     return False
 
 
-# --- the planner ------------------------------------------------------------------------------
-
-
-def plan(turn: Turn) -> None:
-    """Decide until nothing is left to decide."""
-    for _ in range(PLAN_ROUNDS_MAX):
-        _plan_replicas(turn)
-        if not (buffering.choose_batch(turn) or lifecycle.plan(turn) or turn.state.touched):
-            return
-    raise AssertionError("the planner found no fixpoint")
-
-
-def _plan_replicas(turn: Turn) -> None:
-    """Lost work, evaluation, new groups, pulls: in this order for every touched replica."""
-    state = turn.state
-    recovery.plan_lost(turn)
-    recovery.plan_unscored(turn)
-    while state.touched:
-        touched = [state.replicas[n] for n in state.touched if n in state.replicas]
-        state.touched.clear()
-        for replica in touched:
-            evaluation.plan_evaluation(turn, replica)
-            weights.plan_reserved_pull(turn, replica)
-        _share_out_groups(turn, touched)
-        for replica in touched:
-            weights.plan_pull(turn, replica)
-
-
-def _share_out_groups(turn: Turn, replicas: list[Replica]) -> None:
-    """New groups one at a time to the emptiest replica that admits and has room."""
-    state = turn.state
-    queue = [(len(r.running), i) for i, r in enumerate(replicas) if has_room_for_group(state, r)]
-    heapify(queue)
-    while queue:
-        replica = replicas[queue[0][1]]
-        if has_room_for_group(state, replica) and admission.admits(state, replica):
-            dispatch.new_group(turn, replica)
-            heapreplace(queue, (len(replica.running), queue[0][1]))
-        else:
-            heappop(queue)  # a new group never makes another one admissible
-
-
 # --- handlers ---------------------------------------------------------------------------------
 
 
@@ -208,7 +162,8 @@ def on_timer_fired(turn: Turn, event: ev.TimerFired) -> None:
     elif kind == "batch-wait":
         recovery.batch_wait_expired(turn)
     elif kind == "resume":
-        turn.touch_all()  # the planner sees that its wait is over
+        lookup.end_wait(state, TrajectoryId(subject))
+        turn.touch_all()
     elif kind == "progress":
         recovery.watch_progress(turn, subject)
     elif kind == "rejoin":

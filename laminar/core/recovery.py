@@ -12,12 +12,10 @@ draw shortens the data, so it is the second choice and is counted.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heapreplace
-
 from laminar import ids
 from laminar.core import buffering, evaluation, lookup, siblings
-from laminar.core.admission import room, serving
-from laminar.core.dispatch import least_loaded, lose, place_again
+from laminar.core.dispatch import lose, place_again
+from laminar.core.losses import Entry
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import GENERATED, IN_ENGINE, UNFINISHED
 from laminar.core.turn import Turn
@@ -35,7 +33,6 @@ def replica_lost(turn: Turn, name: str) -> None:
     state = turn.state
     replica = state.replicas.get(name)
     turn.clear_timer(f"progress:{name}")
-    state.touched.pop(name, None)
     if replica is None:
         return
     for trajectory_id in list(replica.running):
@@ -76,66 +73,45 @@ def fail_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
 def plan_lost(turn: Turn) -> None:
     """Place lost work: same version first; after its wait, anywhere at least as new."""
     state = turn.state
-    if not state.lost:
-        return
-    able = _replicas_with_room(state)
-    for *_, trajectory_id in list(state.lookup.lost) if able else ():
-        trajectory = state.trajectories[ids.TrajectoryId(trajectory_id)]
-        replica = _place_for(state, trajectory, able)
-        if replica is not None:
-            place_again(turn, trajectory, replica)
-            _take_place(able, replica)
-        if not able:
+    while state.lost and (trajectory := _next_lost(state)) is not None:
+        replica = _place_for(state, trajectory)
+        if replica is None:
             return
+        place_again(turn, trajectory, replica)
 
 
-_Able = dict[int, list[tuple[int, int, Replica]]]
-"""By version, a heap of (running there, place in the order of replicas, replica)."""
+def _next_lost(state: State) -> Trajectory | None:
+    """The most urgent one for which there is a place."""
+    roster, losses = state.lookup.roster, state.lookup.losses
+    newest = roster.newest_able()
+    first: list[Entry] = []
+    for version in losses.versions():
+        here, newer = bool(roster.able(version)), newest > version
+        first += losses.anywhere.get(version, [])[:1] if here or newer else []
+        gone = version not in state.lookup.held and version not in state.saved
+        first += losses.waiting.get(version, [])[:1] if here or (newer and gone) else []
+    return state.trajectories[min(first)[3]] if first else None
 
 
-def _replicas_with_room(state: State) -> _Able:
-    able: _Able = {}
-    for position, replica in enumerate(state.replicas.values()):
-        if serving(state, replica) and room(replica) > 0:
-            entry = (len(replica.running), position, replica)
-            able.setdefault(replica.version, []).append(entry)
-    for heap in able.values():
-        heapify(heap)
-    return able
-
-
-def _take_place(able: _Able, replica: Replica) -> None:
-    """The least loaded of its version runs one more."""
-    heap = able[replica.version]
-    if room(replica) > 0:
-        heapreplace(heap, (len(replica.running), heap[0][1], replica))
-    else:
-        heappop(heap)
-        if not heap:
-            del able[replica.version]
-
-
-def _place_for(state: State, trajectory: Trajectory, able: _Able) -> Replica | None:
-    """The least loaded replica of its version; once that was waited for, of the newest one."""
-    version = trajectory.version
-    if version not in able:
-        somewhere = version in state.lookup.held or version in state.saved
-        waiting = somewhere and f"resume:{trajectory.id}" in state.timers
-        version = max(able)
-        if version < trajectory.version or (waiting and not trajectory.restart):
-            return None
-    return able[version][0][2]
+def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
+    """The least loaded replica of its version; where there is none, of the newest one."""
+    roster = state.lookup.roster
+    able = roster.able(trajectory.version) or roster.able(roster.newest_able())
+    return roster.least(able, room=1)
 
 
 def plan_unscored(turn: Turn) -> None:
     """Rewards whose replica is gone are worked out on another."""
     state = turn.state
-    scorers = [r for r in state.live_replicas() if r.capacity] if state.unscored else []
-    while scorers and state.unscored:
+    while state.unscored:
+        roster = state.lookup.roster
+        scorer = roster.least(roster.kinds, room=0)
+        if scorer is None:
+            return
         first = state.trajectories[next(iter(state.unscored))]
         together = siblings.scorable(state, first)
         if together:
-            siblings.score(turn, together, least_loaded(scorers).name)
+            siblings.score(turn, together, scorer.name)
         else:
             del state.unscored[first.id]
 
@@ -163,23 +139,17 @@ def _unstick(turn: Turn, group: Group, trajectory: Trajectory) -> None:
         turn.done(siblings.score_key(state, trajectory))
         state.unscored[trajectory.id] = None
         return
-    elsewhere = [
-        r
-        for r in state.live_replicas()
-        if r.name != trajectory.replica
-        and r.version == trajectory.version
-        and serving(state, r)
-        and room(r) > 0
-    ]
-    if trajectory.status in IN_ENGINE and elsewhere:
+    roster = state.lookup.roster
+    elsewhere = roster.least(roster.able(trajectory.version), 1, but=(trajectory.replica,))
+    if trajectory.status in IN_ENGINE and elsewhere is not None:
         lose(turn, trajectory.id)
-        place_again(turn, trajectory, least_loaded(elsewhere))
+        place_again(turn, trajectory, elsewhere)
     elif len(siblings.scored_members(state, group)) >= state.settings.min_scored:
         siblings.drop_sibling(turn, trajectory, "batch-wait")
     else:
         if trajectory.status in IN_ENGINE:
             lose(turn, trajectory.id)
-        trajectory.restart = True
+        lookup.begin_again(state, trajectory)
 
 
 def watch_progress(turn: Turn, name: str) -> None:

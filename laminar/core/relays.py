@@ -175,6 +175,7 @@ def hold(turn: Turn, relay: Relay, version: int, digest: str, held: tuple[int, .
         changed = True
         relay.newest, relay.newest_digest = version, digest
         relay.arrived[version] = turn.stamped.time_ns
+        lookup.relay_changed(state, relay)
         touch_replicas(turn, relay)
     relay.arrived = {v: at for v, at in relay.arrived.items() if v in held}
     return changed
@@ -189,7 +190,8 @@ def restart_for_other_bytes(turn: Turn, relay: Relay, digest: str) -> bool:
 
 def touch_replicas(turn: Turn, relay: Relay) -> None:
     """Those that pull from this relay have another choice now."""
-    turn.state.touched.update(turn.state.lookup.served.get(relay.name, {}))
+    for name in turn.state.lookup.served_by(relay.name):
+        turn.touch(name)
 
 
 def await_newest(turn: Turn, relay: Relay) -> None:
@@ -275,12 +277,13 @@ def can_work(state: State) -> bool:
         map(state.actor_alive, state.lookup.roles.get("rollout", ()))
     ):
         return True
-    if any(timer.startswith("rejoin:rollout") for timer in state.timers):
-        return True
-    return any(
+    if any(
         replica.relay in state.relays or f"rejoin:{replica.relay}" in state.timers
-        for replica in state.live_replicas()
-    )
+        for replica in state.replicas.values()
+        if state.actor_alive(replica.name)
+    ):
+        return True
+    return any(timer.startswith("rejoin:rollout") for timer in state.timers)
 
 
 def indispensable(state: State, name: str) -> bool:

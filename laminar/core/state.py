@@ -250,8 +250,6 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     #: by key, e.g. "generate:0.17.3"; the order is the order of issue
     commands: dict[str, Outstanding] = {}
     timers: dict[str, int] = {}  #: due time in ns by name
-    #: replicas whose situation changed in this turn
-    touched: dict[str, None] = {}
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: None: nothing was scored yet

@@ -1,7 +1,7 @@
 """One event being handled: the state, the cause, and the commands decided so far.
 
 Reads   state, the stamped event
-Writes  state.commands, state.timers, state.touched, state.ignored
+Writes  state.commands, state.timers, state.ignored
 Emits   whatever the handlers put in with `command`
 
 Every function of the core takes a Turn, so every command knows its cause without being told.
@@ -28,6 +28,8 @@ class Turn:
         self.stamped = stamped
         self.commands: list[Command] = []
         self.endings: list[Ending] = []  #: decided in this turn, sent together at its end
+        self._touched: dict[str, None] = {}  #: replicas whose situation changed
+        self._touched_all = False
 
     @property
     def next_command_id(self) -> int:
@@ -82,7 +84,19 @@ class Turn:
 
     def touch(self, replica: str) -> None:
         """This replica's situation changed: the planner looks at it before the turn ends."""
-        self.state.touched[replica] = None
+        if not self._touched_all:
+            self._touched[replica] = None
 
     def touch_all(self) -> None:
-        self.state.touched.update(dict.fromkeys(self.state.replicas))
+        """The situation of every replica may have changed."""
+        self._touched_all = True
+
+    @property
+    def anybody_touched(self) -> bool:
+        return self._touched_all or bool(self._touched)
+
+    def take_touched(self) -> tuple[dict[str, None], bool]:
+        """Those that were touched by name, in that order, and whether then all others were, too."""
+        taken = self._touched, self._touched_all
+        self._touched, self._touched_all = {}, False
+        return taken

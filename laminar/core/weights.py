@@ -13,6 +13,7 @@ from the relay of its own machine and from no other; what that has evicted, from
 from __future__ import annotations
 
 from laminar.core import evaluation, lifecycle, lookup, publishing, relays
+from laminar.core.roster import Kind
 from laminar.core.state import Replica, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
@@ -86,6 +87,7 @@ def on_weights_loaded(turn: Turn, event: ev.WeightsLoaded) -> None:
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     replica.progress_ns = turn.stamped.time_ns
+    lookup.replica_changed(state, replica)
     if state.lost or evaluation.waits(state):
         turn.touch_all()  # who has which version decides what the others load
     else:
@@ -99,6 +101,7 @@ def on_weights_rejected(turn: Turn, event: ev.WeightsRejected) -> None:
         return
     replica.version, replica.step, replica.loading = -1, -1, False
     replica.failed_loads += 1
+    lookup.replica_changed(turn.state, replica)
     turn.touch(replica.name)
     if replica.failed_loads >= FAILED_LOADS_MAX:
         turn.restart(replica.name, f"rejected weights {event.version}: {event.reason}")
@@ -114,6 +117,7 @@ def on_version_gone(turn: Turn, event: ev.VersionGone) -> None:
     if replica is None:
         return
     replica.loading = False
+    lookup.replica_changed(state, replica)
     relay = state.relays.get(replica.relay)
     if relay is not None:
         latest = max(event.held, default=event.version)
@@ -138,6 +142,7 @@ def on_checkpoint_refused(turn: Turn, event: ev.CheckpointRefused) -> None:
     if replica is None:
         return
     replica.loading = False
+    lookup.replica_changed(turn.state, replica)
     turn.state.saved.pop(event.version, None)
     turn.touch_all()
 
@@ -156,6 +161,7 @@ def pull(turn: Turn, replica: Replica, version: int, exact: bool, purpose: str) 
         checkpoint=state.saved[version] if evicted else "",
     )
     turn.command(command, key=f"pull:{replica.name}", timeout_ms=PULL_TIMEOUT_MS)
+    lookup.replica_changed(state, replica)
 
 
 def plan_reserved_pull(turn: Turn, replica: Replica) -> None:
@@ -192,26 +198,28 @@ def _can_pull(state: State, replica: Replica) -> bool:
     return not busy and not given_up and state.actor_alive(replica.name)
 
 
+def may_pull_reserved(state: State) -> list[Kind]:
+    """Kinds of empty replicas that may be told to: plan_reserved_pull is for them."""
+    lost, roster = _wanted_by_lost_work(state), state.lookup.roster
+    if not lost and not evaluation.may_want(state):
+        return []
+    return roster.of(lambda kind: not kind.loading and kind.failed_loads < FAILED_LOADS_MAX)
+
+
 def _version_of_lost_work(state: State, replica: Replica) -> int:
     """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
-    served: set[int] = set()
-    for trajectory_id in state.lost:
-        trajectory = state.trajectories[trajectory_id]
-        version = trajectory.version
-        if trajectory.restart or version in served or not state.in_reach(replica, version):
-            continue
-        if not _somebody_has(state, version):
-            return version
-        served.add(version)
-    return -1
+    wanted = _wanted_by_lost_work(state)
+    return next((v for v in wanted if state.in_reach(replica, v)), -1)
+
+
+def _wanted_by_lost_work(state: State) -> list[int]:
+    """Versions that no live replica has or loads, what was lost first at the head."""
+    if not state.lost:
+        return []
+    return [v for v in state.lookup.losses.wanted() if not _somebody_has(state, v)]
 
 
 def _somebody_has(state: State, version: int) -> bool:
-    for replica in state.live_replicas():
-        if replica.version == version and not replica.loading:
-            return True
-        pulling = state.commands.get(f"pull:{replica.name}") if replica.loading else None
-        command = pulling.command if pulling is not None else None
-        if isinstance(command, cmd.PullWeights) and command.version == version and command.exact:
-            return True
-    return False
+    """Serves it, or is loading this very version."""
+    serving = state.lookup.roster.of(lambda kind: kind.version == version and kind.serving)
+    return bool(serving) or version in state.lookup.fetched

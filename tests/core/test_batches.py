@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core import lifecycle, machine
+from laminar.core import lifecycle, planner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -211,6 +211,6 @@ def test_planner_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     """A rule that always has something to decide must not hang the coordinator."""
     bench = Bench()
     monkeypatch.setattr(lifecycle, "plan", lambda turn: True)
-    monkeypatch.setattr(machine, "PLAN_ROUNDS_MAX", 10)
+    monkeypatch.setattr(planner, "PLAN_ROUNDS_MAX", 10)
     with pytest.raises(AssertionError, match="no fixpoint"):
         bench.join("node-0")

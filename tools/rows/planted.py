@@ -8,7 +8,7 @@ A rule whose absence no simulated run notices is either not needed or not tested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from laminar.core import (
     siblings,
     weights,
 )
+from laminar.core.roster import Kind, Roster
 from laminar.core.state import Replica, State, Trajectory
 from laminar.core.turn import Turn
 from laminar.eventlog.writer import LogWriter
@@ -57,8 +58,8 @@ class Planter(ExitStack):
 def lost_work_only_to_admitting_replicas(plant: Planter) -> None:
     place_for = recovery._place_for
 
-    def planted(state: State, trajectory: Trajectory, able: Any) -> Replica | None:
-        replica = place_for(state, trajectory, able)
+    def planted(state: State, trajectory: Trajectory) -> Replica | None:
+        replica = place_for(state, trajectory)
         return replica if replica is not None and admission.admits(state, replica) else None
 
     plant.replace(recovery, "_place_for", planted)
@@ -117,9 +118,9 @@ def nobody_acts_when_a_batch_waits(plant: Planter) -> None:
 def start_over_is_never_allowed(plant: Planter) -> None:
     """Lost work waits for its own version, for ever."""
 
-    def planted(state: State, trajectory: Trajectory, able: Any) -> Replica | None:
-        heap = able.get(trajectory.version)
-        return heap[0][2] if heap else None
+    def planted(state: State, trajectory: Trajectory) -> Replica | None:
+        roster = state.lookup.roster
+        return roster.least(roster.able(trajectory.version), room=1)
 
     plant.replace(recovery, "_place_for", planted)
 
@@ -418,11 +419,12 @@ def decision_depends_on_what_ran_before(plant: Planter) -> None:
     """A counter of the process, not of the log, chooses among equal replicas."""
     calls = [0]
 
-    def planted(replicas: list[Replica]) -> Replica:
+    def planted(roster: Roster, kinds: Collection[Kind], room: int, but: Any = ()) -> Any:
         calls[0] += 1
-        return replicas[calls[0] % len(replicas)]
+        able = list(roster.with_room(kinds) if room else roster.numbers_of(kinds))
+        return roster.replicas[able[calls[0] % len(able)]] if able else None
 
-    plant.replace(recovery, "least_loaded", planted)
+    plant.replace(Roster, "least", planted)
 
 
 def timer_clock_starts_at_zero_after_a_restart(plant: Planter) -> None:

@@ -1,0 +1,149 @@
+"""The planner: decides from the state as it is now, until nothing is left to decide.
+
+Reads   state, turn.touched
+Writes  through the modules that it asks, in this order: lost work, rewards without a replica,
+        evaluation, new groups, pulls, batches, the phase of the run
+Emits   whatever they decide
+
+When all replicas are touched, only those are looked at for which something can come of it: the
+roster knows them. The order is that of all replicas all the same, since what one is given another
+one cannot have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from heapq import heapify, heappop, heapreplace
+
+from laminar.core import (
+    admission,
+    buffering,
+    dispatch,
+    evaluation,
+    lifecycle,
+    recovery,
+    weights,
+)
+from laminar.core.dispatch import has_room_for_group
+from laminar.core.roster import Kind
+from laminar.core.state import Replica, State
+from laminar.core.turn import Turn
+
+PLAN_ROUNDS_MAX = 10_000
+"""The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
+
+
+def plan(turn: Turn) -> None:
+    """Decide until nothing is left to decide."""
+    for _ in range(PLAN_ROUNDS_MAX):
+        _plan_replicas(turn)
+        if not (buffering.choose_batch(turn) or lifecycle.plan(turn) or turn.anybody_touched):
+            return
+    raise AssertionError("the planner found no fixpoint")
+
+
+def _plan_replicas(turn: Turn) -> None:
+    """Lost work, evaluation, new groups, pulls: in this order for every touched replica."""
+    state = turn.state
+    recovery.plan_lost(turn)
+    recovery.plan_unscored(turn)
+    while turn.anybody_touched:
+        names, everybody = turn.take_touched()
+        touched = [state.replicas[n] for n in names if n in state.replicas]
+        for replica in touched:
+            _plan_reserved(turn, replica)
+        if everybody:
+            _plan_reserved_for_others(turn, names)
+        _share_out_groups(turn, touched, everybody)
+        for replica in touched:
+            weights.plan_pull(turn, replica)
+        if everybody:
+            _plan_pulls_of_others(turn, names)
+
+
+def _plan_reserved(turn: Turn, replica: Replica) -> None:
+    """What goes before new groups."""
+    evaluation.plan_evaluation(turn, replica)
+    weights.plan_reserved_pull(turn, replica)
+
+
+def _plan_reserved_for_others(turn: Turn, but: Collection[str]) -> None:
+    """Of those behind the one just looked at, who comes into question depends on the evaluation."""
+    state, last = turn.state, -1
+    while True:
+        known = state.evaluation, state.evaluation_due
+        for number in sorted(_for_reserved(state)):
+            if number <= last:
+                continue
+            replica, last = state.lookup.roster.replicas[number], number
+            if replica.name not in but:
+                _plan_reserved(turn, replica)
+            if known[0] is not state.evaluation or known[1] != state.evaluation_due:
+                break
+        else:
+            return
+
+
+def _for_reserved(state: State) -> dict[int, None]:
+    """Numbers of the replicas for which evaluation or a reserved pull may have something."""
+    roster = state.lookup.roster
+    found = dict.fromkeys(roster.numbers_of(evaluation.may_begin(state)))
+    found |= dict.fromkeys(roster.with_room(evaluation.may_help(state)))
+    found |= dict.fromkeys(roster.empty(weights.may_pull_reserved(state)))
+    return found
+
+
+def _plan_pulls_of_others(turn: Turn, but: Collection[str]) -> None:
+    roster = turn.state.lookup.roster
+    for number in sorted(roster.empty(roster.of(lambda kind: kind.behind and not kind.loading))):
+        if roster.replicas[number].name not in but:
+            weights.plan_pull(turn, roster.replicas[number])
+
+
+# --- new groups -----------------------------------------------------------------------------------
+
+
+def _share_out_groups(turn: Turn, touched: list[Replica], everybody: bool) -> None:
+    """New groups one at a time to the emptiest replica that admits and has room."""
+    state = turn.state
+    others = _Others(state, {r.name: None for r in touched}) if everybody else None
+    queue = [(len(r.running), i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
+    heapify(queue)
+    while True:
+        while queue and not _takes_group(state, touched[queue[0][1]]):
+            heappop(queue)  # a new group never makes another one admissible
+        other = others.least() if others is not None else None
+        if other is not None and not (queue and queue[0][0] <= len(other.running)):
+            dispatch.new_group(turn, other)
+        elif queue:
+            replica = touched[queue[0][1]]
+            dispatch.new_group(turn, replica)
+            heapreplace(queue, (len(replica.running), queue[0][1]))
+        else:
+            return
+
+
+def _takes_group(state: State, replica: Replica) -> bool:
+    return has_room_for_group(state, replica) and admission.admits(state, replica)
+
+
+class _Others:
+    """Replicas that nothing but a touch of all has touched."""
+
+    def __init__(self, state: State, but: Collection[str]) -> None:
+        self._state, self._but = state, but
+        self._refused: dict[int, None] = {}  #: steps whose weights admit no more
+
+    def least(self) -> Replica | None:
+        """The emptiest that takes a group."""
+        roster, size = self._state.lookup.roster, self._state.settings.group_size
+        while kinds := roster.of(self._may_admit):
+            replica = roster.least(kinds, size, self._but)
+            if replica is None or admission.admits(self._state, replica):
+                return replica
+            self._refused[replica.step] = None  # what is left to refuse it, refuses all of its step
+        return None
+
+    def _may_admit(self, kind: Kind) -> bool:
+        draining = kind.behind and kind.satisfied
+        return kind.serving and not draining and kind.step not in self._refused

@@ -1,0 +1,174 @@
+"""Where every replica stands: who serves which version, how loaded, who is empty, who is behind.
+
+Reads   replicas, whether their processes live, what their relays have
+Gives   Roster (`state.lookup.roster`): the questions that decisions ask about all replicas at once
+
+A part of Lookup: it follows from the state, and whoever changes a replica calls `update`. Replicas
+of one kind differ in their load only, and there are few kinds, so no question walks over all
+replicas. Numbers give them the order of `state.replicas`, which decides between equals.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from laminar.core.state import Replica, State
+
+
+class Kind(NamedTuple):
+    """What decisions about a live replica depend on, besides its load."""
+
+    version: int  #: loaded, or before the load that is under way; -1: none
+    step: int
+    loading: bool
+    behind: bool  #: the relay of its machine has a newer version
+    satisfied: bool  #: it took its share of new groups
+    failed_loads: int
+
+    @property
+    def serving(self) -> bool:
+        return self.version >= 0 and not self.loading
+
+
+Load = tuple[int, int]  #: trajectories that run there, and capacity
+_Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
+
+
+class Roster:
+    """Live replicas by kind and load."""
+
+    def __init__(self, state: State) -> None:
+        self.kinds: dict[Kind, _Loads] = {}
+        self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
+        self.replicas: dict[int, Replica] = {}
+        self._standing: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
+        self._count = count()
+        for replica in state.replicas.values():
+            self.add(state, replica)
+
+    # --- kept true ------------------------------------------------------------------------------
+
+    def add(self, state: State, replica: Replica) -> None:
+        """A new one, behind all others."""
+        number = self.numbers[replica.name] = next(self._count)
+        self.replicas[number] = replica
+        self.update(state, replica)
+
+    def remove(self, replica: Replica) -> None:
+        self._move(replica.name, None)
+        del self.replicas[self.numbers.pop(replica.name)]
+
+    def update(self, state: State, replica: Replica) -> None:
+        """Anything about it may have changed."""
+        actor = state.actors.get(replica.name)
+        if actor is None or not actor.alive:
+            return self._move(replica.name, None)
+        relay = state.relays.get(replica.relay)
+        kind = Kind(
+            replica.version,
+            replica.step,
+            replica.loading,
+            relay is not None and relay.newest > replica.version,
+            replica.took >= state.settings.groups_per_version,
+            replica.failed_loads,
+        )
+        self._move(replica.name, (kind, (len(replica.running), replica.capacity)))
+
+    def _move(self, name: str, standing: tuple[Kind, Load] | None) -> None:
+        before = self._standing.get(name)
+        if before == standing:
+            return
+        number = self.numbers[name]
+        if before is not None:
+            self._take_out(*before, number)
+            del self._standing[name]
+        if standing is not None:
+            kind, load = self._standing[name] = standing
+            insort(self.kinds.setdefault(kind, {}).setdefault(load, []), number)
+
+    def _take_out(self, kind: Kind, load: Load, number: int) -> None:
+        loads = self.kinds[kind]
+        numbers = loads[load]
+        if len(numbers) > 1:
+            del numbers[bisect_left(numbers, number)]
+            return
+        del loads[load]
+        if not loads:
+            del self.kinds[kind]
+
+    def content(self) -> Any:
+        """Equal for two that answer equally."""
+        names = {number: replica.name for number, replica in self.replicas.items()}
+        order = [names[number] for number in sorted(names)]
+        return order, {
+            kind: {load: [names[n] for n in numbers] for load, numbers in loads.items()}
+            for kind, loads in self.kinds.items()
+        }
+
+    # --- asked ----------------------------------------------------------------------------------
+
+    def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
+        """The kinds that are wanted, of those that there are."""
+        return [kind for kind in self.kinds if wanted(kind)]
+
+    def able(self, version: int, room: int = 1) -> list[Kind]:
+        """Kinds that serve this version and have room for so many more."""
+        return [
+            kind
+            for kind, loads in self.kinds.items()
+            if kind.version == version and kind.serving and _have_room(loads, room)
+        ]
+
+    def newest_able(self) -> int:
+        """The highest version that a replica with room serves; -1: none."""
+        return max(
+            (k.version for k, loads in self.kinds.items() if k.serving and _have_room(loads, 1)),
+            default=-1,
+        )
+
+    def least(
+        self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
+    ) -> Replica | None:
+        """Of these kinds the least loaded with room for so many more, the first of equals."""
+        best: tuple[int, int] | None = None
+        for kind in kinds:
+            for (running, capacity), numbers in self.kinds.get(kind, {}).items():
+                if capacity - running >= room and (best is None or running <= best[0]):
+                    first = self._first(numbers, but)
+                    if first >= 0 and (best is None or (running, first) < best):
+                        best = running, first
+        return self.replicas[best[1]] if best is not None else None
+
+    def _first(self, numbers: list[int], but: Collection[str]) -> int:
+        """The lowest of these, -1 for none; `but` names replicas that are not meant."""
+        if not but:
+            return numbers[0]
+        return next((n for n in numbers if self.replicas[n].name not in but), -1)
+
+    def empty(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of the replicas of these kinds that run nothing."""
+        for kind in kinds:
+            for (running, _), numbers in self.kinds[kind].items():
+                if not running:
+                    yield from numbers
+
+    def numbers_of(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of all replicas of these kinds."""
+        for kind in kinds:
+            for numbers in self.kinds[kind].values():
+                yield from numbers
+
+    def with_room(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of the replicas of these kinds that can run more."""
+        for kind in kinds:
+            for (running, capacity), numbers in self.kinds[kind].items():
+                if running < capacity:
+                    yield from numbers
+
+
+def _have_room(loads: _Loads, room: int) -> bool:
+    return any(capacity - running >= room for running, capacity in loads)

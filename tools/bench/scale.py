@@ -1,0 +1,183 @@
+"""What the coordinator costs at size: every kind of event, losses, and what it does beside them.
+
+Usage: python tools/bench/scale.py [--replicas 10000] [--trajectories 160000]
+Prints one JSON line per figure with its limit; exits 1 when one is missed.
+
+event_ms_KIND[_SITUATION]   CPU time of one turn of the real tick with one such event: decided,
+                            logged, sent
+quarter_of_WHAT_lost_s      the turn in which a quarter of the replicas, or of the machines, is
+                            given up: all their work is placed again, logged and sent
+
+Situations: replicas run what the staleness bound allows, and have room for what others lose (none
+named); work is lost and nobody has room for it (lost); most replicas are idle and an evaluation is
+due (evaluation).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.coordinator.system import RealDisk  # noqa: E402
+from laminar.events import events as ev  # noqa: E402
+from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from tools.bench.cluster import GROUP_SIZE, Cluster  # noqa: E402
+from tools.bench.stories import STORIES, Story, lose, newer_version  # noqa: E402
+
+STEPS_UNDER_WAY = 80
+"""Batches that the running trajectories make: one holds 2,000 of 160,000."""
+TIMES = 5  #: measured, of which the median counts
+EVENT_MS = 50.0
+LOSS_S = 2.0
+BLOCK_MS = 20.0
+
+
+class Figure(NamedTuple):
+    """One line; `limit` is the most that it may be."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+
+
+def in_child(measure: Callable[[], list[float]]) -> list[float]:
+    """What `measure` gives in a forked process: it finds the state as it is now and leaves it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, json.dumps(measure()).encode())
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    if os.waitpid(child, 0)[1]:
+        sys.exit("the story ended with an error")
+    found: list[float] = json.loads(text)
+    return found
+
+
+def turns(cluster: Cluster, story: Callable[[Cluster], Story]) -> list[float]:
+    """Milliseconds of the turn of each event."""
+    found = []
+    for name, event in story(cluster):
+        if isinstance(event, ev.ActorJoined):
+            cluster.turn(cluster.joined(name))
+        elif name:
+            cluster.turn(cluster.frames(name, event))
+        else:
+            cluster.turn(own=[event])
+        found.append(1e3 * cluster.turn_s)
+    return found
+
+
+def events(cluster: Cluster, situation: str) -> Iterator[Figure]:
+    """Every kind of event in a situation; nothing for one that cannot happen in it."""
+    for name, story in STORIES.items():
+        found: list[float] = []
+        while len(found) < TIMES and (more := in_child(partial(turns, cluster, story))):
+            found += more
+        if found:
+            yield Figure(f"event_ms_{name}{situation}", median(found[:TIMES]), "ms", EVENT_MS)
+
+
+def quarter_lost(cluster: Cluster, nodes: bool) -> list[float]:
+    """Seconds of the turn in which a quarter of the replicas, or of the machines, is given up."""
+    names = cluster.nodes if nodes else cluster.rollouts
+    lost = [lose(cluster, name) for name in names[len(names) // 2 :][: len(names) // 4]]
+    cluster.turn(own=lost)
+    return [cluster.turn_s]
+
+
+def losses(cluster: Cluster, situation: str) -> Iterator[Figure]:
+    for nodes, what in ((False, "replicas"), (True, "nodes")):
+        found = [t for _ in range(TIMES) for t in in_child(partial(quarter_lost, cluster, nodes))]
+        yield Figure(f"quarter_of_{what}_lost_s{situation}", median(found), "s", LOSS_S)
+
+
+# --- situations -----------------------------------------------------------------------------------
+
+
+def busy(args: argparse.Namespace, spare: int = GROUP_SIZE) -> Cluster:
+    """Every replica runs its share, and has room for `spare` more."""
+    return Cluster(
+        replicas=args.replicas,
+        trajectories=args.trajectories,
+        capacity=args.trajectories // args.replicas + spare,
+        groups_per_step=args.groups_per_step,
+    )
+
+
+def with_lost_work(args: argparse.Namespace) -> Cluster:
+    """Nobody has room for what one replica in a hundred has lost."""
+    cluster = busy(args, spare=0)
+    for name in cluster.rollouts[:: -(args.replicas // 100 or 1)][1:100]:
+        cluster.own(lose(cluster, name))
+    return cluster
+
+
+def with_evaluation_due(args: argparse.Namespace) -> Cluster:
+    """A quarter of the work: most replicas are idle, and the new version has not come to them."""
+    cluster = Cluster(
+        replicas=args.replicas,
+        trajectories=args.trajectories // 4,
+        capacity=args.trajectories // args.replicas,
+        groups_per_step=args.groups_per_step,
+    )
+    version = newer_version(cluster)
+    cluster.say(cluster.relays[0], cluster.weights(cluster.relays[0], version))
+    return cluster
+
+
+SITUATIONS = {"": busy, "_lost": with_lost_work, "_evaluation": with_evaluation_due}
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figure]:
+    for situation, make in SITUATIONS.items():
+        if args.situations is not None and situation not in args.situations:
+            continue
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+            cluster = make(args)
+            cluster.open(RealDisk(Path(directory)))
+            gc.collect()
+            gc.freeze()
+            yield from events(cluster, situation)
+            yield from losses(cluster, situation)
+            gc.unfreeze()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=10_000)
+    parser.add_argument("--trajectories", type=int, default=160_000)
+    parser.add_argument("--situations", nargs="*")
+    args = parser.parse_args()
+    args.groups_per_step = max(args.trajectories // GROUP_SIZE // STEPS_UNDER_WAY, 1)
+    missed = 0
+    for figure in measure(args):
+        line = figure._asdict() | {"value": round(figure.value, 3)}
+        print(json.dumps(line), flush=True)
+        missed += figure.value > figure.limit
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""One story for every kind of event: how it comes about in a cluster that runs.
+
+Gives   STORIES: by name, a generator of (process, event); "" is the coordinator itself
+
+What has to happen before the event is told to the machine directly and is not measured. A story
+gives its event several times where that makes sense, each time about something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from laminar.core.state import Trajectory
+from laminar.core.transitions import IN_ENGINE
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event
+from tools.bench.cluster import Cluster
+
+Story = Iterator[tuple[str, Event]]
+TIMES = 5
+APART = 37  #: replicas between two that a story is about: they share no machine
+
+
+# --- finding ------------------------------------------------------------------------------------
+
+
+def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
+    """Trajectories of that status, each on a machine of its own."""
+    state = cluster.state
+    for name in list(state.replicas)[::-APART]:
+        for trajectory_id in state.replicas[name].running:
+            if state.trajectories[trajectory_id].status == status:
+                yield state.trajectories[trajectory_id]
+                break
+
+
+def some(cluster: Cluster) -> list[str]:
+    """Replicas with work, each on a machine of its own, none on the first."""
+    return [t.replica for t in islice(running(cluster), TIMES)]
+
+
+def finish(cluster: Cluster, trajectories: list[Trajectory], *, reward: bool) -> None:
+    for t in trajectories:
+        cluster.say(t.replica, cluster.finished(t.id))
+        if reward:
+            cluster.say(t.replica, cluster.rewarded(t.id))
+
+
+def work_of(cluster: Cluster, name: str) -> list[Trajectory]:
+    state = cluster.state
+    return [state.trajectories[t] for t in state.replicas[name].running]
+
+
+def almost_a_batch(cluster: Cluster) -> Trajectory:
+    """All of it is rewarded but one sibling, which is generated."""
+    state = cluster.state
+    groups = [g for g in state.groups.values() if g.purpose == "train" and g.status == "open"]
+    in_engine = [
+        g for g in groups if all(state.trajectories[m].status in IN_ENGINE for m in g.members)
+    ]
+    members = [
+        state.trajectories[m]
+        for g in in_engine[: state.settings.groups_per_step]
+        for m in g.members
+    ]
+    finish(cluster, members[:-1], reward=True)
+    finish(cluster, members[-1:], reward=False)
+    return members[-1]
+
+
+def train(cluster: Cluster) -> ev.StepCompleted:
+    """A batch is trained; the event that says so."""
+    if cluster.state.batch is None:
+        last = almost_a_batch(cluster)
+        cluster.say(last.replica, cluster.rewarded(last.id))
+    batch = cluster.state.batch
+    assert batch is not None
+    return ev.StepCompleted(
+        step=batch.step,
+        version=batch.version,
+        changed=True,
+        reason="",
+        num_tokens=1,
+        digest="",
+        metrics={},
+    )
+
+
+def newer_version(cluster: Cluster) -> int:
+    """A step is trained, and its weights are to be published."""
+    done = train(cluster)
+    cluster.say("trainer-0", done)
+    return done.version
+
+
+def pulling(cluster: Cluster) -> Iterator[str]:
+    """Replicas that are told to load, one after the other."""
+    version = cluster.state.newest
+    if version < 1:
+        version = newer_version(cluster)
+    names = some(cluster)
+    cluster.publish(version)
+    for name in names:
+        finish(cluster, work_of(cluster, name), reward=False)
+        if f"pull:{name}" in cluster.state.commands:
+            yield name
+
+
+def lose(cluster: Cluster, name: str) -> ev.HeartbeatLost:
+    incarnation = cluster.state.actors[name].incarnation
+    return ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=5_000)
+
+
+# --- the coordinator's own ----------------------------------------------------------------------
+
+
+def coordinator_started(cluster: Cluster) -> Story:
+    yield "", cluster.started(2, cluster.state.settings)
+
+
+def heartbeat_lost(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        yield "", lose(cluster, name)
+
+
+def heartbeat_lost_node(cluster: Cluster) -> Story:
+    for node in cluster.nodes[1 : 1 + TIMES]:
+        yield "", lose(cluster, node)
+
+
+def heartbeat_lost_relay(cluster: Cluster) -> Story:
+    for relay in cluster.relays[1 : 1 + TIMES]:
+        yield "", lose(cluster, relay)
+
+
+def timer_progress(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        yield "", ev.TimerFired(timer=f"progress:{name}")
+
+
+def timer_resume(cluster: Cluster) -> Story:
+    for name in list(cluster.state.lost)[:TIMES]:
+        yield "", ev.TimerFired(timer=f"resume:{name}")
+
+
+def timer_batch_wait(cluster: Cluster) -> Story:
+    yield "", ev.TimerFired(timer="batch-wait")
+
+
+def timer_rejoin(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        cluster.own(lose(cluster, name))
+        yield "", ev.TimerFired(timer=f"rejoin:{name}")
+
+
+def timer_score(cluster: Cluster) -> Story:
+    for t in islice(running(cluster), TIMES):
+        finish(cluster, [t], reward=False)
+        yield "", ev.TimerFired(timer=f"command:score:{t.id}")
+
+
+def batch_proposed(cluster: Cluster) -> Story:
+    yield "", ev.BatchProposed(step=cluster.state.chosen, groups=())
+
+
+def drain_requested(cluster: Cluster) -> Story:
+    yield "", ev.DrainRequested(reason="SIGINT")
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def actor_joined(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        cluster.own(lose(cluster, name))
+        yield name, cluster.joining(name)
+
+
+def actor_left(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        yield name, ev.ActorLeft()
+
+
+def actor_failed(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        yield name, ev.ActorFailed(reason="it broke", user_error=False)
+
+
+def process_exited(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        actor = cluster.state.actors[name]
+        exited = ev.ProcessExited(actor=name, boot_id=actor.boot_id, code=-9, restarting=True)
+        yield actor.node, exited
+
+
+def replica_ready(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        cluster.own(lose(cluster, name))
+        cluster.turn(cluster.joined(name))
+        yield name, ev.ReplicaReady(max_num_seqs=cluster.capacity, kv_capacity_tokens=1)
+
+
+def relay_ready(cluster: Cluster) -> Story:
+    for relay in cluster.relays[1 : 1 + TIMES]:
+        cluster.own(lose(cluster, relay))
+        cluster.turn(cluster.joined(relay))
+        yield relay, ev.RelayReady(address="here", bulk="here")
+
+
+def trainer_ready(cluster: Cluster) -> Story:
+    yield "trainer-0", ev.TrainerReady(num_parameters=1, weights_bytes=4)
+
+
+def data_loaded(cluster: Cluster) -> Story:
+    yield "store-0", ev.DataLoaded(num_train=1, num_eval=1, overlap=0, digest="d")
+
+
+# --- steps and weights --------------------------------------------------------------------------
+
+
+def step_completed(cluster: Cluster) -> Story:
+    yield "trainer-0", train(cluster)
+
+
+def trajectories_ended(cluster: Cluster) -> Story:
+    cluster.say("trainer-0", train(cluster))
+    ends = [
+        o for o in cluster.state.commands.values() if isinstance(o.command, cmd.EndTrajectories)
+    ]
+    assert isinstance(ends[0].command, cmd.EndTrajectories)
+    rows = tuple(
+        ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=100, tokens_lost=0)
+        for e in ends[0].command.endings
+    )
+    yield "store-0", ev.TrajectoriesEnded(command_id=ends[0].command_id, ended=rows)
+
+
+def publish_skipped(cluster: Cluster) -> Story:
+    version = newer_version(cluster)
+    yield "trainer-0", ev.PublishSkipped(version=version, step=version, reason="no slot")
+
+
+def model_exported(cluster: Cluster) -> Story:
+    yield "trainer-0", ev.ModelExported(version=1, path="export")
+
+
+def checkpoint_saved(cluster: Cluster) -> Story:
+    version = newer_version(cluster)
+    yield "trainer-0", ev.CheckpointSaved(version=version, step=version, path="c", kept=(version,))
+
+
+def weights_published(cluster: Cluster) -> Story:
+    version = newer_version(cluster)
+    yield cluster.relays[0], cluster.weights(cluster.relays[0], version)
+
+
+def weights_received(cluster: Cluster) -> Story:
+    version = newer_version(cluster)
+    cluster.say(cluster.relays[0], cluster.weights(cluster.relays[0], version))
+    for relay in cluster.relays[1 : 1 + TIMES]:
+        yield relay, cluster.weights(relay, version)
+
+
+def relay_linked(cluster: Cluster) -> Story:
+    for relay in cluster.relays[1 : 1 + TIMES]:
+        yield relay, ev.RelayLinked(command_id=1, successor="")
+
+
+def transfer_trouble(cluster: Cluster) -> Story:
+    for relay in cluster.relays[1 : 1 + TIMES]:
+        yield relay, ev.TransferTrouble(kind="stalled", relay="", version=0, detail="")
+
+
+def weights_loaded(cluster: Cluster) -> Story:
+    for name in pulling(cluster):
+        yield name, cluster.loaded(cluster.state.newest)
+
+
+def weights_rejected(cluster: Cluster) -> Story:
+    for name in pulling(cluster):
+        yield name, ev.WeightsRejected(version=1, reason="digest")
+
+
+def version_gone(cluster: Cluster) -> Story:
+    for name in pulling(cluster):
+        yield name, ev.VersionGone(version=1, held=(1,))
+
+
+def checkpoint_refused(cluster: Cluster) -> Story:
+    for name in pulling(cluster):
+        yield name, ev.CheckpointRefused(version=0, reason="it cannot be read")
+
+
+# --- trajectories -------------------------------------------------------------------------------
+
+
+def trajectory_started(cluster: Cluster) -> Story:
+    for t in islice(running(cluster, "dispatched"), TIMES):
+        yield t.replica, cluster.begun(t.id)
+
+
+def token_progress(cluster: Cluster) -> Story:
+    for name in some(cluster):
+        yield name, ev.TokenProgress(tokens_total=9, kv_used_tokens=0, running=1, waiting=0)
+
+
+def trajectory_finished(cluster: Cluster) -> Story:
+    for t in islice(running(cluster), TIMES):
+        yield t.replica, cluster.finished(t.id)
+
+
+def trajectory_failed(cluster: Cluster) -> Story:
+    for t in islice(running(cluster), TIMES):
+        failed = ev.TrajectoryFailed(
+            trajectory=t.id, placement=t.placement, reason="refused", detail=""
+        )
+        yield t.replica, failed
+
+
+def trajectory_rewarded(cluster: Cluster) -> Story:
+    for t in islice(running(cluster), TIMES):
+        finish(cluster, [t], reward=False)
+        yield t.replica, cluster.rewarded(t.id)
+
+
+def group_rewarded(cluster: Cluster) -> Story:
+    """The last sibling: its group is ready."""
+    for t in islice(running(cluster), TIMES):
+        state = cluster.state
+        members = [state.trajectories[m] for m in state.groups[t.group].members]
+        finish(cluster, [m for m in members if m is not t], reward=True)
+        finish(cluster, [t], reward=False)
+        yield t.replica, cluster.rewarded(t.id)
+
+
+def batch_rewarded(cluster: Cluster) -> Story:
+    """The last one of a batch: it is trained, and as many new groups begin."""
+    last = almost_a_batch(cluster)
+    yield last.replica, cluster.rewarded(last.id)
+
+
+STORIES: dict[str, Callable[[Cluster], Story]] = {
+    story.__name__.replace("_", "-"): story
+    for story in (
+        coordinator_started, heartbeat_lost, heartbeat_lost_node, heartbeat_lost_relay,
+        timer_progress, timer_resume, timer_batch_wait, timer_rejoin, timer_score,
+        batch_proposed, drain_requested,
+        actor_joined, actor_left, actor_failed, process_exited, replica_ready, relay_ready,
+        trainer_ready, data_loaded,
+        step_completed, trajectories_ended, publish_skipped, model_exported, checkpoint_saved,
+        weights_published, weights_received, relay_linked, transfer_trouble,
+        weights_loaded, weights_rejected, version_gone, checkpoint_refused,
+        trajectory_started, token_progress, trajectory_finished, trajectory_failed,
+        trajectory_rewarded, group_rewarded, batch_rewarded,
+    )
+}  # fmt: skip
