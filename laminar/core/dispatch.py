@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from laminar import ids
 from laminar.core.admission import room
-from laminar.core.lookup import add_lost, assign, remove_lost, replica_changed
+from laminar.core.lookup import add_lost, assign, load_changed, remove_lost, replica_changed
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.core.turn import Turn
@@ -128,7 +128,7 @@ def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
         group = state.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
     _place(turn, trajectory, replica)
-    replica_changed(state, replica)
+    load_changed(state, replica)
 
 
 def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
@@ -137,7 +137,7 @@ def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
     replica = turn.state.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
-        replica_changed(turn.state, replica)
+        load_changed(turn.state, replica)
         turn.touch(replica.name)
 
 

@@ -11,6 +11,7 @@ later due one waits, or moves on to the next version published. The last one run
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
 
 from laminar import ids
@@ -117,7 +118,7 @@ def may_begin(state: State) -> list[Kind]:
     return state.lookup.roster.of(lambda kind: kind.serving and kind.version >= due)
 
 
-def may_help(state: State) -> list[Kind]:
+def may_help(state: State) -> Collection[Kind]:
     """Kinds of replicas of which each that has room takes work of the one that runs."""
     evaluation = state.evaluation
     if evaluation is None or not evaluation.queue or not _may_evaluate(state):

@@ -126,8 +126,13 @@ def remove_replica(state: State, replica: Replica) -> None:
 
 
 def replica_changed(state: State, replica: Replica) -> None:
-    """What it runs, loads, serves or took is something else now."""
+    """What it loads, serves, runs or took is something else now."""
     state.lookup.roster.update(state, replica)
+
+
+def load_changed(state: State, replica: Replica) -> None:
+    """Only what it runs is something else now: asked for every trajectory that comes or goes."""
+    state.lookup.roster.update_load(replica)
 
 
 # --- relays -------------------------------------------------------------------------------------

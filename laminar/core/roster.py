@@ -43,6 +43,8 @@ class Roster:
 
     def __init__(self, state: State) -> None:
         self.kinds: dict[Kind, _Loads] = {}
+        #: how many of a kind that serves have room, by version
+        self._able: dict[int, dict[Kind, int]] = {}
         self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
         self.replicas: dict[int, Replica] = {}
         self._standing: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
@@ -78,6 +80,12 @@ class Roster:
         )
         self._move(replica.name, (kind, (len(replica.running), replica.capacity)))
 
+    def update_load(self, replica: Replica) -> None:
+        """Only what it runs has changed."""
+        standing = self._standing.get(replica.name)
+        if standing is not None:
+            self._move(replica.name, (standing[0], (len(replica.running), replica.capacity)))
+
     def _move(self, name: str, standing: tuple[Kind, Load] | None) -> None:
         before = self._standing.get(name)
         if before == standing:
@@ -87,10 +95,24 @@ class Roster:
             self._take_out(*before, number)
             del self._standing[name]
         if standing is not None:
-            kind, load = self._standing[name] = standing
-            insort(self.kinds.setdefault(kind, {}).setdefault(load, []), number)
+            self._standing[name] = standing
+            self._put_in(*standing, number)
+
+    def _put_in(self, kind: Kind, load: Load, number: int) -> None:
+        loads = self.kinds.get(kind)
+        if loads is None:
+            loads = self.kinds[kind] = {}
+        if load in loads:
+            insort(loads[load], number)
+        else:
+            loads[load] = [number]
+        if load[0] < load[1] and kind.serving:
+            able = self._able.setdefault(kind.version, {})
+            able[kind] = able.get(kind, 0) + 1
 
     def _take_out(self, kind: Kind, load: Load, number: int) -> None:
+        if load[0] < load[1] and kind.serving:
+            self._one_less_able(kind)
         loads = self.kinds[kind]
         numbers = loads[load]
         if len(numbers) > 1:
@@ -104,10 +126,19 @@ class Roster:
         """Equal for two that answer equally."""
         names = {number: replica.name for number, replica in self.replicas.items()}
         order = [names[number] for number in sorted(names)]
-        return order, {
+        standing = {
             kind: {load: [names[n] for n in numbers] for load, numbers in loads.items()}
             for kind, loads in self.kinds.items()
         }
+        return order, standing, self._able
+
+    def _one_less_able(self, kind: Kind) -> None:
+        able = self._able[kind.version]
+        able[kind] -= 1
+        if not able[kind]:
+            del able[kind]
+            if not able:
+                del self._able[kind.version]
 
     # --- asked ----------------------------------------------------------------------------------
 
@@ -115,20 +146,13 @@ class Roster:
         """The kinds that are wanted, of those that there are."""
         return [kind for kind in self.kinds if wanted(kind)]
 
-    def able(self, version: int, room: int = 1) -> list[Kind]:
-        """Kinds that serve this version and have room for so many more."""
-        return [
-            kind
-            for kind, loads in self.kinds.items()
-            if kind.version == version and kind.serving and _have_room(loads, room)
-        ]
+    def able(self, version: int) -> Collection[Kind]:
+        """Kinds that serve this version, of which some replica has room."""
+        return self._able.get(version, ())
 
     def newest_able(self) -> int:
         """The highest version that a replica with room serves; -1: none."""
-        return max(
-            (k.version for k, loads in self.kinds.items() if k.serving and _have_room(loads, 1)),
-            default=-1,
-        )
+        return max(self._able, default=-1)
 
     def least(
         self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
@@ -168,7 +192,3 @@ class Roster:
             for (running, capacity), numbers in self.kinds[kind].items():
                 if running < capacity:
                     yield from numbers
-
-
-def _have_room(loads: _Loads, room: int) -> bool:
-    return any(capacity - running >= room for running, capacity in loads)
