@@ -13,6 +13,7 @@ import pytest
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.replay import replay
 from tests.eventlog.memory_disk import MemoryDisk
+from tools.bench.stories import STORIES
 from tools.bench.traffic import Traffic
 
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
@@ -36,6 +37,16 @@ def test_replay_bench(tmp_path: Path) -> None:
 def test_tick_bench() -> None:
     made = figures("tick.py", "--events", "500", "--peers", "2", "5")
     assert [f["name"] for f in made] == ["tick_events_per_s_at_2", "tick_events_per_s_at_5"]
+
+
+def test_scale_bench() -> None:
+    """Every kind of event in every situation in which it can happen, each with its limit."""
+    made = figures("scale.py", "--replicas", "32", "--trajectories", "1024")
+    names = [figure["name"] for figure in made]
+    assert {f"event_ms_{story}" for story in STORIES} - {*names} == {"event_ms_timer-resume"}
+    assert {f"event_ms_{story}_lost" for story in STORIES} <= {*names}
+    assert "quarter_of_nodes_lost_s_evaluation" in names
+    assert all(figure["value"] <= figure["limit"] for figure in made)
 
 
 def test_traffic_is_a_run_that_goes_well(monkeypatch: pytest.MonkeyPatch) -> None:

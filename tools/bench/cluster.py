@@ -258,6 +258,13 @@ class Cluster:
         )
         return [(boot_id.encode(), frame) for frame in self._links[name].poll(self.now_ns)]
 
+    def come_back(self, name: str) -> None:
+        """A new process of that name is a member."""
+        if self.tick is None:
+            self.join(name)
+        else:
+            self.turn(self.joined(name))
+
     def frames(self, name: str, *events: Event) -> list[Frame]:
         """What its process sends to say so."""
         link = self._links[name]

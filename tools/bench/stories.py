@@ -20,16 +20,16 @@ from tools.bench.cluster import Cluster
 
 Story = Iterator[tuple[str, Event]]
 TIMES = 5
-APART = 37  #: replicas between two that a story is about: they share no machine
 
 
 # --- finding ------------------------------------------------------------------------------------
 
 
 def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
-    """Trajectories of that status, each on a machine of its own."""
+    """Trajectories of that status, each on a replica of its own, far from each other."""
     state = cluster.state
-    for name in list(state.replicas)[::-APART]:
+    busy = [name for name, replica in state.replicas.items() if replica.running]
+    for name in busy[:: -max(len(busy) // (TIMES + 1), 1)]:
         for trajectory_id in state.replicas[name].running:
             if state.trajectories[trajectory_id].status == status:
                 yield state.trajectories[trajectory_id]
@@ -37,7 +37,7 @@ def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
 
 
 def some(cluster: Cluster) -> list[str]:
-    """Replicas with work, each on a machine of its own, none on the first."""
+    """Replicas with work, far from each other."""
     return [t.replica for t in islice(running(cluster), TIMES)]
 
 
@@ -198,14 +198,14 @@ def process_exited(cluster: Cluster) -> Story:
 def replica_ready(cluster: Cluster) -> Story:
     for name in some(cluster):
         cluster.own(lose(cluster, name))
-        cluster.turn(cluster.joined(name))
+        cluster.come_back(name)
         yield name, ev.ReplicaReady(max_num_seqs=cluster.capacity, kv_capacity_tokens=1)
 
 
 def relay_ready(cluster: Cluster) -> Story:
     for relay in cluster.relays[1 : 1 + TIMES]:
         cluster.own(lose(cluster, relay))
-        cluster.turn(cluster.joined(relay))
+        cluster.come_back(relay)
         yield relay, ev.RelayReady(address="here", bulk="here")
 
 
