@@ -222,6 +222,7 @@ class Cluster:
             writer,
             boot="c1",
             lease_ms=600_000,
+            node_lease_ms=600_000,
             clock_ns=self.now_ns,
             observer=lambda *_: None,
             limits=Limits(),
