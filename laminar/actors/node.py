@@ -23,6 +23,8 @@ from pathlib import Path
 
 from laminar import exit_codes, ids
 from laminar.actors.host import Host
+from laminar.engines.environment import environment as engine_environment
+from laminar.engines.environment import gpus_per_replica
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -58,13 +60,19 @@ def visible_gpus() -> list[str]:
     return sorted(devices, key=int)
 
 
-def gpu_of(role: str, name: str, gpus: list[str]) -> str | None:
-    """The trainer has the first GPU, replicas take turns on the others (or share the only one)."""
-    if not gpus or role not in ("trainer", "rollout"):
-        return None
-    others = gpus[1:] or gpus
+def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:
+    """The trainer has the first GPU, replicas take turns on the others (or share the only one).
+
+    A replica has `per_replica` neighbours, and never fewer because the last ones are left over.
+    """
+    if role == "trainer":
+        return gpus[:1]
+    others = gpus[1:] if len(gpus) > per_replica else gpus
+    if not others or role != "rollout":
+        return []
     index = int(name.rpartition("-")[2].rpartition(".")[2])
-    return gpus[0] if role == "trainer" else others[index % len(others)]
+    first = index % max(len(others) // per_replica, 1) * per_replica
+    return others[first : first + per_replica]
 
 
 class Node:
@@ -125,9 +133,12 @@ class Node:
     async def _start_process(self, child: Child) -> asyncio.subprocess.Process:
         child.boot = secrets.token_hex(8)
         environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **os.environ, "LAMINAR_BOOT": child.boot}
-        gpu = gpu_of(child.role, child.name, self._gpus)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        if child.role == "rollout":
+            for variable, value in engine_environment(self.host.config, bool(self._gpus)).items():
+                environment.setdefault(variable, value)
+        gpus = gpus_of(child.role, child.name, self._gpus, gpus_per_replica(self.host.config))
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

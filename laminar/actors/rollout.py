@@ -71,7 +71,9 @@ class Rollout:
         config = self.config
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, tokenizer)
-        self.engine = await start_engine(config, tokenizer_size(tokenizer), self._on_deltas)
+        self.engine = await start_engine(
+            config, tokenizer_size(tokenizer), self._engine_seed(), self._on_deltas
+        )
         self.loader = WeightLoader(self.host, self.relay, self.engine)
         self.scorer = Scorer(self.host, self.store, tokenizer)
         await self.store.start()
@@ -84,6 +86,11 @@ class Rollout:
         taken = config.rollout.max_num_seqs + config.rollout.group_size
         ready = ev.ReplicaReady(max_num_seqs=taken, kv_capacity_tokens=stats.kv_capacity_tokens)
         self.host.emit(ready)
+
+    def _engine_seed(self) -> int:
+        """A replica that was started again must not draw the same numbers again."""
+        parts = (self.config.seed, "engine", self.host.name, self.host.incarnation)
+        return ids.hash64(*parts) % (1 << 31)
 
     async def stop(self) -> None:
         if hasattr(self, "engine"):

@@ -18,9 +18,7 @@ from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
-from laminar.engines.checkpoint_files import check_weight_files
-from laminar.engines.hf_config import parse_hf_config, read_hf_config
-from laminar.engines.protocol import EngineError
+from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.tasks.chat import encode_all, encode_prompt
@@ -130,16 +128,7 @@ def _check_model(config: Config) -> None:
             f"model.name = {name!r} is not a directory; give the path of a Hugging Face model "
             "(config.json, model.safetensors, tokenizer.json)"
         )
-    try:
-        spec = parse_hf_config(read_hf_config(name))
-        check_weight_files(name)
-    except EngineError as error:
-        raise ConfigError(f"model.name = {name!r}: {error}") from None
-    if config.max_model_len > spec.max_positions:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} is more "
-            f"than the {spec.max_positions} positions of model {name!r}; lower one of them"
-        )
+    check_engine(config)
 
 
 def run_size(config: Config) -> int:

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "rollout.engine": ("torch",),
+    "rollout.engine": ("torch", "vllm"),
     "rollout.device": ("auto", "cpu", "cuda"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
     "reward.kind": ("auto", "dataset", "math", "exact", "custom"),
@@ -57,6 +57,10 @@ MINIMA: dict[str, float] = {
     "rollout.groups_per_version": 0,
     "rollout.progress_interval_ms": 10,
     "rollout.threads": 1,
+    "rollout.vllm.tensor_parallel_size": 1,
+    "rollout.vllm.kv_cache_bytes": 0,
+    "rollout.vllm.gpu_memory_utilization": 0.01,
+    "rollout.vllm.max_num_batched_tokens": 0,
     "async.max_staleness": 0,
     "reward.workers": 1,
     "reward.timeout_s": 0.01,

@@ -48,8 +48,19 @@ class DataConfig(Section, frozen=True, kw_only=True):
     shuffle: bool = True  #: a new order in every pass over the data
 
 
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """Only read when rollout.engine is "vllm"; docs/engines.md."""
+
+    tensor_parallel_size: int = 1  #: GPUs of one replica, all on its machine
+    kv_cache_bytes: int = 0  #: 0: what gpu_memory_utilization leaves; on CPU 1 GiB
+    gpu_memory_utilization: float = 0.85  #: share of a GPU for weights, activations and cache
+    enforce_eager: bool = False  #: true: no CUDA graphs, a faster start; on CPU always
+    max_num_batched_tokens: int = 0  #: tokens of one step, prefill included; 0: vLLM's choice
+    extra: dict[str, Any] = {}  #: further arguments of vLLM's engine by their own names
+
+
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    engine: str = "torch"  #: the embedded engine: Qwen2, Qwen3 and Llama checkpoints
+    engine: str = "torch"  #: torch: embedded, for Qwen2, Qwen3, Llama | vllm: docs/engines.md
     replicas: int = 2  #: engines of each machine; each is a process
     group_size: int = 8  #: responses to one prompt
     max_num_seqs: int = 64  #: trajectories that one replica runs at a time
@@ -64,6 +75,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
+    vllm: VllmConfig = VllmConfig()
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):

@@ -9,11 +9,13 @@ Here, and nowhere else, one kind of engine is told from another.
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable
 
 import torch
 
 from laminar.config import Config, ConfigError
+from laminar.engines.check import check_vllm
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError, ReplicaEngine, TokenDelta
 from laminar.engines.runner import EngineRunner
@@ -21,18 +23,36 @@ from laminar.engines.torch_engine import TorchEngine
 
 
 async def start_engine(
-    config: Config, vocab_limit: int, on_deltas: Callable[[list[TokenDelta]], None]
+    config: Config,
+    vocab_limit: int,
+    seed: int,
+    on_deltas: Callable[[list[TokenDelta]], None],
 ) -> ReplicaEngine:
-    """The engine of one replica; ids at or above `vocab_limit` are never sampled."""
-    engine = await asyncio.to_thread(_torch_engine, config, vocab_limit)
-    return EngineRunner(engine, on_deltas, asyncio.get_running_loop())
+    """The engine of one replica; ids at or above `vocab_limit` are never sampled.
+
+    `seed` is for engines that draw by themselves; the embedded one draws from each request's.
+    """
+    device = _device(config)
+    if config.rollout.engine == "vllm":
+        check_vllm(config)
+        # Importing vLLM takes seconds, in which this process has heartbeats to send.
+        start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm_start")
+        engine: ReplicaEngine = await start.start_vllm(
+            config, _dtype(config, device), vocab_limit, seed, on_deltas
+        )
+        return engine
+    torch_engine = await asyncio.to_thread(_torch_engine, config, device, vocab_limit)
+    return EngineRunner(torch_engine, on_deltas, asyncio.get_running_loop())
 
 
-def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
+def _device(config: Config) -> str:
+    if config.rollout.device != "auto":
+        return config.rollout.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _torch_engine(config: Config, device: str, vocab_limit: int) -> TorchEngine:
     rollout = config.rollout
-    device = rollout.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(rollout.threads)
     try:

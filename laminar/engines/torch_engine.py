@@ -31,12 +31,12 @@ from laminar.engines.protocol import (
     GenerateRequest,
     TokenDelta,
 )
+from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.sampling import uniforms
 from laminar.engines.torch_model import DecoderModel, round_up
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
-MIN_TEMPERATURE = 1e-6  #: below it logits / T may overflow float32; 0 is greedy
 
 
 @dataclass(slots=True)
@@ -90,8 +90,7 @@ class TorchEngine:
         ids = {s.request.request_id for s in self._active} | {r.request_id for r in self._waiting}
         if request.request_id in ids:
             raise EngineError(f"{name} is already running; abort it first")
-        _check_request(name, request, self._max_len)
-        self._check_ids(name, request.prompt_ids + request.done_ids)
+        check_request(request, self._max_len, self._model.vocab_limit)
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
@@ -125,12 +124,8 @@ class TorchEngine:
         self._need_idle("score")
         self._need_weights()
         for index, sequence in enumerate(sequences):
-            self._check_ids(f"sequence {index}", sequence)
-            if len(sequence) > self._max_len:
-                raise EngineError(
-                    f"sequence {index} has {len(sequence)} tokens; "
-                    f"max_model_len = {self._max_len} is the limit"
-                )
+            name = f"sequence {index}"
+            check_sequence(name, sequence, self._max_len, self._model.vocab_limit)
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         scores: list[list[float]] = [[] for _ in sequences]
         for start in range(0, len(order), self._slots):
@@ -177,14 +172,6 @@ class TorchEngine:
             "the model gives logits that are not finite: the loaded weights are broken; "
             "all sequences were dropped, load other weights"
         )
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        limit = self._model.vocab_limit
-        if not ids:
-            raise EngineError(f"{name} has no tokens; give at least one")
-        if min(ids) < 0 or max(ids) >= limit:
-            wrong = next(i for i in ids if not 0 <= i < limit)
-            raise EngineError(f"{name} has token id {wrong}; the vocabulary has ids 0..{limit - 1}")
 
     def _admit(self) -> None:
         """Move waiting requests into the free slots and fill their cache.
@@ -297,28 +284,3 @@ def _check_sizes(max_num_seqs: int, max_model_len: int, max_positions: int) -> N
             f"max_model_len = {max_model_len} must lie between 2 and the model's "
             f"max_position_embeddings = {max_positions}"
         )
-
-
-def _check_request(name: str, request: GenerateRequest, max_len: int) -> None:
-    """Everything about a request that does not depend on the vocabulary."""
-    length = len(request.prompt_ids) + request.max_new_tokens
-    if not request.prompt_ids:
-        raise EngineError(f"{name} has an empty prompt; give at least one token")
-    if len(request.done_ids) >= request.max_new_tokens:
-        raise EngineError(
-            f"{name} has {len(request.done_ids)} tokens done of max_new_tokens = "
-            f"{request.max_new_tokens}; there is nothing to generate"
-        )
-    if request.done_ids and request.done_ids[-1] in request.stop_ids:
-        raise EngineError(f"{name} has already ended with stop id {request.done_ids[-1]}")
-    if length > max_len:
-        raise EngineError(
-            f"{name} may grow to {length} tokens; max_model_len = {max_len} is the limit"
-        )
-    temperature = request.temperature
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature < math.inf:
-        raise EngineError(
-            f"{name} has temperature {temperature}; use 0, or at least {MIN_TEMPERATURE}"
-        )
-    if not 0 <= request.seed < 1 << 64:
-        raise EngineError(f"{name} has seed {request.seed}; use an unsigned 64-bit number")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.node import gpu_of
+from laminar.actors.node import gpus_of
 from laminar.cli import node
 from laminar.cli.node import parse_roles
 from laminar.cli.preflight import planned_steps
@@ -61,7 +61,20 @@ def test_planned_steps(overrides: list[str], steps: int) -> None:
 
 def test_the_trainer_has_the_first_gpu_and_replicas_take_turns_on_the_others() -> None:
     names = [("trainer", "trainer-0"), *(("rollout", f"rollout-{i}") for i in range(3))]
-    assert [gpu_of(role, name, ["4", "5", "6"]) for role, name in names] == ["4", "5", "6", "5"]
-    assert [gpu_of(role, name, ["0"]) for role, name in names] == ["0"] * 4
-    assert gpu_of("store", "store-0", ["0"]) is None
-    assert gpu_of("trainer", "trainer-0", []) is None
+    assert [gpus_of(role, name, ["4", "5", "6"]) for role, name in names] == [
+        ["4"],
+        ["5"],
+        ["6"],
+        ["5"],
+    ]
+    assert [gpus_of(role, name, ["0"]) for role, name in names] == [["0"]] * 4
+    assert gpus_of("store", "store-0", ["0"]) == []
+    assert gpus_of("trainer", "trainer-0", []) == gpus_of("rollout", "rollout-0", []) == []
+
+
+def test_a_replica_of_several_gpus_has_neighbours_of_its_own() -> None:
+    eight = [str(gpu) for gpu in range(8)]
+    names = ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
+    given = [gpus_of("rollout", name, eight, 2) for name in names]
+    assert given == [["1", "2"], ["3", "4"], ["5", "6"], ["1", "2"]]
+    assert gpus_of("rollout", "rollout-0", ["0", "1"], 2) == ["0", "1"], "shared with the trainer"

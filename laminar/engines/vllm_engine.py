@@ -1,0 +1,318 @@
+"""vLLM behind the seam: an AsyncLLM, whose engine core and workers are processes of their own.
+
+Reads   GenerateRequests, WeightSources; what the core reports after each of its steps
+Gives   deltas to `on_deltas` on the loop, StepRecords, EngineStats; `failed`
+
+Ids in, ids out, with the processed log-probs of the sampled tokens. No request has a seed of its
+own: vLLM cannot go on with a seeded request elsewhere, so the engine has one seed and a sampled
+trajectory that moves goes on with other tokens of the same distribution.
+
+Nothing here waits without a deadline: a call to a core that dies meanwhile never returns, and one
+that stands still keeps vLLM's own health check green.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    StepRecord,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.engines.requests import check_request, check_sequence
+
+T = TypeVar("T")
+
+RPC_S = 60.0
+"""A pause, a reset or a resume takes milliseconds, an abort as well."""
+LOAD_S = 600.0
+"""Copying and packing a version: a second for each gigabyte, on a slow machine ten."""
+STILL_S = 60.0
+"""With work to do, a core that ends no step for so long is taken for dead: a prefill is chunked."""
+WATCH_S = 1.0
+STEP_RECORDS_MAX = 65_536  #: kept between two drains; the oldest are dropped first
+REASONS = {"stop": STOP, "length": LENGTH}
+
+
+class Gauges(StatLoggerBase):
+    """What the core said after its latest step; vLLM calls `record` on the event loop."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.kv_used = 0.0  #: share
+        self.running = self.waiting = self.preempted = 0
+        self.prefix_queries = self.prefix_hits = 0  #: tokens
+        self.steps: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
+        self.last_ns = time.monotonic_ns()  #: of a step's end, or of work for an idle engine
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.kv_used = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
+            self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        now = time.monotonic_ns()
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
+            tokens = iteration_stats.num_generation_tokens
+            if tokens:
+                self.steps.append(StepRecord(self.last_ns, now, tokens, tokens))
+        self.last_ns = now
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class VllmEngine:
+    """ReplicaEngine (protocol.py); vllm_start.py makes it."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        gauges: Gauges,
+        thread: Executor,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        *,
+        max_model_len: int,
+        vocab_limit: int,
+    ) -> None:
+        """`thread` is the one that the core was started from; it ends with the engine."""
+        self._llm, self._gauges, self._thread, self._on_deltas = llm, gauges, thread, on_deltas
+        self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._loaded = False
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._undelivered: list[TokenDelta] = []
+        self._scored = 0
+        cache = llm.vllm_config.cache_config
+        self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self._watcher = self._loop.create_task(self._watch())
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        accepted: asyncio.Future[None] = self._loop.create_future()
+        try:
+            self._check(request)
+        except EngineError as error:
+            accepted.set_exception(error)
+            return accepted
+        if not self._running:
+            self._gauges.last_ns = time.monotonic_ns()
+        task = self._loop.create_task(self._generate(request))
+        self._running[request.request_id] = task
+        accepted.set_result(None)
+        return accepted
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        return self._loop.create_task(self._abort(request_id))
+
+    def load(self, source: WeightSource) -> asyncio.Future[None]:
+        return self._loop.create_task(self._load(source))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        return self._loop.create_task(self._score(sequences))
+
+    def stats(self) -> EngineStats:
+        gauges = self._gauges
+        return EngineStats(
+            kv_used_tokens=round(gauges.kv_used * self._kv_capacity),
+            kv_capacity_tokens=self._kv_capacity,
+            running=gauges.running,
+            waiting=max(len(self._running) - gauges.running, 0),
+        )
+
+    def drain_steps(self) -> list[StepRecord]:
+        records = list(self._gauges.steps)
+        self._gauges.steps.clear()
+        return records
+
+    async def close(self) -> None:
+        self._watcher.cancel()
+        for task in self._running.values():
+            task.cancel()
+        self._running.clear()
+        await self._loop.run_in_executor(self._thread, self._llm.shutdown)
+        self._thread.shutdown(wait=False)
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._need_life()
+        if not self._loaded:
+            raise EngineError("the engine has no weights; load some first")
+        if request.request_id in self._running:
+            raise EngineError(f"request {request.request_id} is already running; abort it first")
+        check_request(request, self._max_model_len, self._vocab_limit)
+
+    async def _generate(self, request: GenerateRequest) -> None:
+        """One request from its prompt to its end; ends early when it is aborted."""
+        params = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_new_tokens - len(request.done_ids),
+            stop_token_ids=sorted(request.stop_ids),
+            ignore_eos=True,  # stop_ids are all that ends a response
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": [*request.prompt_ids, *request.done_ids]}
+        try:
+            async for output in self._llm.generate(prompt, params, request.request_id):
+                self._take(request.request_id, output.outputs[0])
+        except EngineDeadError:
+            self._fail("vLLM's engine core has died")
+        except Exception as error:
+            self._fail(f"vLLM gave up {request.request_id}: {type(error).__name__}: {error}")
+
+    def _take(self, request_id: str, completion: Any) -> None:
+        """New tokens of a request that is still wanted."""
+        if request_id not in self._running:
+            return
+        tokens = list(completion.token_ids)
+        scores = completion.logprobs or ()
+        logprobs = [row[token].logprob for row, token in zip(scores, tokens, strict=True)]
+        if not all(map(math.isfinite, logprobs)):
+            return self._fail("the model gives log-probs that are not finite: broken weights")
+        reason = REASONS.get(completion.finish_reason)
+        if reason is not None:
+            del self._running[request_id]
+        if not self._undelivered:
+            self._loop.call_soon(self._deliver)
+        self._undelivered.append(TokenDelta(request_id, tokens, logprobs, reason))
+
+    def _deliver(self) -> None:
+        """All deltas of this turn of the loop, in order."""
+        deltas, self._undelivered = self._undelivered, []
+        if deltas:
+            self._on_deltas(deltas)
+
+    async def _abort(self, request_id: str) -> bool:
+        task = self._running.pop(request_id, None)
+        if task is None:
+            return False
+        self._deliver()
+        task.cancel()  # vLLM takes the cancellation of its consumer for an abort
+        await self._within(RPC_S, "an abort", asyncio.wait([task]))
+        return True
+
+    # --- weights ------------------------------------------------------------------------------
+
+    async def _load(self, source: WeightSource) -> None:
+        self._need_idle("load weights")
+        self._loaded = False
+        llm = self._llm
+        await self._within(RPC_S, "a pause", llm.pause_generation(mode="abort", clear_cache=True))
+        table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
+        where = (source.path, source.offset, source.nbytes, table)
+        answers = await self._within(
+            LOAD_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
+        )
+        cleared = await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
+        await self._within(RPC_S, "a resume", llm.resume_generation())
+        failures = [answer for answer in answers if answer]
+        if failures:
+            raise EngineError(failures[0])
+        if not cleared:
+            raise EngineError("vLLM kept cached keys and values of the weights before")
+        self._loaded = True
+
+    async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._need_idle("score")
+        if not self._loaded:
+            raise EngineError("the engine has no weights; load some first")
+        for index, ids in enumerate(sequences):
+            check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
+        rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
+        scores: list[list[float]] = await self._within(LOAD_S, "a score", rows)
+        if not all(math.isfinite(score) for row in scores for score in row):
+            raise EngineError(
+                "the model gives logits that are not finite: the loaded weights are broken; load "
+                "other weights"
+            )
+        return scores
+
+    async def _score_one(self, ids: list[int]) -> list[float]:
+        """Prompt log-probs, which vLLM computes without its prefix cache."""
+        self._scored += 1
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        found: Any = None
+        async for output in self._llm.generate(
+            {"prompt_token_ids": ids}, params, f"score-{self._scored}"
+        ):
+            found = output.prompt_logprobs or found
+        return [row[token].logprob for row, token in zip(found[1:], ids[1:], strict=True)]
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def _need_life(self) -> None:
+        if self.failed.done():
+            raise EngineError("the engine has stopped")
+
+    def _need_idle(self, what: str) -> None:
+        self._need_life()
+        if self._running:
+            raise EngineError(
+                f"cannot {what} while {len(self._running)} sequences are running; "
+                "finish or abort them first"
+            )
+
+    async def _within(self, seconds: float, what: str, call: Awaitable[T]) -> T:
+        """A call of the core, which may be dead or stand still."""
+        try:
+            return await asyncio.wait_for(_as_coroutine(call), seconds)
+        except TimeoutError:
+            self._fail(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
+        except EngineDeadError:
+            self._fail("vLLM's engine core has died")
+        raise EngineError(str(self.failed.exception()))
+
+    async def _watch(self) -> None:
+        """Notice a core that dies while nothing is asked of it, and one that stands still."""
+        while not self.failed.done():
+            await asyncio.sleep(WATCH_S)
+            still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
+            if self._llm.errored:
+                self._fail("vLLM's engine core has died")
+            elif self._running and still_s > STILL_S:
+                self._fail(
+                    f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
+                    f"{len(self._running)} requests to work on"
+                )
+
+    def _fail(self, why: str) -> None:
+        """Once: nobody waits for an answer that cannot come."""
+        if not self.failed.done():
+            self.failed.set_exception(EngineError(why))
+            for task in self._running.values():
+                task.cancel()
+            self._running.clear()
+
+
+async def _as_coroutine(call: Awaitable[T]) -> T:
+    return await call

@@ -1,0 +1,153 @@
+"""From the configuration to a running vLLM.
+
+Reads   rollout.vllm.*, model.name, the devices of this machine
+Starts  vLLM's engine core (and its workers), which end with this process
+Gives   VllmEngine without our weights; ConfigError for what vLLM cannot run
+
+The model directory gives the shape and no weights: those come from the relay, like every version
+after them. The core is forked where vLLM allows it, since importing vLLM takes longer than all else
+of a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from laminar.config import Config, ConfigError
+from laminar.engines.environment import CPU_ENVIRONMENT
+from laminar.engines.parent_death import die_with_parent
+from laminar.engines.protocol import TokenDelta
+from laminar.engines.vllm_extra import unknown_extra
+
+os.environ.update({k: os.environ.get(k, v) for k, v in CPU_ENVIRONMENT.items()})
+
+from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from laminar.engines.vllm_engine import RPC_S, Gauges, VllmEngine
+
+WORKER = "laminar.engines.vllm_worker.LaminarWorker"
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By this name vLLM's CPU platform does not replace it by one with a process more."""
+CPU_BLOCK = 32  #: tokens; vLLM's attention on CPU takes multiples of 32
+
+os.register_at_fork(after_in_child=die_with_parent)
+
+
+async def start_vllm(
+    config: Config,
+    dtype: str,
+    vocab_limit: int,
+    seed: int,
+    on_deltas: Callable[[list[TokenDelta]], None],
+) -> VllmEngine:
+    """The engine of one replica. The core's parent is a thread that lives as long as the engine:
+    the kernel tells a child of the end of the thread that forked it."""
+    thread = ThreadPoolExecutor(1, "vllm")
+    loop = asyncio.get_running_loop()
+    made: list[Gauges] = []
+
+    def gauges(vllm_config: Any, engine_index: int = 0) -> Gauges:
+        made.append(Gauges(vllm_config, engine_index))
+        return made[-1]
+
+    llm = await loop.run_in_executor(thread, lambda: _start(config, dtype, seed, gauges))
+    engine = VllmEngine(
+        llm,
+        made[0],
+        thread,
+        on_deltas,
+        max_model_len=config.max_model_len,
+        vocab_limit=vocab_limit,
+    )
+    await asyncio.wait_for(llm.collective_rpc("laminar_mask", args=(vocab_limit,)), RPC_S)
+    return engine
+
+
+def _start(config: Config, dtype: str, seed: int, gauges: Any) -> AsyncLLM:
+    try:
+        vllm_config = AsyncEngineArgs(**_arguments(config, dtype, seed)).create_engine_config()
+        _check_kv(config, vllm_config)
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        raise ConfigError(
+            f"vLLM cannot run model.name = {config.model.name!r} as configured: {_first(error)}"
+        ) from error
+    if current_platform.is_cpu():  # create_engine_config has set it to spawn
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauges])
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"vLLM's engine core did not start: {_first(error)}; the reason is in this replica's "
+            "output above"
+        ) from error
+
+
+def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
+    """The arguments of vLLM that our settings come to; `extra` has the last word."""
+    rollout, vllm = config.rollout, config.rollout.vllm
+    arguments: dict[str, Any] = {
+        "model": config.model.name,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "seed": seed,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "enforce_eager": vllm.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER,
+        "distributed_executor_backend": "mp" if vllm.tensor_parallel_size > 1 else IN_CORE,
+        "disable_log_stats": True,  # of vLLM's own loggers; ours is handed over
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+    }
+    if vllm.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
+    if vllm.kv_cache_bytes:
+        arguments["kv_cache_memory_bytes"] = vllm.kv_cache_bytes
+    if current_platform.is_cpu():
+        arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_BYTES)
+    if problem := unknown_extra(vllm.extra, arguments):
+        raise ConfigError(problem)
+    return arguments | dict(vllm.extra)
+
+
+_CPU_KV_BYTES = 1 << 30
+"""vLLM would take most of the machine's memory; a gigabyte is touched in three seconds."""
+
+
+def _check_kv(config: Config, vllm_config: Any) -> None:
+    """A cache that cannot hold one sequence ends the core, with the reason in its output only."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    size = cache.kv_cache_memory_bytes
+    if not size:
+        return
+    parallel = vllm_config.parallel_config
+    per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+        * model.dtype.itemsize
+    )
+    blocks = -(-config.max_model_len // cache.block_size) + 1
+    wanted = blocks * cache.block_size * per_token
+    if size < wanted:
+        raise ConfigError(
+            f"rollout.vllm.kv_cache_bytes = {size} cannot hold one sequence of "
+            f"{config.max_model_len} tokens, which takes {wanted}; raise it, or lower "
+            "data.max_response_length"
+        )
+
+
+def _first(error: BaseException) -> str:
+    """The sentence of an error that may be pages long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:400]
