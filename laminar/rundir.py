@@ -9,6 +9,8 @@ trainer_book.jsonl  the trainer's own record of trained ids, synced before each 
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
                   what a reward function prints, NAME.reward.log for replica NAME
 timeline/         what each process did when
+                  Of a log or a timeline FILE that has grown large, FILE.1, FILE.2, ... are the
+                  parts before it; the oldest of them go
 metrics.jsonl  tensorboard/  status.json  summary.json
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version
 export/           the trained model as a Hugging Face directory
@@ -33,6 +35,19 @@ STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"
+
+
+def older_parts(path: Path) -> list[tuple[int, Path]]:
+    """(number, file) of the parts before a file that was set aside when it was large, oldest first.
+
+    A lowest number above 1: there were older ones, which are gone.
+    """
+    named = ((file.name.removeprefix(f"{path.name}."), file) for file in _beside(path))
+    return sorted((int(number), file) for number, file in named if number.isdigit())
+
+
+def _beside(path: Path) -> list[Path]:
+    return list(path.parent.iterdir()) if path.parent.is_dir() else []
 
 
 def reward_log(run_dir: Path, name: str) -> Path:

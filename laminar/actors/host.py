@@ -110,7 +110,7 @@ class Host:
             self._on_welcome,
             self._on_refused,
         )
-        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl")
+        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
         self._spans = self.telemetry.outlet("timeline", spans.write)
 
     # --- for actors ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 
 from laminar import ids
 from laminar.actors.clients import RelayClient, StoreClient
+from laminar.actors.engine_steps import EngineSteps
 from laminar.actors.host import Host
 from laminar.actors.scoring import Scorer
 from laminar.actors.weight_loader import WeightLoader
@@ -28,15 +29,11 @@ from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.observe.files import GrowingFile, cut_rows
-from laminar.rundir import TIMELINE_DIR
 from laminar.storage import messages as m
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
 FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
-ROW_BYTES = 4 * 8
-"""Of one engine step in the timeline."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Rollout:
         self.tokens_total = 0
         self._flush_lock = asyncio.Lock()
         self._finish_due = False
-        steps = GrowingFile(host.run_dir, f"{TIMELINE_DIR}/{host.name}.steps", cut_rows(ROW_BYTES))
+        steps = EngineSteps(host.run_dir, host.name)
         self._steps = host.telemetry.outlet("engine steps", steps.write)
 
     async def start(self) -> None:

@@ -10,13 +10,14 @@ A line that a crash or a full disk cut short is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from laminar.analysis.timeline import left_out
 from laminar.config import ConfigError
-from laminar.rundir import LOGS_DIR
+from laminar.rundir import LOGS_DIR, older_parts
 
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
 
@@ -34,16 +35,30 @@ class LogLine(NamedTuple):
 
 def log_lines(run_dir: Path) -> Iterator[LogLine]:
     """File by file, attempt by attempt."""
-    for path in sorted((run_dir / LOGS_DIR).glob("attempt_*/*.jsonl")):
-        yield from _lines(path)
+    for newest in _files(run_dir):
+        for path in [*(path for _, path in older_parts(newest)), newest]:
+            yield from _lines(path)
+
+
+def cut_logs(run_dir: Path) -> list[str]:
+    """Files whose first lines are gone, because they grew large."""
+    return [f"{path.parent.name}/{path.name}" for path in _files(run_dir) if left_out(path)]
+
+
+def _files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / LOGS_DIR).glob("attempt_*/*.jsonl"))
 
 
 def _lines(path: Path) -> Iterator[LogLine]:
     try:
-        text = path.read_text(errors="replace")
+        with open(path, errors="replace") as lines:
+            yield from _parsed(lines)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    for line in text.splitlines():
+
+
+def _parsed(lines: Iterable[str]) -> Iterator[LogLine]:
+    for line in lines:
         try:
             found = json.loads(line)
             time = datetime.fromisoformat(found["timestamp"])

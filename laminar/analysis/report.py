@@ -22,9 +22,17 @@ import numpy as np
 from laminar.analysis import figures
 from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
-from laminar.analysis.intervals import Intervals, union
+from laminar.analysis.intervals import Intervals, intersect, union
 from laminar.analysis.ledger_book import TRUNCATED, Account
-from laminar.analysis.timeline import Span, Steps, in_state, read_spans, read_steps, stepping
+from laminar.analysis.timeline import (
+    Span,
+    Steps,
+    cut_timelines,
+    in_state,
+    read_spans,
+    read_steps,
+    stepping,
+)
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
 from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
@@ -65,12 +73,14 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     replicas = sorted(milestones.names.get("rollout", []))
     pulls = {name: read_spans(run_dir, name) for name in replicas}
     steps = {name: read_steps(run_dir, name) for name in replicas}
+    cut = cut_timelines(run_dir)
     summary = {
         **_outcome(state, milestones),
         **_lengths(account),
         **_rewards(state, account),
         "tokens_per_s": tokens_per_s(steps.values()),
-        **_timing(account, windows, milestones, trainers, pulls, steps),
+        **_timing(account, windows, milestones, trainers, pulls, steps, cut),
+        "timelines_cut": cut,
         "processes": _processes(run_dir, state),
         "seconds": (windows.last_ns - windows.first_ns) / 1e9,
         "events": replayed.events,
@@ -172,12 +182,15 @@ def _timing(
     trainers: dict[str, list[Span]],
     pulls: dict[str, list[Span]],
     steps: dict[str, Steps],
+    cut: list[str],
 ) -> dict[str, Any]:
+    """`cut`: processes whose first spans are gone."""
     trainer_spans = [span for spans in trainers.values() for span in spans]
     working = union(np.concatenate([windows["phase", p] for p in (STARTING, RUNNING)]))
+    kept = {name: _kept(name in cut, spans) for name, spans in trainers.items()}
     time_shares = {
         name: figures.trainer_shares(
-            windows["live", name],
+            intersect(windows["live", name], kept[name]),
             spans,
             windows["trainer-free",],
             windows["phase", FINAL_EVALUATION],
@@ -207,6 +220,12 @@ def _timing(
         "publish_stall_share": _publish_stall(account, milestones, trainer_spans),
         "time_shares": time_shares,
     }
+
+
+def _kept(cut: bool, spans: list[Span]) -> Intervals:
+    """The time of which the process's own record tells."""
+    first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
+    return union([(first_ns, np.iinfo(np.int64).max)])
 
 
 def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:

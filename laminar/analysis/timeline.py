@@ -1,16 +1,18 @@
 """What each process did when, by its own record.
 
 Reads   RUN/timeline/NAME.jsonl (spans) and NAME.steps (engine steps), all times unix ns
-Gives   Span, and engine steps as int64 arrays [n, 4] of (start, end, sequences, tokens)
+Gives   Span, and engine steps as int64 arrays [n, 4] of (start, end, sequences, tokens); left_out
 Raises  ConfigError for a damaged file; entries that a crash or a full disk cut short are left out
 
-A restarted process appends to the file of the one before it.
+A restarted process appends to the file of the one before it. Of a file of spans that grew large
+only the newest parts are there. Beyond the first two million engine steps those of half a second
+are one row, with 0 sequences, for each time without a pause.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from laminar.analysis.intervals import Intervals, union
 from laminar.config import ConfigError
-from laminar.rundir import TIMELINE_DIR
+from laminar.rundir import TIMELINE_DIR, older_parts
 
 ROW_BYTES = 4 * 8
 JOIN_NS = 20_000_000
@@ -42,20 +44,37 @@ class Span(NamedTuple):
 
 def read_spans(run_dir: Path, process: str) -> list[Span]:
     """In the order in which they ended; none when the process never wrote one."""
-    path = run_dir / TIMELINE_DIR / f"{process}.jsonl"
-    found = ((number, _fields(line)) for number, line in whole_lines(path))
-    return [_span(path, number, fields) for number, fields in found if fields is not None]
+    newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
+    spans = []
+    for path in [*(path for _, path in older_parts(newest)), newest]:
+        found = ((number, _fields(line)) for number, line in whole_lines(path))
+        spans += [_span(path, number, fields) for number, fields in found if fields is not None]
+    return spans
 
 
-def whole_lines(path: Path) -> list[tuple[int, str]]:
+def left_out(newest: Path) -> bool:
+    """Whether older parts of this file of a log or timeline are gone."""
+    parts = older_parts(newest)
+    return bool(parts) and parts[0][0] > 1
+
+
+def cut_timelines(run_dir: Path) -> list[str]:
+    """Processes whose first spans are gone."""
+    files = sorted((run_dir / TIMELINE_DIR).glob("*.jsonl"))
+    return [path.name.removesuffix(".jsonl") for path in files if left_out(path)]
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of every line that has its end; none when there is no file."""
     try:
-        text = path.read_text()
+        with open(path, newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.endswith("\n"):
+                    yield number, line[:-1]
     except FileNotFoundError:
-        return []
+        return
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    return list(enumerate(text.split("\n")[:-1], 1))
 
 
 def read_steps(run_dir: Path, process: str) -> Steps:

@@ -28,7 +28,9 @@ from laminar.analysis.history import (
     typed_command,
     typed_event,
 )
+from laminar.analysis.process_logs import cut_logs
 from laminar.analysis.story import dump, story
+from laminar.analysis.timeline import cut_timelines
 from laminar.analysis.trace import write_trace
 from laminar.analysis.why import why
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
@@ -127,6 +129,15 @@ def _note_beginning(run: Path) -> None:
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
 
+def _note_cut(what: str, names: list[str]) -> None:
+    """Of what grew large only the newest is kept, and shown."""
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        print(
+            f"laminar: the oldest entries of {len(names)} {what} are gone: {shown}", file=sys.stderr
+        )
+
+
 def _field_diff(difference: Difference) -> str:
     """The parts of both sides that are not the same: `-` logged, `+` replayed."""
     position = difference.position
@@ -156,6 +167,8 @@ def run_tail(arguments: argparse.Namespace) -> int:
 
 def run_story(arguments: argparse.Namespace) -> int:
     _note_beginning(arguments.run)
+    if arguments.logs:
+        _note_cut("logs", cut_logs(arguments.run))
     _print(story(arguments.run, arguments.id, logs=arguments.logs))
     return 0
 
@@ -168,6 +181,7 @@ def run_why(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Says where the trace is and how to look at it."""
     path = arguments.output or arguments.run / TRACE_FILE
+    _note_cut("timelines", cut_timelines(arguments.run))
     count = write_trace(arguments.run, path)
     _print([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
     return 0

@@ -7,6 +7,8 @@ Raises  OSError, PartlyWritten: the outlet counts what is lost
 A full disk tears a line in two. Before the next one the end of the file is mended, so that readers
 lose the torn line and nothing else: a torn line is ended, a torn row is cut off. Files and folders
 are made with the first write, never a run directory that is gone.
+
+A file of lines may be cut into parts: a full one is set aside, and of those only the newest stay.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from laminar.observe.telemetry import PartlyWritten
+from laminar.rundir import older_parts
+
+PART_BYTES = 64 << 20
+PARTS_KEPT = 4
+"""Of a log or timeline, the growing one included: some 250 MB for each process at most."""
 
 Mend = Callable[[int, int], None]
 """(descriptor, size after the last whole write): make the end of the file a place to go on from."""
@@ -46,20 +53,51 @@ def cut_rows(row_bytes: int) -> Mend:
 class GrowingFile:
     """Appends lines or rows; the end is mended before the first one and after every failure."""
 
-    def __init__(self, run_dir: Path, name: str, mend: Mend = end_line) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, mend: Mend = end_line, *, in_parts: bool = False
+    ) -> None:
+        """`in_parts`: set it aside when it is full, and remove all but the newest few."""
         self._run_dir, self._name, self._mend = run_dir, name, mend
+        self._in_parts = in_parts
+        self._path = run_dir / name
         self._fd = -1
         self._size = 0  #: after the last whole write
         self._mended = False
 
     def write(self, items: Sequence[bytes]) -> None:
-        if self._fd < 0:
-            self._fd = _open(self._run_dir, self._name)
-            self._size = os.fstat(self._fd).st_size
+        self._open()
+        if self._in_parts and self._size >= PART_BYTES:
+            self._set_aside()
         if not self._mended:
             self._mend(self._fd, self._size)
             self._mended = True
         self._append(items)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it has now; OSError when it cannot be had."""
+        self._open()
+        return self._size
+
+    def _open(self) -> None:
+        if self._fd < 0:
+            self._path = _place(self._run_dir, self._name)
+            self._begin()
+
+    def _begin(self) -> None:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def _set_aside(self) -> None:
+        parts = older_parts(self._path)
+        number = parts[-1][0] + 1 if parts else 1
+        self._path.rename(f"{self._path}.{number}")
+        os.close(self._fd)
+        self._fd = -1
+        self._begin()
+        for old, path in parts:
+            if old <= number - (PARTS_KEPT - 1):
+                path.unlink(missing_ok=True)
 
     def _append(self, items: Sequence[bytes]) -> None:
         rest = memoryview(b"".join(items))
@@ -102,9 +140,10 @@ def _whole(items: Sequence[bytes], written: int) -> int:
     return done
 
 
-def _open(run_dir: Path, name: str) -> int:
+def _place(run_dir: Path, name: str) -> Path:
+    """Where a file is, whatever the link to the newest logs points at later."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is gone")
     path = run_dir / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return path.resolve()

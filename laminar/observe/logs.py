@@ -42,7 +42,7 @@ def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Tel
         return {"run": run, "process": process, **line}
 
     telemetry = Telemetry()
-    file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{process}.jsonl")
+    file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{process}.jsonl", in_parts=True)
     lines = telemetry.outlet("log", file.write)
     structlog.configure(
         processors=[

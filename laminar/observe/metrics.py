@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from laminar.config import ConfigError
 from laminar.core.state import State
@@ -29,21 +29,39 @@ from laminar.rundir import METRICS_FILE
 _STEP, _EVALUATION = "training/global_step", "val/version"
 
 
+@dataclass
+class _Written:
+    """What an earlier coordinator has written."""
+
+    event: int = 0  #: the last one that a line names
+    step_event: int = 0  #: the last one of the line of a step
+    evaluations: int = 0
+
+    def take(self, line: bytes) -> None:
+        try:
+            figures = json.loads(line)
+            event = int(figures["event"])
+        except (ValueError, KeyError, TypeError):
+            return  # the line that a crash or a full disk cut short
+        self.event = max(self.event, event)
+        self.step_event = max(self.step_event, event if _STEP in figures else 0)
+        self.evaluations += _EVALUATION in figures
+
+
 class MetricsWriter:
     """An observer of the coordinator."""
 
     def __init__(self, run_dir: Path, telemetry: Telemetry, *, tensorboard: bool) -> None:
         """ConfigError when what an earlier coordinator has written cannot be read."""
-        written = _lines(run_dir / METRICS_FILE)
-        self._after = max((int(line["event"]) for line in written), default=0)
-        #: the first event that a replay must show again
-        self.replay_from = max((int(x["event"]) for x in written if _STEP in x), default=0)
+        written = _written(run_dir / METRICS_FILE)
+        self._after = written.event
+        self.replay_from = written.step_event  #: the first event that a replay must show again
         self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._board: Outlet[Scalars] | None = None
         if tensorboard:
             self._board = telemetry.outlet("tensorboard", Board(run_dir).write)
         self._pulls: list[float] = []
-        self._evaluations = sum(_EVALUATION in line for line in written)
+        self._evaluations = written.evaluations
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -110,25 +128,17 @@ def _reward_errors(state: State) -> dict[str, float]:
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of the file; none for a new one."""
-    whole = []
-    for line in _text(path).splitlines():
-        try:
-            figures = json.loads(line)
-        except ValueError:
-            continue  # the line that a crash cut short
-        if isinstance(figures, dict) and "event" in figures:
-            whole.append(figures)
-    return whole
-
-
-def _text(path: Path) -> str:
+def _written(path: Path) -> _Written:
+    """What the whole lines of the file say, one at a time; zeros for a new one."""
+    found = _Written()
     try:
-        return path.read_text(errors="replace")
+        with open(path, "rb") as lines:
+            for line in lines:
+                found.take(line)
     except FileNotFoundError:
-        return ""
+        return found
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error}): move it away, or figures would be written twice"
         ) from error
+    return found
