@@ -2,7 +2,7 @@
 
 Reads   what ended the command
 Writes  stderr
-Gives   exit_code; terminal, around what a long command prints at its end
+Gives   exit_code
 
 A mistake of the user, Ctrl-C, a reader that has seen enough (`| head`) and a file that cannot be
 read or written are ordinary: none of them shows a traceback.
@@ -11,12 +11,16 @@ read or written are ordinary: none of them shows a traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from laminar import exit_codes
 from laminar.config import ConfigError
+
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""What printing meets on a full disk, a terminal that was closed, a closed descriptor."""
 
 
 def exit_code(program: str, command: Callable[[], int]) -> int:
@@ -35,25 +39,20 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
         discard_stdout()
         return exit_codes.PIPE_CLOSED
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            say(program, f"{error.filename}: {error.strerror}")
+            return exit_codes.USER_ERROR
+        if error.errno not in OUTPUT_ERRORS:
             raise
-        say(program, f"{error.filename}: {error.strerror}")
-        return exit_codes.USER_ERROR
+        discard_stdout()
+        say(program, f"the output cannot be written: {error.strerror}")
+        return exit_codes.FAILED
 
 
 def say(program: str, sentence: str) -> None:
     """On stderr, if anybody is there."""
     with contextlib.suppress(OSError):
         print(f"{program}: {sentence}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def terminal() -> Iterator[None]:
-    """A terminal that was closed meanwhile swallows what is printed; the exit code stays."""
-    try:
-        yield
-    except OSError:
-        discard_stdout()
 
 
 def discard_stdout() -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,10 +47,10 @@ Process = subprocess.Popen[bytes]
 class Supervisor:
     """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
-    def __init__(self, config: Config, lock: RunLock, console: Console) -> None:
+    def __init__(self, config: Config, lock: RunLock, console: Console, asked: Asked) -> None:
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self.progress = Progress(lock.run_dir, console)
-        self._asked = Asked()
+        self._asked = asked
         self._told = Asked.NOTHING  #: what the present coordinator knows of it
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
@@ -57,7 +58,6 @@ class Supervisor:
 
     def run(self) -> Over:
         """Until the coordinator has ended for good, and everybody else has left."""
-        self._asked.listen()
         self._start_coordinator()
         self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         with self.progress:
@@ -185,10 +185,17 @@ class Asked:
     def __init__(self) -> None:
         self.level, self.reason = self.NOTHING, ""
         self._now_s = 0.0
+        self._before: dict[signal.Signals, Any] = {}
 
-    def listen(self) -> None:
+    def __enter__(self) -> Asked:
+        """From here on signals ask; afterwards they do what they did before."""
         for number in (*stop_signals(), signal.SIGINT, signal.SIGQUIT):
-            signal.signal(number, self._signalled)
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def since_now_s(self) -> float:
         """How long ago an end at once was asked for."""

@@ -8,19 +8,21 @@ Starts  the processes of the run, by way of the supervisor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from laminar import exit_codes
 from laminar.analysis.report import summarize
-from laminar.cli.endings import terminal
+from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check
 from laminar.cli.progress import failed_share
 from laminar.cli.reward_trial import show_trial
-from laminar.cli.supervisor import Supervisor
+from laminar.cli.supervisor import Asked, Supervisor
+from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
+from laminar.coordinator.restarts import Over
 from laminar.observe.logs import new_attempt
 from laminar.run_lock import RunLock, holders, in_use, moving
 from laminar.rundir import (
@@ -45,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 def train(arguments: argparse.Namespace) -> int:
     """Check, start, watch, report; returns the run's exit code."""
     config = load(arguments.config, arguments.overrides)
-    console = Console(soft_wrap=True)
+    console = Terminal()
     run_dir = config.run_dir
     if run_dir.exists() and holders(run_dir):
         raise ConfigError(in_use(run_dir))
@@ -55,30 +57,36 @@ def train(arguments: argparse.Namespace) -> int:
             "under another name"
         )
     plan = check(config)
-    show_plan(plan, console)
+    console.lines(plan_lines(plan))
     show_trial(plan.reward, plan.config.reward, plan.trial, console)
     if arguments.dry_run:
-        return 0
-    if run_dir.exists():
-        console.print(f"moved the old run to {move_aside(run_dir)}", highlight=False)
-    lock = _prepare(plan.config, run_dir)
-    try:
-        over = Supervisor(plan.config, lock, console).run()
+        return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
+    console.when_gone(
+        f"nobody reads the output any more; the run goes on, and `laminar stop {run_dir}` ends it"
+    )
+    with contextlib.ExitStack() as ends:
+        with Asked() as asked:  # before there is a directory: nothing is left half made
+            if run_dir.exists():
+                console.lines([f"moved the old run to {move_aside(run_dir)}"])
+            lock = ends.enter_context(contextlib.closing(_prepare(plan.config, run_dir)))
+            over = Supervisor(plan.config, lock, console, asked).run()
         if not lock.lost():
-            _conclude(run_dir, console, over.reason)
-    finally:
-        lock.close()
+            _conclude(run_dir, console, over)
     return over.code
 
 
-def _conclude(run_dir: Path, console: Console, given_up: str) -> None:
+def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
+    """The last words. The run has ended, and they change nothing of how it did."""
     try:
-        summary = summarize(run_dir)
-        with terminal():
-            show_summary(summary, run_dir, console, given_up)
+        lines = summary_lines(summarize(run_dir), run_dir, over.reason)
     except ConfigError as error:  # the coordinator ended before it had logged anything
-        with terminal():
-            console.print(f"no summary: {error}", highlight=False, markup=False)
+        lines = [f"no summary: {error}"]
+    except KeyboardInterrupt:
+        lines = [f"no summary: interrupted; the run is over, `laminar report {run_dir}` shows it"]
+    console.lines(lines)
+    console.end()
+    if console.gone:
+        say("laminar", f"{run_dir} has ended with code {over.code}; `laminar report {run_dir}`")
 
 
 def move_aside(run_dir: Path) -> Path:
@@ -105,10 +113,10 @@ def _prepare(config: Config, run_dir: Path) -> RunLock:
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def plan_lines(plan: Plan) -> list[str]:
     """What will happen, in a few lines; the first prompt as the model sees it."""
     c = plan.config
-    lines = [
+    return [
         f"run        {c.run_dir}",
         f"model      {c.model.name}",
         f"data       {plan.num_train} training prompts, {plan.num_held_out} held out "
@@ -121,11 +129,9 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"as ids     {plan.first_prompt_ids}",
         f"ends with  {plan.end_ids}",
     ]
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
 
 
-def show_summary(summary: dict[str, Any], run_dir: Path, console: Console, given_up: str) -> None:
+def summary_lines(summary: dict[str, Any], run_dir: Path, given_up: str) -> list[str]:
     """The last lines: what happened, and where to look next; why nobody tries any more."""
     lines = [""]
     if failure := summary["failure"] or given_up:
@@ -153,8 +159,7 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console, given
         lines.append(f"checkpoints      {saved} in {run_dir / CHECKPOINTS_DIR}")
     if (run_dir / EXPORT_DIR).is_dir():
         lines.append(f"model            {run_dir / EXPORT_DIR}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    return lines
 
 
 def _reward_errors(summary: dict[str, Any], run_dir: Path) -> list[str]:

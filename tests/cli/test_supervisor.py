@@ -52,18 +52,16 @@ def handlers() -> Iterator[None]:
 )
 def test_what_signals_ask_for(signals: str, level: int) -> None:
     """In good order by SIGTERM and SIGHUP, however often; each Ctrl-C asks for more."""
-    asked = Asked()
-    asked.listen()
-    for name in signals.split():
-        os.kill(os.getpid(), signal.Signals[name])
+    with Asked() as asked:
+        for name in signals.split():
+            os.kill(os.getpid(), signal.Signals[name])
     assert asked.level == level
 
 
 def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    asked = Asked()
-    asked.listen()
-    os.kill(os.getpid(), signal.SIGHUP)
+    with Asked() as asked:
+        os.kill(os.getpid(), signal.SIGHUP)
     assert asked.level == Asked.NOTHING
 
 
@@ -75,7 +73,8 @@ class StandIns(Supervisor):
         config = load([], ["model.name=m", "data.dataset=gcd", "recovery.coordinator_restart_ms=0"])
         run_dir.mkdir()
         self.heard, self.codes, self.signals = run_dir / "heard", [*codes], signals.split()
-        super().__init__(config, RunLock.create(run_dir, "train"), Console(quiet=True))
+        lock = RunLock.create(run_dir, "train")
+        super().__init__(config, lock, Console(quiet=True), Asked().__enter__())
 
     def _start(self, module: str, *options: str) -> subprocess.Popen[bytes]:
         code = self.codes.pop(0) if module == "laminar.cli.coord" else None
@@ -87,6 +86,13 @@ class StandIns(Supervisor):
         while self.signals:
             os.kill(os.getpid(), signal.Signals[self.signals.pop(0)])
         return process
+
+
+def test_afterwards_signals_do_what_they_did_before() -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    with Asked():
+        assert [signal.getsignal(number) for number in HANDLED] != before
+    assert [signal.getsignal(number) for number in HANDLED] == before
 
 
 @pytest.fixture(autouse=True)

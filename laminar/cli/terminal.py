@@ -1,0 +1,55 @@
+"""The terminal of `laminar train`: what is printed there ends nothing.
+
+Reads   nothing
+Writes  standard output; one sentence on stderr when nobody reads the output any more
+
+A run goes on without a reader (`| head`), as it does without a terminal (`nohup`), so that what
+becomes of it never depends on how much of its output somebody wanted to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+
+from laminar.cli.endings import discard_stdout, say
+
+
+class Terminal(Console):
+    """rich's console, which knows when its reader has gone."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True)
+        self.gone = False
+        self._last_word = ""
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Print as they are; what cannot be written now may be written with what comes later."""
+        for line in lines:
+            with contextlib.suppress(OSError):
+                self.print(line, highlight=False, markup=False)
+
+    def end(self) -> None:
+        """Nothing more comes: what still cannot be written is dropped."""
+        try:
+            sys.stdout.flush()
+        except OSError:
+            discard_stdout()
+
+    def when_gone(self, sentence: str) -> None:
+        """Say so on stderr once there is no reader, or now, if there is none already."""
+        self._last_word = sentence
+        if self.gone:
+            say("laminar", sentence)
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, whose own way is to leave the program."""
+        if self.gone:
+            return
+        self.gone = self.quiet = True
+        discard_stdout()
+        if self._last_word:
+            say("laminar", self._last_word)
