@@ -16,25 +16,28 @@ import pytest
 
 from laminar import exit_codes
 from laminar.events import events as ev
-from tests.run.conftest import ROOT, Finished, check_books, command, history, laminar
+from laminar.run_lock import holders
+from tests.run.conftest import ROOT, Finished, arenas, check_books, command, history, laminar
 
 pytestmark = pytest.mark.process
 WAIT_S = 120
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def arguments(directory: Path) -> list[str]:
+    return [
+        "-c",
+        "configs/quickstart.toml",
+        "data.dataset_size=2000",
+        "data.val_size=16",
+        "trainer.test_freq=0",
+        f"run.output_dir={directory}",
+        "run.name=run",
+    ]
+
+
+def start(directory: Path, *further: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(
-            "train",
-            "-c",
-            "configs/quickstart.toml",
-            "data.dataset_size=2000",
-            "data.val_size=16",
-            "trainer.test_freq=0",
-            f"run.output_dir={directory}",
-            "run.name=run",
-            *arguments,
-        ),
+        command("train", *arguments(directory), *further),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,12 +128,35 @@ def test_replicas_are_ended(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
+    """While it lives nobody moves its directory away; then nothing is left of its processes."""
     process = start(tmp_path, "trainer.total_training_steps=500")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
+    living = {holder.name: holder.pid for holder in holders(tmp_path / "run")}
+    again = laminar("train", *arguments(tmp_path), "--move-old")
+    assert again.returncode == exit_codes.USER_ERROR, again.stdout + again.stderr
+    assert all(f"{name} (pid {pid})" in again.stderr for name, pid in living.items())
+    assert living.keys() >= {"train", "coordinator", "node-0", *status(tmp_path)["processes"]}
     process.send_signal(signal.SIGINT)
     run = end(process, tmp_path)
+    assert holders(run.directory) == [] and arenas(run.directory) == []
     assert run.code == 0, run.output
     assert run.summary["interrupted"] is True
     assert (run.directory / "export" / "model.safetensors").is_file()
     done = laminar("audit", str(run.directory))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_outlives_a_supervisor_and_a_coordinator_that_are_killed(tmp_path: Path) -> None:
+    """Nobody would start another coordinator: the node gives up, and its actors go with it."""
+    process = start(tmp_path, "trainer.total_training_steps=500")
+    until(lambda: status(tmp_path)["step"] >= 1, "step 1")
+    living = {holder.name: holder.pid for holder in holders(tmp_path / "run")}
+    for name in ("train", "coordinator"):
+        os.kill(living[name], signal.SIGKILL)
+    until(lambda: holders(tmp_path / "run") == [], "all processes have ended")
+    run = end(process, tmp_path)
+    assert run.code == -signal.SIGKILL
+    assert arenas(run.directory) == []
+    log = (run.directory / "logs" / "latest" / "node-0.jsonl").read_text().splitlines()
+    reasons = [line["reason"] for line in map(json.loads, log) if line["event"] == "failed"]
+    assert len(reasons) == 1 and reasons[0].startswith("no coordinator for")
