@@ -224,8 +224,8 @@ class Host:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
-        if self._failure is None and self.control.incarnation:
-            self._last_word(ev.ActorLeft())
+        if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+            self._last_word(ev.ActorLeft())  # its node may be gone, and cannot tell it
         for task in self._tasks:
             task.cancel()
         await self.control.close()

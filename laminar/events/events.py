@@ -101,7 +101,7 @@ class ActorJoined(Event, frozen=True, kw_only=True):
 
 
 class ActorLeft(Event, frozen=True, kw_only=True):
-    """A process has ended in good order."""
+    """A process has ended in good order; its last word, also after it has failed."""
 
 
 class ActorFailed(Event, frozen=True, kw_only=True):

@@ -67,6 +67,23 @@ async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Si
     assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED)
 
 
+async def test_the_last_word_is_that_it_has_ended_also_after_a_failure(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's end waits for a store that failed until it is known to be gone, and its node, which
+    sees the exit, may be gone, too."""
+    monkeypatch.setattr("laminar.net.client.ControlClient.incarnation", 1)
+    host = Host(RunLock.join(run_dir, "store-0"), "store-0", "store", "node-0", "127.0.0.1")
+    said: list[Any] = []
+    monkeypatch.setattr(host, "emit", said.append)
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    host.fail("the disk is broken")
+    assert await running == exit_codes.FAILED
+    failed = ev.ActorFailed(reason="the disk is broken", user_error=False)
+    assert said == [failed, ev.ActorLeft()]
+
+
 # --- whoever started it is gone, or the run directory --------------------------------------------
 
 
