@@ -14,6 +14,10 @@ class DiskError(OSError):
     """A write or sync failed. The process must end: a retried sync may lie about lost pages."""
 
 
+class DiskFull(DiskError):
+    """The same, because there was no room: what can be done without may be left out."""
+
+
 class AppendFile(Protocol):
     """An open file that only grows."""
 

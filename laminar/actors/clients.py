@@ -27,8 +27,10 @@ RelayAnswer = TypeVar("RelayAnswer", bound=relay.Message)
 class StoreClient:
     """Typed requests to the store; an answer of another kind is an error of the program."""
 
-    def __init__(self, rpc: RpcClient) -> None:
+    def __init__(self, rpc: RpcClient, disk_wait_s: float) -> None:
+        """`disk_wait_s`: how long the store may wait for room on its disk."""
         self._rpc = rpc
+        self._timeout_s = RPC_TIMEOUT_S + disk_wait_s
 
     async def start(self) -> None:
         await self._rpc.start()
@@ -37,7 +39,7 @@ class StoreClient:
         await self._rpc.close(flush_s)
 
     async def ask(self, request: store.Request, answer: type[StoreAnswer]) -> StoreAnswer:
-        reply = store.decode_reply(await self._rpc.call(store.encode(request), RPC_TIMEOUT_S))
+        reply = store.decode_reply(await self._rpc.call(store.encode(request), self._timeout_s))
         if not isinstance(reply, answer):
             raise RuntimeError(f"the store answered {type(request).__name__} with {reply!r:.200}")
         return reply

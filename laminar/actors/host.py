@@ -38,6 +38,7 @@ from laminar.net.rpc import RpcClient
 from laminar.net.session import LinkClosed, OutboxFull
 from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure, get_logger
+from laminar.observe.telemetry import print_lines
 from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
 from laminar.stop_requests import (
@@ -112,6 +113,7 @@ class Host:
         )
         spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
         self._spans = self.telemetry.outlet("timeline", spans.write)
+        self._terminal = self.telemetry.outlet("terminal", print_lines)
 
     # --- for actors ---------------------------------------------------------------------------
 
@@ -134,6 +136,19 @@ class Host:
         offset = self.clock_offset_ns
         line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
         self._spans.put(json.dumps(line).encode() + b"\n")
+
+    def announce(self, text: str) -> None:
+        """Say what people have to know now: in the log, and on the terminal of this process."""
+        self.log.warning("announced", text=text)
+        self._terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
+
+    async def pause(self, seconds: float) -> None:
+        """Wait; RuntimeError when this process is to end meanwhile."""
+        try:
+            await asyncio.wait_for(self._stop.wait(), seconds)
+        except TimeoutError:
+            return
+        raise RuntimeError(f"{self.name} was ended while it waited")
 
     def client(self, server: str) -> RpcClient:
         """A client of the store or the relay of this run (not started)."""

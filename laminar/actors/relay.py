@@ -19,6 +19,7 @@ import time
 import psutil
 
 from laminar import ids
+from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
 from laminar.actors.relay_slots import CHAIN, RelaySlots
 from laminar.config import Config, ConfigError
@@ -86,9 +87,12 @@ class Relay:
         except PlaneError as error:
             raise ConfigError(str(error)) from None
         await self.server.start()
-        write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
+        await DiskWait(self.host, "the relay's address").until_room(self._tell_address)
         self.host.spawn(self.server.wait_closed())
         self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
+
+    async def _tell_address(self) -> None:
+        write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
 
     def _make_plane(self) -> Plane:
         config, loop = self.host.config.weights, asyncio.get_running_loop()

@@ -53,7 +53,8 @@ class Rollout:
 
     def __init__(self, host: Host) -> None:
         self.host, self.config = host, host.config
-        self.store = StoreClient(host.client("store-0"))
+        disk_wait_s = self.config.coordinator.disk_wait_s
+        self.store = StoreClient(host.client("store-0"), disk_wait_s)
         self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
         #: the store has not answered yet, or has not been asked
         self.opening: dict[str, cmd.GenerateTrajectory] = {}

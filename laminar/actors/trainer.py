@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 
 import numpy as np
@@ -21,8 +20,10 @@ import torch
 import transformers
 
 from laminar import ids
+from laminar.actors.book import Book
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.actors.clients import RelayClient, StoreClient
+from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
 from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import commands as cmd
@@ -51,9 +52,12 @@ class Trainer:
         self.host = host
         self.config = host.config
         self.device = torch.device(_device(self.config.trainer.device))
-        self.store = StoreClient(host.client("store-0"))
+        disk_wait_s = self.config.coordinator.disk_wait_s
+        self.store = StoreClient(host.client("store-0"), disk_wait_s)
         self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
-        self.book = open(host.run_dir / TRAINER_BOOK_FILE, "a")  # noqa: SIM115
+        self.book = Book(host.run_dir / TRAINER_BOOK_FILE)
+        self._book_disk = DiskWait(host, "the trainer's book")
+        self._export_disk = DiskWait(host, "the model")
         self._waiting_from_ns = time.monotonic_ns()
 
     async def start(self) -> None:
@@ -118,7 +122,8 @@ class Trainer:
         done = time.monotonic_ns()
         self.host.span("busy", received, done, step=command.step)
         await self.publisher.publish(command.version, command.step + 1, order.cause)
-        self._enter_in_book(command, result)
+        line = _book_line(command, result)
+        await self._book_disk.until_room(lambda: asyncio.to_thread(self.book.enter, line))
         origins = by_origin(result.mismatch, result.reward_by_version)
         metrics = result.metrics | origins | {"timing_s/step": (done - started) / 1e9}
         completed = ev.StepCompleted(
@@ -132,19 +137,6 @@ class Trainer:
         )
         self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
         await self.checkpoints.save_if_due(command.version, command.step + 1, order.cause)
-
-    def _enter_in_book(self, command: cmd.TrainStep, result: StepResult) -> None:
-        """What was trained, on disk before anyone hears of it."""
-        line = {
-            "step": command.step,
-            "version": command.version,
-            "changed": result.changed,
-            "digest": result.digest,
-            "ids": list(command.trajectories),
-        }
-        self.book.write(json.dumps(line) + "\n")
-        self.book.flush()
-        os.fdatasync(self.book.fileno())
 
     # --- publishing ---------------------------------------------------------------------------
 
@@ -172,7 +164,9 @@ class Trainer:
         started = time.monotonic_ns()
         policy = self.learner.policy
         source = self.config.model.name
-        await asyncio.to_thread(export_hf, policy.model, source, directory)
+        await self._export_disk.until_room(
+            lambda: asyncio.to_thread(export_hf, policy.model, source, directory)
+        )
         reloaded = await asyncio.to_thread(self._load, str(directory))
         policy.model.load_state_dict(reloaded.model.state_dict())
         self.host.span("exporting", started, time.monotonic_ns())
@@ -183,6 +177,18 @@ class Trainer:
 
     def _load(self, name: str) -> LoadedPolicy:
         return load_policy(name, self.device, tokenizer_size=self.size)
+
+
+def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
+    """What was trained."""
+    line = {
+        "step": command.step,
+        "version": command.version,
+        "changed": result.changed,
+        "digest": result.digest,
+        "ids": list(command.trajectories),
+    }
+    return json.dumps(line).encode()
 
 
 def _device(name: str) -> str:

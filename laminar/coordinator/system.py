@@ -1,7 +1,8 @@
 """The real disk: one directory of append-only files.
 
 Reads / writes   files of the directory, by name
-Raises           DiskError for every failed read, create, write, sync, renaming and removal
+Raises           DiskError for every failed read, create, write, sync, renaming and removal; for
+                 want of room it is DiskFull
 
 A name is durable only once its directory is synced, so a new file is not handed out before. A
 short write is continued; on a full disk the continuation is what fails. Nothing is retried.
@@ -9,11 +10,12 @@ short write is continued; on a full disk the continuation is what fails. Nothing
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.ports import AppendFile, DiskError
+from laminar.ports import AppendFile, DiskError, DiskFull
 
 
 class RealAppendFile:
@@ -129,4 +131,5 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _failed(what: str, name: str, error: OSError) -> DiskError:
-    return DiskError(error.errno, f"{what} of {name} failed: {error.strerror}")
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
+    return kind(error.errno, f"{what} of {name} failed: {error.strerror}")

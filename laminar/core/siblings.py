@@ -26,7 +26,7 @@ SCORE_TIMEOUT_MS = 600_000
 ENDINGS_PER_COMMAND = 2_048
 """About 150 bytes each: well inside one control message, and inside one request of the store."""
 END_TIMEOUT_MS = 120_000
-"""One transaction of the store; two minutes of silence mean that it hangs."""
+"""One transaction of the store; two minutes of silence mean that it hangs, or waits for a disk."""
 
 # --- siblings ---------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ def send_endings(turn: Turn) -> None:
         turn.command(
             cmd.EndTrajectories(to=store.name if store else "store-0", endings=part),
             key=f"end:{turn.next_command_id}",
-            timeout_ms=END_TIMEOUT_MS,
+            timeout_ms=END_TIMEOUT_MS + turn.state.settings.disk_wait_ms,
         )
     turn.endings.clear()
 

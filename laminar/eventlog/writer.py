@@ -34,7 +34,8 @@ from laminar.eventlog.record import (
     segment_numbers,
 )
 from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, write_snapshot
-from laminar.ports import AppendFile, Disk, DiskError
+from laminar.eventlog.whole_files import remove_unfinished
+from laminar.ports import AppendFile, Disk, DiskError, DiskFull
 
 
 class LogTaken(Exception):
@@ -149,16 +150,21 @@ class LogWriter:
     def snapshot(self, state: State) -> None:
         """Keep the state, which is that after the last event appended, when it is time to.
 
-        Commits first: a snapshot describes only what is durable. Raises as `commit`.
+        Commits first: a snapshot describes only what is durable. Raises as `commit`. Without room
+        for it there is none this time.
         """
         if state.seq - self._snapshot_seq < self._snapshot_every:
             return
         self.commit()
         self._begin_try()
         end = Takeover(self._header.segment, self._offset, self._crc)
-        write_snapshot(self._disk, state, end)
-        tidy(self._disk, self._snapshot_segment, self._keep_bytes)
-        self._snapshot_seq, self._snapshot_segment = state.seq, end.segment
+        try:
+            write_snapshot(self._disk, state, end)
+            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
+            self._snapshot_segment = end.segment
+        except DiskFull:
+            remove_unfinished(self._disk)  # the log needs the room
+        self._snapshot_seq = state.seq
         self._failed = False
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ class Settings(
     #: failed attempts to score, of a thousand, above which the run ends; 1000: never; -1: never,
     #: and none is counted
     max_error_permille: int = -1
+    disk_wait_ms: int = 0  #: how long the store may wait for room on its disk
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -40,10 +40,14 @@ class AddressFile(msgspec.Struct):
 
 
 def write_address(path: Path, address: str, **facts: str | int) -> None:
-    """Write an address file so that a reader sees the old one or the new one, never half."""
+    """Write an address file: a reader sees the old one or the new one, never half. OSError."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps({"address": address, **facts}))
-    new.replace(path)
+    try:
+        new.write_text(json.dumps({"address": address, **facts}))
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def read_address(path: Path) -> str | None:

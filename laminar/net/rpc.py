@@ -42,6 +42,9 @@ from laminar.net.session import (
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
+RETRY_MS = 250
+"""Before a request that could not be handled yet is handed over again."""
+
 
 class RpcError(RuntimeError):
     """The server handled the request and says no; the sentence is the server's."""
@@ -231,14 +234,15 @@ class RpcServer:
         self,
         host: str,
         port: int,
-        handle_batch: Callable[[Batch], list[bytes | RpcError]],
+        handle_batch: Callable[[Batch], list[bytes | RpcError | None]],
         *,
         boot_id: str,
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
     ) -> None:
-        """`handle_batch`: one reply per request, in order; when it returns, all are durable.
+        """`handle_batch`: one reply per request, in order; when it returns, all are durable. None
+        for one that cannot be handled yet: it comes again, and with it all later ones of its peer.
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`.
         """
         self._socket = ServerSocket(host, port, max_message)
@@ -358,9 +362,16 @@ class RpcServer:
         if not taken:
             return
         replies = self._handle_batch([(p.link.boot_id, r.id, r.body) for p, _, r in taken])
+        held: dict[_Key, None] = {}
         for (peer, seq, request), reply in zip(taken, replies, strict=True):
-            peer.replies.append(self._reply(request.id, reply))
-            peer.link.processed(seq)
+            if reply is None or peer.key in held:
+                held[peer.key] = None
+                peer.requests.append((seq, request))
+            else:
+                peer.replies.append(self._reply(request.id, reply))
+                peer.link.processed(seq)
+        for key in held:
+            self._wakeups.wake(key, now_ns() + RETRY_MS * MS)
 
     def _reply(self, number: int, answer: bytes | RpcError) -> bytes:
         if isinstance(answer, RpcError):

@@ -132,16 +132,13 @@ class Telemetry:
                 time.sleep(PAUSE_S)
 
 
+def print_lines(lines: list[bytes]) -> None:
+    """To standard error: for an outlet."""
+    os.write(2, b"".join(lines))
+
+
 def tell(text: str) -> None:
     """Print a last word to standard error; a terminal that is gone or stands still is let be."""
-    line = f"{text}\n".encode(errors="replace")
-    thread = threading.Thread(target=_write_stderr, args=(line,), daemon=True)
-    thread.start()
-    thread.join(DRAIN_S)
-
-
-def _write_stderr(line: bytes) -> None:
-    try:
-        os.write(2, line)
-    except OSError:
-        return
+    telemetry = Telemetry()
+    telemetry.outlet("terminal", print_lines).put(f"{text}\n".encode(errors="replace"))
+    telemetry.drain(DRAIN_S)

@@ -3,7 +3,8 @@
 Reads   typed requests (`messages`), the tables (`tables`), payload files
 Writes  the database and the payload files beside it; nothing is answered before it is durable
 Raises  ConfigError when the database cannot be used; sqlite3.Error or ports.DiskError when a write
-        fails, and then the process must end: after a failed sync nobody knows what is on the disk
+        fails. For want of room (storage/room.py) nothing of it is left, and it can be tried again;
+        else the process must end: after a failed sync nobody knows what is on the disk
 
 `handle_batch` is the whole interface of a running store: what arrived together is one transaction,
 one sync (group commit), and each request is a savepoint in it, so that a bad one takes nothing of
@@ -25,6 +26,7 @@ from laminar.ids import EVAL, TRAIN
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.handlers import Handlers
+from laminar.storage.room import no_room
 from laminar.storage.tables import Tables
 
 PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits one reply
@@ -46,11 +48,15 @@ class Database:
         self._db = _connect(path)
         self._tables = Tables(self._db, self._folder)
         self._handlers = Handlers(self._tables)
-        with self._transaction():
-            self._create_or_check(path)
-        payload_files.create_folder(self._folder)
-        with self._transaction():  # under the write lock nobody is between a file and its row
-            payload_files.sweep(self._folder, self._tables.file_names())
+        try:
+            with self._transaction():
+                self._create_or_check(path)
+            payload_files.create_folder(self._folder)
+            with self._transaction():  # under the write lock nobody is between a file and its row
+                payload_files.sweep(self._folder, self._tables.file_names())
+        except BaseException:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -140,6 +146,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(path, isolation_level=None)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]
     except sqlite3.DatabaseError as error:
+        if no_room(error):
+            raise
         raise ConfigError(
             f"{path} cannot be opened as a store database ({error}): name another run directory"
         ) from error

@@ -70,11 +70,15 @@ def sweep(folder: Path, named: Collection[str]) -> None:
 
 def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
     partial = folder / f"{name}{_TEMPORARY}"
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / name)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(folder / name)
+    except OSError:
+        partial.unlink(missing_ok=True)  # a full disk needs the room
+        raise
 
 
 def _sync(path: Path, flags: int) -> None:

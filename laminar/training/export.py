@@ -10,7 +10,9 @@ published models do ship (a temperature without do_sample), and a run must not f
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,14 +55,18 @@ def export_hf(
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():  # an export that died half-way
         shutil.rmtree(partial)
-    partial.mkdir()
-    _copy_tokenizer(Path(tokenizer_source), partial)
-    _save_model(model, dict(named_weights(model)) if tensors is None else tensors, partial)
-    for name, content in (extra or {}).items():
-        (partial / name).write_bytes(content)
-    for path in [*partial.rglob("*"), partial]:
-        _sync(path)
-    partial.rename(directory)
+    try:
+        partial.mkdir()
+        _copy_tokenizer(Path(tokenizer_source), partial)
+        _save_model(model, dict(named_weights(model)) if tensors is None else tensors, partial)
+        for name, content in (extra or {}).items():
+            (partial / name).write_bytes(content)
+        for path in [*partial.rglob("*"), partial]:
+            _sync(path)
+        partial.rename(directory)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
     _sync(directory.parent)
 
 
@@ -81,7 +87,8 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     try:
         save_file(contiguous, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its own name for a disk that fails
-        raise OSError(f"{path}: {error}") from error
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
 
 
 def _sync(path: Path) -> None:

@@ -51,6 +51,7 @@ class FakeHost:
         self.telemetry = Telemetry()
         self.events: list[Event] = []
         self.failures: list[str] = []
+        self.announced: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def emit(self, event: Event, **context: Any) -> None:
@@ -71,6 +72,12 @@ class FakeHost:
 
     def fail(self, reason: str, exit_code: int = 1) -> None:
         self.failures.append(reason)
+
+    def announce(self, text: str) -> None:
+        self.announced.append(text)
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(0.001)
 
     client = Host.client
 

@@ -26,10 +26,10 @@ from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.events.codec import encode as encode_message
-from laminar.ports import DiskError
+from laminar.ports import DiskError, DiskFull
 from tests.coordinator.net_world import NetWorld, WireFaults
 from tests.core.random_worlds import random_world
-from tests.eventlog.memory_disk import MemoryDisk
+from tests.eventlog.memory_disk import MemoryDisk, MemoryFile
 
 SEED = 4  #: some 300 events
 EVERY = 30  #: events between two snapshots
@@ -103,6 +103,29 @@ def test_snapshot_holds_the_state_that_the_live_process_had(run: Run) -> None:
         (snapshot,) = snapshots(run.log(name)).usable
         assert digest(snapshot.restored()) == snapshot.digest == run.world.digests[snapshot.seq]
         assert snapshot.name == name == f"snapshot-{snapshot.seq:012d}.bin"
+
+
+def test_without_room_for_a_snapshot_the_log_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left, since the log needs the room; the next one is taken in its time."""
+    append, full = MemoryFile.append, [True]
+
+    def limited(file: MemoryFile, data: bytes) -> None:
+        if file.name.endswith(".tmp") and full[0]:
+            append(file, data[:1])
+            raise DiskFull(28, "No space left on device")
+        append(file, data)
+
+    monkeypatch.setattr(MemoryFile, "append", limited)
+    world = random_world(SEED, RotatingWorld)
+    world.begin()
+    while not world.tick.machine.started or world.state.seq < 3 * EVERY:
+        world.step()
+    assert not snapshots(world.disk).usable
+    assert not [name for name in world.disk.names() if name.endswith(".tmp")]
+    full[0] = False
+    while world.state.phase != "ended":
+        world.step()
+    assert world.kills == 0 and len(snapshots(world.disk).usable) == KEPT
 
 
 def test_two_snapshots_are_kept(run: Run) -> None:

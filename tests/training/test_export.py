@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar.config import ConfigError
@@ -70,6 +71,22 @@ def test_an_existing_directory_is_refused_and_left_alone(
     with pytest.raises(ConfigError, match="exists"):
         export_hf(make_model(), str(model_directory()), target)
     assert [p.name for p in target.iterdir()] == ["mine.txt"]
+
+
+def test_an_export_without_room_leaves_the_room_it_took(
+    tmp_path: Path, make_model: Make, model_directory: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so as any file does, though the library's error is one of its own."""
+    target = tmp_path / "out" / "export"
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("laminar.training.export.save_file", full)
+    with pytest.raises(OSError, match="No space left") as failed:
+        export_hf(make_model(), str(model_directory()), target)
+    assert failed.value.errno == errno.ENOSPC
+    assert not list(target.parent.iterdir())
 
 
 def test_an_export_that_dies_leaves_nothing_under_the_name(

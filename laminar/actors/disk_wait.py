@@ -1,0 +1,99 @@
+"""A full disk is waited for: what must be on it is written as soon as there is room.
+
+Reads   what a write raised
+Gives   DiskWait, one per kind of write: when to try again
+Raises  DiskStayedFull after coordinator.disk_wait_s; at once, whatever else a write raised
+
+It says when the waiting begins and when it is over, in the log and on the terminal. A disk that
+fails otherwise than for want of room is not tried again: nobody knows what is on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from laminar.config import Config
+from laminar.storage.room import no_room
+
+PAUSE_S, PAUSE_MAX_S = 0.25, 5.0
+QUIET_S = 10.0
+"""A disk with little room takes one write and refuses the next: that is told this often at most."""
+
+Written = TypeVar("Written")
+
+
+class Owner(Protocol):
+    """What is needed of an actor's host."""
+
+    config: Config
+
+    def announce(self, text: str) -> None:
+        """Say it in the log and on the terminal."""
+
+    async def pause(self, seconds: float) -> None:
+        """Wait; raises RuntimeError when this process is to end."""
+
+
+class DiskStayedFull(OSError):
+    """There was no room for too long."""
+
+
+class DiskWait:
+    """The state of one kind of write: has room, or waits for it since a while."""
+
+    def __init__(
+        self, owner: Owner, what: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`what` is written, for people."""
+        self._owner, self._what, self._clock = owner, what, clock
+        self._limit_s = owner.config.coordinator.disk_wait_s
+        self._since_s: float | None = None
+        self._told_s = -QUIET_S  #: when the beginning of a wait was announced last
+        self._told = False
+        self._pause_s = PAUSE_S
+
+    def failed(self, error: Exception) -> float:
+        """Seconds until the next try; raises when there is to be none."""
+        if not no_room(error):
+            raise error
+        now = self._clock()
+        if self._since_s is None:
+            self._since_s, self._pause_s = now, PAUSE_S
+            self._tell_begin(now, error)
+        if now - self._since_s >= self._limit_s:
+            raise DiskStayedFull(
+                f"{self._what} could not be written for {self._limit_s:g} s "
+                f"(coordinator.disk_wait_s), the disk is full: {error}"
+            ) from error
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
+        return min(pause_s, self._since_s + self._limit_s - now)
+
+    def worked(self) -> None:
+        """A write came through."""
+        if self._since_s is not None:
+            waited_s, self._since_s = self._clock() - self._since_s, None
+            if self._told:
+                self._owner.announce(f"{self._what}: there is room again, after {waited_s:.1f} s")
+
+    def _tell_begin(self, now: float, error: Exception) -> None:
+        self._told = now - self._told_s >= QUIET_S
+        if self._told:
+            self._told_s = now
+            self._owner.announce(
+                f"{self._what} cannot be written, the disk is full ({error}): waiting at most "
+                f"{self._limit_s:g} s for room (coordinator.disk_wait_s)"
+            )
+
+    async def until_room(self, write: Callable[[], Awaitable[Written]]) -> Written:
+        """Try `write`, which leaves nothing half done, until it comes through."""
+        while True:
+            try:
+                written = await write()
+            except Exception as error:
+                pause_s = self.failed(error)
+            else:
+                self.worked()
+                return written
+            await self._owner.pause(pause_s)
