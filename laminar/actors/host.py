@@ -184,6 +184,7 @@ class Host:
             follow_starter(self._requested)
         await self.control.start()
         self.spawn(self._watch())
+        self.spawn(self._watch_directory())
         try:
             await self._until_welcome()
             if not self._stop.is_set():
@@ -254,19 +255,23 @@ class Host:
             self.log.warning("not-said", message=str(event), reason=str(error))
 
     async def _watch(self) -> None:
-        """A failed control line ends the process, as do a lost directory or coordinator."""
+        """A coordinator that stays away ends the process; so does a failed control line."""
         closed = asyncio.ensure_future(self.control.wait_closed())
         while not self._stop.is_set():
             await asyncio.wait([closed], timeout=WATCH_S)
             if closed.done() and not closed.cancelled() and closed.exception():
                 return self.fail(f"the line to the coordinator failed: {closed.exception()!r}")
-            if reason := self.lock.lost():
-                return self.fail(reason, exit_codes.USER_ERROR)
             absent_s = self.control.absent_ns / 1e9
             if self.control.absent or (self._orphaned and absent_s > ORPHAN_ABSENT_S):
                 return self.fail(
                     f"no coordinator for {absent_s:.0f} s", exit_codes.COORDINATOR_ABSENT
                 )
+
+    async def _watch_directory(self) -> None:
+        """What has its path must be the directory that was locked; a disk may take long to say."""
+        while not (reason := await asyncio.to_thread(self.lock.lost)):
+            await asyncio.sleep(WATCH_S)
+        self.fail(reason, exit_codes.USER_ERROR)
 
     # --- callbacks of the control line ----------------------------------------------------------
 

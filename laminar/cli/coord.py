@@ -85,8 +85,8 @@ async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
 
 
 async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
-    """What has the path of the run directory must be the directory that was locked."""
-    while not (reason := lock.lost()):
+    """What has its path must be the directory that was locked; a disk may take long to say."""
+    while not (reason := await asyncio.to_thread(lock.lost)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
 

@@ -78,7 +78,7 @@ def train(arguments: argparse.Namespace) -> int:
 def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
     """The last words. The run has ended, and they change nothing of how it did."""
     try:
-        lines = summary_lines(summarize(run_dir), run_dir, over.reason)
+        lines = summary_lines(summarize(run_dir), run_dir, over)
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]
     except KeyboardInterrupt:
@@ -131,10 +131,13 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
-def summary_lines(summary: dict[str, Any], run_dir: Path, given_up: str) -> list[str]:
+def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[str]:
     """The last lines: what happened, and where to look next; why nobody tries any more."""
     lines = [""]
-    if failure := summary["failure"] or given_up:
+    failure = summary["failure"] or over.reason
+    if over.code == exit_codes.STOPPED_EARLY:
+        lines.append(f"the run ended    {failure}")
+    elif failure:
         lines += [
             f"the run FAILED   {failure}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; laminar log tail {run_dir}",
