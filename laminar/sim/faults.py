@@ -55,7 +55,8 @@ DEADLINES_MS: dict[type[Command], int] = {
 """What replicas or relays leave undone, one of these in a run: after so long somebody acts, and
 tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
-RARE = {"drain": 0.3}
+REWARD_ERRORS = "reward-errors"
+RARE = {"drain": 0.3, REWARD_ERRORS: 0.3}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
@@ -114,6 +115,7 @@ class Faults:
         self._aims = [] if calm else self._aimed(config)
         if not calm:
             self._draw_silences(config)
+            self._draw_reward_errors(config)
 
     def _aimed(self, config: FaultConfig) -> list[Aim]:
         """Each draws from a stream of its own, so that a new one shifts nobody else's luck."""
@@ -135,6 +137,15 @@ class Faults:
                 if chance.random() < config.share:
                     self.active.append(kind)
                     self.every_s[kind] = _pick(chance, config.every_s)
+
+    def _draw_reward_errors(self, config: FaultConfig) -> None:
+        """From a stream of its own, too."""
+        kind = REWARD_ERRORS
+        chance = self._chance(kind)
+        share = config.share * (1.0 if config.menu else RARE[kind])
+        if kind in (config.menu or KINDS) and chance.random() < share:
+            self.active.append(kind)
+            self.rates[kind] = chance.choice([0.1, 0.3, 1.0])
 
     def begin(self) -> None:
         """Make the weather, and plan the first fault of each kind."""
@@ -228,6 +239,10 @@ class Faults:
     def reward_failure(self, command: cmd.ScoreTrajectories) -> str:
         doomed = not self.healed and any(i.trajectory in self.unscorable for i in command.items)
         return "unscored" if doomed or self._strikes("reward-fails") else ""
+
+    def reward_reason(self) -> str:
+        """What the user's function makes of one answer."""
+        return "error" if self._strikes(REWARD_ERRORS) else "ok"
 
     def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
         """A bad prompt stays bad."""
@@ -408,5 +423,5 @@ def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
 
 
 UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
-KINDS: tuple[str, ...] = (*UNAIMED, *SILENCES, *AIMS)
+KINDS: tuple[str, ...] = (*UNAIMED, *SILENCES, REWARD_ERRORS, *AIMS)
 STRIKES = RECURRING | SILENCES

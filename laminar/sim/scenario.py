@@ -22,6 +22,7 @@ from laminar.sim.scheduler import MS, SECOND
 T = TypeVar("T")
 
 START_TIMEOUT_MS = 120_000
+MAX_ERROR_PERMILLE = 500
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
@@ -97,6 +98,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         batch_wait_ms=pick(work.batch_wait_ms),
         start_timeout_ms=START_TIMEOUT_MS,
         stall_ms=pick(work.stall_ms),
+        max_error_permille=MAX_ERROR_PERMILLE,
     )
     replicas = pick(work.replicas)
     return Scenario(

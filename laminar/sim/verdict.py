@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from laminar import ids
 from laminar.core import invariants
 from laminar.core.state import State, digest
 from laminar.eventlog.reader import read_log
@@ -47,11 +48,13 @@ def judge(world: World) -> str:
 
 def _store_lost(world: World, state: State) -> bool:
     """Nobody could write the ends."""
-    return "store" in state.failure or "fault:lost-node" in world.marks.counts
+    _, lost = world.checks.failure
+    gone = "store" in state.failure or any(name.startswith("store") for name in lost)
+    return gone or "fault:lost-node" in world.marks.counts
 
 
 def failure_has_a_reason(world: World, state: State) -> None:
-    """A run fails only for a process that it has really lost."""
+    """A run fails only for a process that it has really lost, or for its rewards."""
     if not state.failure:
         return
     _, lost = world.checks.failure
@@ -59,8 +62,20 @@ def failure_has_a_reason(world: World, state: State) -> None:
     drained = state.draining and state.exit_code == 130
     replicas_gone = "no replica is left" in state.failure
     known = named or drained or replicas_gone or _struck(world, state)
+    known = known or _rewards_failed(world, state)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
+
+
+def _rewards_failed(world: World, state: State) -> bool:
+    """Its rewards ended it, and the store has as many bad ones as that takes at least."""
+    settings = world.scenario.settings
+    batch = settings.groups_per_step * settings.group_size
+    trained = [row for row in world.rows.values() if row.purpose == ids.TRAIN]
+    failed = sum(row.reward_reason not in (None, "ok") for row in trained)
+    unscored = sum(row.end_reason == "unscored" for row in trained)
+    many = failed * 1000 > settings.max_error_permille * batch or unscored >= 4 * batch
+    return bool(state.drained_for) and many
 
 
 def _struck(world: World, state: State) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.sim.aims import AIMS
-from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, WEATHER, WEDGES
+from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, REWARD_ERRORS, WEATHER, WEDGES
 from laminar.sim.run import Outcome, run_seed
 from laminar.sim.strikes import RECURRING, SILENCES
 from laminar.sim.world import World
@@ -18,7 +18,10 @@ def run(kind: str, seed: int = 3) -> Outcome:
     return run_seed(config(kind, **SMALL), seed)
 
 
-@pytest.mark.parametrize("kind", [*RECURRING, *SILENCES, *RATES, *WEDGES, "drain", "machine-lost"])
+@pytest.mark.parametrize(
+    "kind",
+    [*RECURRING, *SILENCES, *RATES, REWARD_ERRORS, *WEDGES, "drain", "machine-lost"],
+)
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     outcomes = [run(kind, seed) for seed in (3, 4, 5)]
     assert not [outcome.details for outcome in outcomes if outcome.invariant]
@@ -49,8 +52,17 @@ def test_weather_breaks_nothing(kind: str) -> None:
     assert not outcome.failure
 
 
+def test_rewards_that_fail_end_some_runs_and_not_others() -> None:
+    """Two thirds of the rates are above what a run bears for long; a tenth it bears."""
+    outcomes = [run(REWARD_ERRORS, seed) for seed in range(3, 13)]
+    assert not [outcome.details for outcome in outcomes if outcome.invariant]
+    struck = [o for o in outcomes if o.marks.get(f"fault:{REWARD_ERRORS}")]
+    assert {o.failure.partition(" on ")[0] for o in struck} == {"", "the reward failed"}
+
+
 def test_menu_is_complete() -> None:
-    assert set(KINDS) == {*RECURRING, *SILENCES, *RATES, *WEDGES, *WEATHER, *ONCE, *AIMS}
+    drawn = {*RECURRING, *SILENCES, *RATES, REWARD_ERRORS, *WEDGES, *WEATHER, *ONCE}
+    assert set(KINDS) == {*drawn, *AIMS}
 
 
 def test_replicas_that_are_lost_are_replaced() -> None:

@@ -285,9 +285,10 @@ class Rollout(Idle):
             for item in command.items:
                 self._report_failed(item.trajectory, item.placement, failure)
             return
+        reasons = [self.world.faults.reward_reason() for _ in rows]
         rewards = tuple(
-            s.Reward(item.trajectory, item.placement, _score_of(row), "ok")
-            for item, row in zip(command.items, rows, strict=True)
+            s.Reward(item.trajectory, item.placement, _score_of(row, reason), reason)
+            for item, row, reason in zip(command.items, rows, reasons, strict=True)
         )
         then = partial(self._rewarded, command, rows)
         self.process.client.call(STORE, s.Rewards(rewards), then)
@@ -296,9 +297,9 @@ class Rollout(Idle):
         self,
         command: cmd.ScoreTrajectories,
         rows: tuple[Row, ...],
-        reply: tuple[tuple[str, str, float | None], ...],
+        reply: tuple[s.Rewarded, ...],
     ) -> None:
-        for item, row, (answer, _, score) in zip(command.items, rows, reply, strict=True):
+        for item, row, (answer, score, reason) in zip(command.items, rows, reply, strict=True):
             if answer == "refused":
                 self._report_failed(item.trajectory, item.placement, "store-refused")
             elif answer != "fenced" and score is not None:
@@ -307,7 +308,7 @@ class Rollout(Idle):
                     placement=item.placement,
                     score_bits=bits_of(score),
                     correct=score >= 1.0 and row.finish_reason != "length",
-                    reason="ok",
+                    reason=reason,
                     num_tokens=row.num_tokens,
                 )
                 self.process.emit(rewarded)
@@ -375,6 +376,8 @@ def _request_id(command: cmd.GenerateTrajectory) -> str:
     return f"{command.trajectory}@{command.placement}"
 
 
-def _score_of(row: Row) -> float:
-    """Right or wrong, by the trajectory: the same on every replica."""
+def _score_of(row: Row, reason: str) -> float:
+    """Right or wrong, by the trajectory: the same on every replica; 0 where the reward failed."""
+    if reason != "ok":
+        return 0.0
     return float(ids.hash64(row.id, row.attempt, "score") % 2)

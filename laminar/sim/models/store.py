@@ -86,8 +86,16 @@ class Reward(NamedTuple):
     reason: str
 
 
+class Rewarded(NamedTuple):
+    """Score and reason are the stored ones: the first of a trajectory stays."""
+
+    answer: str
+    score: float | None
+    reason: str
+
+
 class Rewards(NamedTuple):
-    """The reply is (answer, reason, stored score) for each."""
+    """The reply has a Rewarded for each."""
 
     items: tuple[Reward, ...]
 
@@ -174,7 +182,7 @@ class Store(Idle):
         if found != tokens_of(seed, 0, row.num_tokens):
             raise Violation("tokens_continue", f"{row.id} has tokens of another seed", row.id)
 
-    def _reward(self, item: Reward) -> tuple[str, str, float | None]:
+    def _reward(self, item: Reward) -> Rewarded:
         row = self.rows.get(item.trajectory)
         verdict = rules.judge_reward(row, item.placement, item.score, item.reason, "")
         if row is not None and verdict.changes:
@@ -187,7 +195,8 @@ class Store(Idle):
             self._save(row, item.placement)
         if verdict.answer != "ok":
             self.world.marks.hit(f"store:reward-{verdict.answer}")
-        return verdict.answer, verdict.reason, rules.score_of(row.reward_bits if row else None)
+        bits, reason = (row.reward_bits, row.reward_reason) if row else (None, None)
+        return Rewarded(verdict.answer, rules.score_of(bits), reason or "ok")
 
     def _save(self, row: Row, placement: int) -> None:
         self.world.checks.stored(row, placement)
