@@ -159,6 +159,12 @@ RUNS = (
         ("event:NodeSilent", "event:NodeHeard"),
         {"seconds": 60.0, "num_train": 20},
     ),
+    Recipe(
+        "event_given_up",
+        "coordinators crash on an event, three times on one, which is given up",
+        ("event-crashes", "event-poison"),
+        ("event:EventGivenUp", "log:taken-over", FAILED),
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "failed",

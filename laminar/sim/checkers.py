@@ -120,10 +120,11 @@ class Checks:
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
             self._note_placement(stamped, command)
-        if stamped.peer_seq:
-            boot_id, _ = self.boots.get((stamped.peer, stamped.incarnation), ("", 0))
+        key, number = numbered(stamped)
+        if number:
+            boot_id, _ = self.boots.get(key, ("", 0))
             places = self._numbers.setdefault(boot_id, [])
-            del places[stamped.peer_seq - 1 :]
+            del places[number - 1 :]
             places.append(stamped.seq)
 
     def _note_placement(self, stamped: Stamped, command: Command) -> None:
@@ -317,6 +318,10 @@ class Checks:
         self._durable, self._seen, self._must = [0, 0], (0, 0), (0, 0)
         self.world.marks.hit("log:taken-over" if machine.started else "log:begun")
 
+    def coordinator_crashed(self) -> None:
+        """Its handler raised: what it had changed of the state by then is nothing to compare."""
+        self._machine = None
+
     def _take_back(self, seq: int) -> None:
         """What was handled after this event was lost with the coordinator: it never was."""
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
@@ -426,6 +431,14 @@ class Checks:
         if kills > DEATHS_MAX:
             what = f"{command.trajectory} has killed {kills} replicas"
             raise Violation("poison_is_quarantined", what, command.trajectory)
+
+
+def numbered(stamped: Stamped) -> tuple[Key, int]:
+    """Whose message it is and its number; one that is given up counts as received."""
+    event = stamped.event
+    if isinstance(event, ev.EventGivenUp):
+        return (event.actor, event.actor_incarnation), event.peer_seq
+    return (stamped.peer, stamped.incarnation), stamped.peer_seq
 
 
 def _failed_invariant(error: AssertionError) -> str:

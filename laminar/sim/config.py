@@ -58,6 +58,7 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     heartbeat_ms: Ints = 1_000
     lease_ms: Ints = 8_000  #: of replicas and relays
     node_lease_ms: Ints = 16_000  #: of nodes, store and trainer
+    disk_wait_s: Floats = 120.0  #: how long no coordinator may find room on the disk
     progress_ms: Ints = 500  #: between two reports of a replica
     start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
     transfer_s: Floats = (0.05, 0.5, 3.0)  #: weights from one machine to the next

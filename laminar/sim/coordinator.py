@@ -5,7 +5,8 @@ Writes  the event log, on a SimDisk
 Emits   frames; answers of the user's batch strategy, as events of its own
 
 What coordinator/loop.py is for a real process. All frames that arrive within a quantum are one
-turn. Its supervisor starts it again after every death, until the run has ended.
+turn. Its supervisor starts it again after every death, until the run has ended, or is given up
+because the disk stays full (sim/exits.py).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from laminar.coordinator.restarts import Over
 from laminar.coordinator.tick import Tick
+from laminar.coordinator.unhandled import HandlingFailed
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED, State
+from laminar.eventlog.crashes import crashes, given_up
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
@@ -25,6 +29,7 @@ from laminar.events.base import Event
 from laminar.net.session import MS, NEVER_NS, Limits
 from laminar.ports import DiskError
 from laminar.sim.disk import PowerCut, SimDisk
+from laminar.sim.exits import Exits
 from laminar.sim.network import Garbage
 from laminar.sim.scenario import seconds, stream
 from laminar.sim.violation import Violation
@@ -49,7 +54,9 @@ class SimCoordinator:
         self.tick: Tick | None = None  #: None while there is no process
         self.incarnations = 0
         self.paused = False
-        self.ended = False  #: the run is over and said so
+        self.ended = False  #: the run is over and said so, or was given up
+        self.over: Over | None = None  #: why it was given up
+        self.exits = Exits(world)
         self.wall_offset_ns = 0  #: of its clock of the day: steps of it must change nothing
         self.state: State | None = None  #: of the last process, also after its death
         self._chance = stream(world.scenario.seed, "coordinator")
@@ -114,7 +121,10 @@ class SimCoordinator:
             clock_ns=self.world.scheduler.now,
             observer=self.world.checks.observe,
             limits=self._limits,
+            given_up=given_up(crashes(self.disk)),
         )
+        self.exits.plant(found.machine)
+        self.exits.serves()
         self.world.checks.coordinator_started(self, found.machine)
         self._own = [
             ev.CoordinatorStarted(
@@ -137,6 +147,9 @@ class SimCoordinator:
 
     def _died(self, error: Exception | None) -> None:
         """Every connection breaks; the disk keeps what this death leaves; a supervisor acts."""
+        if isinstance(error, HandlingFailed):
+            self.world.checks.coordinator_crashed()
+            error = self.exits.keep(self.disk, self.incarnations, error)
         if isinstance(error, PowerCut):
             mode = self.world.faults.crash_mode()
             self.world.marks.hit(f"disk:power-cut-{mode}")
@@ -149,7 +162,11 @@ class SimCoordinator:
         self._turn_ns = NEVER_NS
         for process in list(self._routes.values()):
             process.disconnect()
-        delay = self.world.faults.restart_delay_ns()
+        verdict = self.exits.ended(error)
+        if isinstance(verdict, Over):
+            self.over, self.ended = verdict, True
+            return
+        delay = self.world.faults.restart_delay_ns() + seconds(verdict.pause_s)
         self.world.scheduler.after(delay, self.start)
 
     def pause(self) -> None:
@@ -231,7 +248,7 @@ class SimCoordinator:
         self.world.faults.before_disk_use(self.disk)
         try:
             down = tick.turn(frames, own, now, not self._inbox)
-        except (PowerCut, DiskError, LogTaken) as error:
+        except (PowerCut, DiskError, LogTaken, HandlingFailed) as error:
             self._own = own
             self.world.marks.hit(f"coordinator:{type(error).__name__.lower()}-in-a-turn")
             return self._died(error)

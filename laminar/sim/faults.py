@@ -34,7 +34,7 @@ from laminar.sim.network import Weather
 from laminar.sim.process import EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds, stream
 from laminar.sim.scheduler import MS
-from laminar.sim.strikes import RECURRING, SILENCES
+from laminar.sim.strikes import EXITS, RECURRING, SILENCES
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -56,11 +56,12 @@ DEADLINES_MS: dict[type[Command], int] = {
 tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
-RARE = {"drain": 0.3, REWARD_ERRORS: 0.3}
+RARE = {"drain": 0.3, REWARD_ERRORS: 0.3, "event-poison": 0.1, "disk-full-for-good": 0.1}
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
 must start it again."""
+LATER = SILENCES | EXITS
 STALLED = 1e9
 NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
@@ -101,7 +102,7 @@ class Faults:
         self.poison: tuple[int, ...] = ()
         if "poison-prompt" in self.active:
             self.poison = (chance.randrange(world.scenario.num_train),)
-        self.disk_full = False
+        self.disk_full = self.full_for_good = False
         self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
         self._dead: set[str] = set()  #: asked for membership only, never walked
         self.unscorable: set[str] = set()  #: the same
@@ -114,7 +115,7 @@ class Faults:
         """The trainer's next publish that it was told to make has other bytes."""
         self._aims = [] if calm else self._aimed(config)
         if not calm:
-            self._draw_silences(config)
+            self._draw_later(config)
             self._draw_reward_errors(config)
 
     def _aimed(self, config: FaultConfig) -> list[Aim]:
@@ -129,12 +130,13 @@ class Faults:
                     found.append(AIMS[kind](self, chance))
         return found
 
-    def _draw_silences(self, config: FaultConfig) -> None:
+    def _draw_later(self, config: FaultConfig) -> None:
         """They draw from streams of their own as well."""
-        for kind in config.menu or SILENCES:
-            if kind in SILENCES:
+        rare = {} if config.menu else RARE
+        for kind in config.menu or LATER:
+            if kind in LATER:
                 chance = self._chance(kind)
-                if chance.random() < config.share:
+                if chance.random() < config.share * rare.get(kind, 1.0):
                     self.active.append(kind)
                     self.every_s[kind] = _pick(chance, config.every_s)
 
@@ -179,7 +181,7 @@ class Faults:
             return
         self.healed = True
         self._aims = [aim for aim in self._aims if aim.after_healing]
-        self.disk_full = False
+        self.disk_full = self.full_for_good
         self.disk_fault = ""
         self.reward_slow = 1.0
         self.world.healed_ns = self.world.scheduler.now
@@ -423,5 +425,5 @@ def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
 
 
 UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
-KINDS: tuple[str, ...] = (*UNAIMED, *SILENCES, REWARD_ERRORS, *AIMS)
-STRIKES = RECURRING | SILENCES
+KINDS: tuple[str, ...] = (*UNAIMED, *LATER, REWARD_ERRORS, *AIMS)
+STRIKES = RECURRING | LATER

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar.core.siblings import END_TIMEOUT_MS
 from laminar.sim.config import FaultConfig, SimConfig
 from laminar.sim.scenario import START_TIMEOUT_MS, seconds
 from laminar.sim.scheduler import MS, SECOND
@@ -52,11 +53,16 @@ def _begin_ns(world: World) -> int:
 
     What is never done has a deadline. A run whose machine was lost before anything of it had joined
     learns that by its start's end, and one whose trainer hands over other bytes when its relay has
-    been restarted as often as may be.
+    been restarted as often as may be. A disk that stays full is waited for, and so is a word of the
+    store that is given up.
     """
     state, scenario = world.coordinator.state, world.scenario
     begin_ns = max(world.healed_ns, world.faults.wedged_until_ns)
     failure = state.failure if state is not None else ""
+    if world.coordinator.over is not None:
+        begin_ns += seconds(scenario.disk_wait_s)
+    if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
+        begin_ns += END_TIMEOUT_MS * MS
     if "not started within" in failure:
         begin_ns = max(begin_ns, START_TIMEOUT_MS * MS)
     if "relay-0" in failure and "fault:publish-differs" in world.marks.counts:

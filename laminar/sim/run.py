@@ -63,7 +63,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
     except Exception as error:  # whatever the product raises where it must not is a finding
         violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
         violation.__cause__ = error
-    state = world.coordinator.state
+    state, over = world.coordinator.state, world.coordinator.over
     return Outcome(
         seed=seed,
         events=world.checks.events,
@@ -73,7 +73,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         coordinators=world.coordinator.incarnations,
         replays=world.checks.replays,
         faults=tuple(world.faults.active),
-        failure=state.failure if state is not None else "",
+        failure=over.reason if over else state.failure if state is not None else "",
         invariant=violation.invariant if violation else "",
         details=violation.details if violation else "",
         subjects=violation.subjects if violation else (),

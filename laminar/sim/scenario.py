@@ -47,6 +47,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_ns: int
     lease_ms: int
     node_lease_ms: int
+    disk_wait_s: float
     progress_ns: int
     start_s: float
     transfer_s: float
@@ -115,6 +116,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         heartbeat_ns=pick(time.heartbeat_ms) * MS,
         lease_ms=pick(time.lease_ms),
         node_lease_ms=pick(time.node_lease_ms),
+        disk_wait_s=pick(time.disk_wait_s),
         progress_ns=pick(time.progress_ms) * MS,
         start_s=pick(time.start_s),
         transfer_s=pick(time.transfer_s),

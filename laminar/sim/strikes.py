@@ -2,7 +2,7 @@
 
 Reads   the world: who lives, and the stream of its kind for whom to hit and how hard
 Writes  the world, through Faults: processes die, pause and slow down, links are cut and clogged
-Gives   RECURRING and SILENCES, kind -> strike
+Gives   RECURRING, SILENCES and EXITS, kind -> strike
 
 When each one strikes is planned by Faults. A process without which a run cannot go on is only
 disturbed for less than its lease, except for a relay: its node starts another, and for a node: its
@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from laminar import ids
+from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.sim.aim import HELD
+from laminar.sim.exits import ALWAYS
 from laminar.sim.process import EXIT_FAILED, EXIT_KILLED, SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
@@ -118,11 +120,15 @@ def _disk_error(faults: Faults, chance: random.Random) -> None:
 
 
 def _disk_full(faults: Faults, chance: random.Random) -> None:
+    _fill(faults, chance.uniform(0.1, 5.0))
+
+
+def _fill(faults: Faults, duration_s: float) -> None:
     def has_room() -> None:
-        faults.disk_full = False
+        faults.disk_full = faults.full_for_good
 
     faults.disk_full = True
-    faults.later(chance.uniform(0.1, 5.0), has_room)
+    faults.later(duration_s, has_room)
 
 
 def _clock_step(faults: Faults, chance: random.Random) -> None:
@@ -248,6 +254,34 @@ RECURRING: dict[str, Strike] = {
     "flapping": _flapping,
     "swizzle-clog": _swizzle_clog,
     "connection-breaks": _connection_breaks,
+}
+# --- the coordinator's own ends -------------------------------------------------------------------
+
+
+def _event_crashes(faults: Faults, chance: random.Random) -> None:
+    """The next event raises, and when it comes again it may once more."""
+    faults.world.coordinator.exits.next_raises(chance.randint(1, CRASHES_MAX - 1))
+
+
+def _event_poison(faults: Faults, chance: random.Random) -> None:
+    """The next event raises whenever it comes."""
+    faults.world.coordinator.exits.next_raises(ALWAYS)
+
+
+def _disk_full_long(faults: Faults, chance: random.Random) -> None:
+    """Several coordinators cannot write; the supervisor has not given up by then."""
+    _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_wait_s))
+
+
+def _disk_full_for_good(faults: Faults, chance: random.Random) -> None:
+    faults.disk_full = faults.full_for_good = True
+
+
+EXITS: dict[str, Strike] = {
+    "event-crashes": _event_crashes,
+    "event-poison": _event_poison,
+    "disk-full-long": _disk_full_long,
+    "disk-full-for-good": _disk_full_for_good,
 }
 SILENCES: dict[str, Strike] = {
     "node-silent": _node_silent,

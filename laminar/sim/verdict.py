@@ -14,10 +14,10 @@ from laminar.core import invariants
 from laminar.core.state import State, digest
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.replay import replay
+from laminar.eventlog.replay import replay, stamped
 from laminar.eventlog.snapshot import snapshots
-from laminar.events.base import Command, Stamped
-from laminar.sim.checkers import Checks
+from laminar.events.base import COORDINATOR, Command, Stamped
+from laminar.sim.checkers import Checks, numbered
 from laminar.sim.disk import SimDisk
 from laminar.sim.violation import Violation
 from laminar.storage.rules import Row
@@ -32,6 +32,8 @@ SNAPSHOTS_SAMPLE = 8
 def judge(world: World) -> str:
     """Everything; gives the state's digest."""
     state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
+    if world.coordinator.over is not None:
+        return given_up_run_can_go_on(world, disk)
     if state is None:
         raise Violation("run_ends", "no coordinator ever made a turn")
     invariants.check(state)
@@ -44,6 +46,15 @@ def judge(world: World) -> str:
         work_is_done(state)
     events_once(world.checks, disk)
     return replay_equal(world, disk, state)
+
+
+def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
+    """A run whose disk stayed full has no end; its log is whole and leads to a state."""
+    events_once(world.checks, disk)
+    found = replay(disk)
+    if found.difference is not None:
+        raise Violation("replay_equal", str(found.difference))
+    return digest(found.machine.state) if found.machine.started else ""
 
 
 def _store_lost(world: World, state: State) -> bool:
@@ -61,7 +72,8 @@ def failure_has_a_reason(world: World, state: State) -> None:
     named = any(name in state.failure for name in lost)
     drained = state.draining and state.exit_code == 130
     replicas_gone = "no replica is left" in state.failure
-    known = named or drained or replicas_gone or _struck(world, state)
+    poisoned = world.coordinator.exits.gave_up(state.failure)
+    known = named or drained or replicas_gone or poisoned or _struck(world, state)
     known = known or _rewards_failed(world, state)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
@@ -133,19 +145,23 @@ def work_is_done(state: State) -> None:
 
 
 def events_once(checks: Checks, disk: SimDisk) -> None:
-    """Every numbered event of a process is in the log once, in order, as it was sent."""
+    """Every numbered event of a process is in the log once, in order, as it was sent, or as given
+    up by the coordinator."""
     logged: dict[tuple[str, int], int] = {}
     for _, record in read_log(disk):
-        if not isinstance(record, EventRecord) or not record.peer_seq:
+        own = isinstance(record, EventRecord) and record.peer == COORDINATOR
+        if not isinstance(record, EventRecord) or not (own or record.peer_seq):
             continue
-        key = (record.peer, record.incarnation)
+        key, number = numbered(stamped(record))
+        if not number:
+            continue
         last = logged.get(key, 0)
         boot_id, _ = checks.boots[key]
-        sent = checks.bodies[boot_id]
-        if record.peer_seq != last + 1 or bytes(record.event) != sent[last]:
-            what = f"event {record.seq} is number {record.peer_seq} of {boot_id} after {last}"
+        same = own or bytes(record.event) == checks.bodies[boot_id][last]
+        if number != last + 1 or not same:
+            what = f"event {record.seq} is number {number} of {boot_id} after {last}"
             raise Violation("events_once", what, record.peer)
-        logged[key] = record.peer_seq
+        logged[key] = number
 
 
 def replay_equal(world: World, disk: SimDisk, state: State) -> str:

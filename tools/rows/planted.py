@@ -14,9 +14,13 @@ from typing import Any
 from unittest import mock
 
 import laminar.coordinator.tick as tick
+import laminar.eventlog.crashes as crashes
 import laminar.eventlog.replay as log_replay
+from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
 from laminar.coordinator.detector import FailureDetector
+from laminar.coordinator.restarts import Over, Restarts
+from laminar.coordinator.unhandled import HandlingFailed
 from laminar.core import (
     admission,
     buffering,
@@ -452,6 +456,28 @@ def silent_node_is_relied_on(plant: Planter) -> None:
     plant.replace(membership, "_missed_by_its_node", lambda turn, name, reason: False)
 
 
+def exception_of_the_core_is_swallowed(plant: Planter) -> None:
+    """The message counts as received, and the log never hears of it."""
+    apply = tick.Tick._apply
+
+    def planted(self: tick.Tick, *args: Any) -> None:
+        try:
+            apply(self, *args)
+        except HandlingFailed:
+            self.bad_frames += 1
+
+    plant.replace(tick.Tick, "_apply", planted)
+
+
+def poison_event_is_tried_for_ever(plant: Planter) -> None:
+    plant.replace(crashes, "CRASHES_MAX", 1_000)
+
+
+def full_disk_is_not_waited_for(plant: Planter) -> None:
+    over = Over(exit_codes.LOG_UNWRITABLE, "the disk is full")
+    plant.replace(Restarts, "_no_room", lambda self, now_s: over)
+
+
 # --- books ------------------------------------------------------------------------------------
 
 
@@ -523,6 +549,9 @@ PLANTED: tuple[Callable[[Planter], None], ...] = (
     timer_clock_starts_at_zero_after_a_restart,
     node_is_lost_while_its_processes_speak,
     silent_node_is_relied_on,
+    exception_of_the_core_is_swallowed,
+    poison_event_is_tried_for_ever,
+    full_disk_is_not_waited_for,
     tokens_of_restarts_are_not_counted,
     relay_leases_the_oldest,
 )
