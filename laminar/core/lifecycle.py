@@ -63,7 +63,7 @@ def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
     repeat, state.draining = state.draining, True
     if event.at_once or (state.phase == STARTING and not repeat):
         when = "before it began" if state.phase == STARTING else "at once"
-        if not fail(turn, f"stopped {when}: {event.reason}", 130):
+        if not fail(turn, f"stopped {when}: {event.reason}", 130) and repeat:
             turn.ignore("run-ending")
     elif repeat:
         turn.ignore("repeat")

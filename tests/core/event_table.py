@@ -89,17 +89,16 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
 
 class Sampler:
     """Chooses situations, a third of them in the phase `running`, and most of those with work that
-    is lost, a question to the strategy, relays to connect, or a batch in training; keeps the
-    verdicts."""
+    is lost, a question to the strategy, relays to connect, a batch in training, or a silent node;
+    keeps the verdicts."""
 
     def __init__(self, situations: int, seed: int) -> None:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
         self._left = dict.fromkeys((p for p in PHASES if p != RUNNING), rare)
-        self._left |= dict.fromkeys(
-            (RUNNING, "lost", "asking", "linking", "training"), situations // 11 + 1
-        )
+        kinds = (RUNNING, "silent", "lost", "asking", "linking", "training")
+        self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -111,7 +110,9 @@ class Sampler:
     def take(self, state: State) -> bool:
         """Whether to look at this situation: two of a kind in one run at most."""
         kind = state.phase
-        if kind == RUNNING and (state.lost or "propose" in state.commands):
+        if kind == RUNNING and any(actor.silent for actor in state.actors.values()):
+            kind = "silent"
+        elif kind == RUNNING and (state.lost or "propose" in state.commands):
             kind = "lost" if state.lost else "asking"
         elif kind == RUNNING and any(key.startswith("forward:") for key in state.commands):
             kind = "linking"

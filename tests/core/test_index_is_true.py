@@ -68,6 +68,8 @@ STORIES: tuple[Callable[[], None], ...] = (
     test_evaluation.test_version_gone_before_it_was_pinned_moves_to_the_newest,
     test_lifecycle.test_drain_while_exporting_gives_up_a_running_evaluation,
     test_lifecycle.test_drain_while_starting_ends_at_once,
+    test_lifecycle.test_event_that_is_given_up_before_anything_began_stops_everybody,
+    test_lifecycle.test_event_that_is_given_up_ends_the_run_by_its_name,
     test_lifecycle.test_start_that_does_not_come_about_names_what_is_missing,
     test_lost_replica.test_replica_whose_last_answer_fails_pulls_what_is_newer,
     test_lost_replica.test_version_gone_during_a_reserved_pull,
