@@ -56,7 +56,10 @@ DEADLINES_MS: dict[type[Command], int] = {
 tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
-RARE = {"drain": 0.3, REWARD_ERRORS: 0.3, "event-poison": 0.1, "disk-full-for-good": 0.1}
+RARE = {
+    "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
+    "disk-full-for-good": 0.1,
+}  # fmt: skip
 """Part of `share` for kinds that cut a run short, unless a menu asks for them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
