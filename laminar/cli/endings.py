@@ -27,7 +27,8 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
     """Run the command; its exit code, or that of what ended it."""
     try:
         code = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed before we began (`>&-`)
+            sys.stdout.flush()
         return code
     except ConfigError as error:
         say(program, str(error))

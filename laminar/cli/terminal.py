@@ -10,7 +10,6 @@ becomes of it never depends on how much of its output somebody wanted to see.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -35,7 +34,7 @@ class Terminal(Console):
     def end(self) -> None:
         """Nothing more comes: what still cannot be written is dropped."""
         try:
-            sys.stdout.flush()
+            self.file.flush()
         except OSError:
             discard_stdout()
 

@@ -54,3 +54,10 @@ sys.exit(exit_code("laminar", command))
         _, said = (process := ended(text, stdout=full)).communicate(timeout=60)
     assert process.returncode == exit_codes.FAILED
     assert said == "laminar: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", [PRINT, "sys.exit(exit_code('laminar', lambda: 70))"])
+def test_an_output_that_was_closed_before_the_start(command: str) -> None:
+    process = ended(command, stdout=None, preexec_fn=lambda: os.close(1))
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (exit_codes.CRASHED, "")
