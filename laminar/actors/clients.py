@@ -48,13 +48,16 @@ class StoreClient:
         """Trajectories in the order asked for; several replies when they are large."""
         found: dict[str, store.Trajectory] = {}
         missing = deque(ids)  # not searched again for every reply: a batch can be 200,000
+        asked = store.MAX_ITEMS
         while missing:
-            part = tuple(missing.popleft() for _ in range(min(len(missing), store.MAX_ITEMS)))
+            part = tuple(missing.popleft() for _ in range(min(len(missing), asked)))
             reply = await self.ask(store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply)
             if reply.unknown:
                 raise RuntimeError(f"the store does not have {', '.join(reply.unknown[:5])}")
             found.update((row.trajectory_id, row) for row in reply.trajectories)
             missing.extendleft(reversed(reply.left_out))
+            # The store looks up what it is asked for, also what the reply has no room for.
+            asked = min(store.MAX_ITEMS, 2 * max(1, len(reply.trajectories)))
         return [found[wanted] for wanted in ids]
 
 
