@@ -67,6 +67,8 @@ class WeightPublisher:
         self.host.spawn(self._keep_slot())
 
     async def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()  # a slot that is being filled must not hold up the process
         await self.relay.close()
 
     # --- publishing ---------------------------------------------------------------------------

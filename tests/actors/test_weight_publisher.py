@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import events as ev
 from laminar.net.rpc import RpcError
 from laminar.weights import messages as m
+from laminar.weights.arena import Arena, ArenaError
 from tests.actors.parts import PROBE, SHAPE, FakeHost, until
 from tests.actors.test_relay import Machine, content
 
@@ -189,3 +192,28 @@ async def test_slots_that_cannot_be_had_end_the_start_with_the_relays_sentence(
         await trainer.publisher.start()
     await trainer.publisher.close()
     await relay.stop()
+
+
+async def test_a_trainer_that_ends_waits_for_no_memory(
+    relay: Machine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread stops at the next piece of the slot that it fills."""
+    filling, ended = threading.Event(), threading.Event()
+    prepare = Arena.prepare
+
+    def endless(arena: Arena, index: int) -> None:
+        try:
+            while True:
+                arena._filled[index] = 0
+                prepare(arena, index)
+                filling.set()
+        except ArenaError as error:
+            assert "is closed" in str(error)
+            ended.set()
+            raise
+
+    await trainer.slot_is_there()
+    monkeypatch.setattr(Arena, "prepare", endless)
+    assert await asyncio.to_thread(filling.wait, 20)
+    await trainer.publisher.close()
+    assert await asyncio.to_thread(ended.wait, 20)
