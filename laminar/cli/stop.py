@@ -32,6 +32,8 @@ KILL_AFTER_S = 45.0
 KILLED_S = 5.0
 """How long a process may take to vanish after SIGKILL."""
 SAY_S = 5.0
+DECIDING = ("train", "coordinator")
+"""Who ends the run for everybody, the first of them that lives."""
 _POLL_S = 0.1
 _NAME = "stop"
 
@@ -82,22 +84,24 @@ def _living(run_dir: Path) -> list[Holder]:
 
 def _ask(run_dir: Path, *, at_once: bool) -> list[Holder]:
     """Signal whoever is in charge of the run; who that was. ConfigError: it is elsewhere."""
-    living = _living(run_dir)
-    for in_charge in ("train", "coordinator", "node-", ""):
-        asked = [holder for holder in living if holder.name.startswith(in_charge)]
-        if not asked:
-            continue
-        if not any(holder.local for holder in asked):
-            raise ConfigError(
-                f"{run_dir} is run by {describe(asked)}; run `laminar stop {run_dir}` there"
-            )
-        decides = in_charge in ("train", "coordinator")
-        number = signal.SIGQUIT if at_once and decides else signal.SIGTERM
-        local = [holder for holder in asked if holder.local]
-        for holder in local:
-            _signal(run_dir, holder, number)
-        return local
-    return []
+    in_charge = _in_charge(_living(run_dir))
+    local = [holder for holder in in_charge if holder.local]
+    if in_charge and not local:
+        raise ConfigError(
+            f"{run_dir} is run by {describe(in_charge)}; run `laminar stop {run_dir}` there"
+        )
+    for holder in local:
+        decides = holder.name in DECIDING
+        _signal(run_dir, holder, signal.SIGQUIT if at_once and decides else signal.SIGTERM)
+    return local
+
+
+def _in_charge(living: list[Holder]) -> list[Holder]:
+    """The supervisor, else the coordinator; without both the nodes, without them all there are."""
+    for name in DECIDING:
+        if deciding := [holder for holder in living if holder.name == name]:
+            return deciding
+    return [holder for holder in living if holder.name.startswith("node-")] or living
 
 
 def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:

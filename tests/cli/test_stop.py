@@ -85,6 +85,7 @@ def test_what_is_no_run_is_a_mistake(
     ("names", "options", "asked"),
     [
         (("train", "coordinator"), (), "train SIGTERM"),
+        (("train", "trainer-0"), ("--now",), "train SIGQUIT"),
         (("coordinator", "node-0"), (), "coordinator SIGTERM"),
         (("coordinator", "node-0"), ("--now",), "coordinator SIGQUIT"),
         (("node-0", "store-0"), ("--now",), "node-0 SIGTERM"),
@@ -111,7 +112,7 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
     assert commands.run(["stop", str(run_dir), *options]) == 0
     assert ended_by(in_charge) == asked
     said = capsys.readouterr().out
-    assert f"asked {names[0]} (pid {in_charge.pid})" in said
+    assert f"asked {names[0]} (pid {in_charge.pid}) to end" in said
     assert "waiting for" in said and names[1] in said
     assert said.endswith(f"{run_dir} has stopped\n")
 
