@@ -1,12 +1,14 @@
-"""What pure code may ask of the world: the files of one directory. Time and frames are handed in.
+"""What pure code may ask of the world: the files of one directory, and work beside its own turns.
+Time and frames are handed in.
 
 The coordinator's tick, the event log and the session layer see only these protocols.
-`coordinator/system.py` holds the real ones; a simulator holds others. A Disk is one directory of
-append-only files.
+`coordinator/system.py` and `coordinator/background.py` hold the real ones; a simulator holds
+others. A Disk is one directory of append-only files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -62,3 +64,37 @@ class Disk(Protocol):
     def remove(self, name: str) -> None:
         """Delete a file, durable on return; raises DiskError."""
         ...
+
+
+class Background(Protocol):
+    """Work on a state so large that the coordinator's turns must not wait for it."""
+
+    def here(self, size: int) -> bool:
+        """Whether work on so many trajectories is done at once, before `run` returns."""
+        ...
+
+    def run(
+        self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
+    ) -> None:
+        """Have `work` done on everything as it is now. `done` gets its answer, from `collect`
+        unless it is done here, or None when there is none: then `what` is counted and told."""
+        ...
+
+    def collect(self) -> None:
+        """Hand over the answers that have come since."""
+        ...
+
+
+class AtOnce:
+    """A Background that does everything before `run` returns; what the work raises is raised."""
+
+    def here(self, size: int) -> bool:
+        return True
+
+    def run(
+        self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
+    ) -> None:
+        done(work())
+
+    def collect(self) -> None:
+        """Nothing is under way."""

@@ -23,6 +23,7 @@ import msgspec
 
 from laminar.analysis.story import last_lines
 from laminar.config import Config, ConfigError, dumps
+from laminar.coordinator.background import Forked
 from laminar.coordinator.ending import ReplayDiffers
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
@@ -107,6 +108,7 @@ class Coordinator:
         self._ended: asyncio.Event = asyncio.Event()
         self._error: BaseException | None = None
         self._observer = on_event
+        self._background = Forked(self.log)
         self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report)
         events = run_dir / EVENTS_DIR
         disk = RealDisk(events) if events.is_dir() else RealDisk.make(events)
@@ -142,6 +144,7 @@ class Coordinator:
             limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),
             peers_max=clients_allowed(),
             given_up=given_up(crashes(disk)),
+            background=self._background,
         )
         self.log.info(
             "started",
@@ -179,6 +182,7 @@ class Coordinator:
             await self._farewell()
         finally:
             self.socket.close()
+            self._background.close()
             await self._strategy.close()
         state = self.tick.machine.state
         self.log.info(
@@ -283,6 +287,7 @@ class Coordinator:
         deadline = time.monotonic() + FAREWELL_S
         while not self.tick.everything_acknowledged and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        self._background.close()
         self.tick.log_state_hash()
         self.tick.log.commit()
         self.tick.log.close()

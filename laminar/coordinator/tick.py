@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from laminar.coordinator.detector import FailureDetector
+from laminar.coordinator.hashes import StateHashes
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
 from laminar.core.lookup import due_timers, next_timer_ns
 from laminar.core.machine import LogicError, Machine
-from laminar.core.state import ENDED, STOPPING, digest
+from laminar.core.state import ENDED, STOPPING
 from laminar.eventlog.crashes import Crash
-from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord
-from laminar.eventlog.replay import HASH_EVERY, Observer
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.eventlog.replay import Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -35,12 +36,12 @@ from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.wakeups import Wakeups
+from laminar.ports import AtOnce, Background
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
-HASHED_OFTEN_MAX = 4_096
-"""Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
 _NONE: Mapping[str, Crash] = {}
+AT_ONCE = AtOnce()
 
 
 class Tick:
@@ -59,16 +60,19 @@ class Tick:
         limits: Limits,
         peers_max: int = PEERS_MAX,
         given_up: Mapping[str, Crash] = _NONE,
+        background: Background = AT_ONCE,
     ) -> None:
         """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
         processes that are connected or ask to be admitted; `given_up`: events, by name, on which
-        too many coordinators have crashed."""
+        too many coordinators have crashed; `background`: for work on a large state."""
         self.machine = machine
         self.log = log
         self.detector = FailureDetector(lease_ms * 1_000_000, node_lease_ms * 1_000_000, clock_ns)
         self.local: list[tuple[int, Command]] = []  #: commands for our own process
         self.bad_frames = 0
         self._boot = boot
+        self._background = background
+        self._hashes = StateHashes(log, background)
         self._limits = limits
         self._peers_max = peers_max
         self._observer = observer
@@ -95,6 +99,7 @@ class Tick:
     ) -> list[Frame]:
         """Handle what has arrived; returns the frames to send, in order."""
         time_ns = self._time_start_ns + now_ns - self._clock_start_ns
+        self._background.collect()
         for event in own:
             self._apply(COORDINATOR, 0, 0, event, time_ns)
         for routing_id, frame in frames:
@@ -285,24 +290,17 @@ class Tick:
                 DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(data))
             )
             self._outgoing.append(((stamped.seq << 20) + index, command, data))
-        if stamped.seq % HASH_EVERY == 0 and stamped.seq % self._hash_every() == 0:
-            self.log_state_hash()
-
-    def _hash_every(self) -> int:
-        """HASH_EVERY, doubled with a state so large that its encoding would slow every event."""
-        doublings = (len(self.machine.state.trajectories) // HASHED_OFTEN_MAX).bit_length()
-        return HASH_EVERY << doublings
+        self._hashes.after_event(self.machine.state)
 
     def log_state_hash(self) -> None:
-        """Log what a replay has to reach at this point."""
-        state = self.machine.state
-        self.log.append(StateHashRecord(seq=state.seq, digest=digest(state)))
+        """Log what a replay has to reach at the end of the log."""
+        self._hashes.at_the_end(self.machine.state)
 
     def _make_durable(self) -> None:
         """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
         if self._outgoing or self._to_acknowledge:
             self.log.commit()
-            self.log.snapshot(self.machine.state)
+            self.log.snapshot(self.machine.state, self._background)
         else:
             self.log.flush()
 

@@ -101,10 +101,18 @@ class DecisionRecord(
     command: msgspec.Raw  #: MessagePack, as `events` encodes it
 
 
+HASH_FOLLOWS = ""
+"""In place of a digest that is being worked out."""
+
+
 class StateHashRecord(
     msgspec.Struct, tag_field="kind", tag="state-hash", frozen=True, forbid_unknown_fields=True
 ):
-    """Digest of the state after event `seq`; a replay must reach the same."""
+    """Digest of the state after event `seq`; a replay must reach the same.
+
+    That of a large state is worked out while the coordinator goes on. Then one with HASH_FOLLOWS
+    lies behind its event, and the digest behind a later one; nowhere, if the coordinator ended.
+    """
 
     seq: int
     digest: str

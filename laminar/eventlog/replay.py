@@ -20,6 +20,7 @@ from laminar.core.machine import LogicError, Machine
 from laminar.core.state import State
 from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (
+    HASH_FOLLOWS,
     DecisionRecord,
     EventRecord,
     LogTail,
@@ -64,6 +65,8 @@ class Replay:
     decisions: int = 0
     hashes: int = 0
     difference: Difference | None = None
+    #: by event: what the state was when the log said that its hash follows
+    digests: dict[int, str] = field(default_factory=dict)
     #: of the last event, for the next coordinator to write
     unlogged: list[DecisionRecord] = field(default_factory=list)
     #: where the log ends; None for a replay that did not come so far
@@ -113,7 +116,7 @@ def replay(
             index += 1
             found.decisions += 1
         elif isinstance(record, StateHashRecord):
-            found.difference = _compare_hash(history, found, record)
+            found.difference = _compare_hash(history, found, record, snapshot)
         elif record.incarnation == writer:  # it went on in another segment, so it was whole
             if index < len(expected):
                 found.difference = _missing(history.position, found, expected[index])
@@ -172,15 +175,23 @@ def _other_decision(
 
 
 def _compare_hash(
-    history: History[Record], found: Replay, record: StateHashRecord
+    history: History[Record], found: Replay, record: StateHashRecord, snapshot: Snapshot | None
 ) -> Difference | None:
-    actual = state_digest(history.schema, found.machine.state)
+    """Of the present event, or of an earlier one whose hash was announced."""
+    state = found.machine.state
+    if snapshot is not None and record.seq <= snapshot.seq and record.seq != state.seq:
+        return None  # it is of an event that this replay has not seen
+    actual, of = found.digests.pop(record.seq, ""), record.seq
+    if not actual:
+        actual, of = state_digest(history.schema, state), state.seq
+    if record.seq == of and record.digest == HASH_FOLLOWS:
+        found.digests[of] = actual
+        return None
     found.hashes += 1
-    if record.seq != found.machine.state.seq or record.digest != actual:
-        logged = f"state {record.digest} after event {record.seq}"
-        replayed = f"state {actual} after event {found.machine.state.seq}"
-        return Difference(history.position, found.machine.state.seq, logged, replayed)
-    return None
+    if record.seq == of and record.digest == actual:
+        return None
+    logged = f"state {record.digest} after event {record.seq}"
+    return Difference(history.position, state.seq, logged, f"state {actual} after event {of}")
 
 
 def _missing(position: Position, found: Replay, command: bytes) -> Difference:

@@ -17,6 +17,8 @@ that the kernel has already thrown away.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from laminar.core.state import State
@@ -35,7 +37,9 @@ from laminar.eventlog.record import (
 )
 from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, write_snapshot
 from laminar.eventlog.whole_files import remove_unfinished
-from laminar.ports import AppendFile, Disk, DiskError, DiskFull
+from laminar.ports import AppendFile, Background, Disk, DiskError, DiskFull
+
+_KEPT = b"kept"
 
 
 class LogTaken(Exception):
@@ -69,6 +73,7 @@ class LogWriter:
         self._pending: list[bytes] = []
         self._unsynced = False
         self._failed = False
+        self._keeping = False  #: a snapshot is under way
 
     @classmethod
     def begin(
@@ -147,29 +152,46 @@ class LogWriter:
             self._rotate()
         self._failed = False
 
-    def snapshot(self, state: State) -> None:
+    def snapshot(self, state: State, background: Background) -> None:
         """Keep the state, which is that after the last event appended, when it is time to.
 
         Commits first: a snapshot describes only what is durable. Raises as `commit`. Without room
-        for it there is none this time.
+        for it there is none this time, nor when it fails in the background.
         """
-        if state.seq - self._snapshot_seq < self._snapshot_every:
+        under_way = self._keeping and not self._failed
+        if under_way or state.seq - self._snapshot_seq < self._snapshot_every:
             return
         self.commit()
         self._begin_try()
         end = Takeover(self._header.segment, self._offset, self._crc)
-        try:
-            write_snapshot(self._disk, state, end)
-            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
-            self._snapshot_segment = end.segment
-        except DiskFull:
-            remove_unfinished(self._disk)  # the log needs the room
+        self._keeping = True
+        keep, kept = partial(self._keep, state, end), partial(self._kept, end)
+        background.run("snapshot", len(state.trajectories), keep, kept)
         self._snapshot_seq = state.seq
         self._failed = False
 
+    def _keep(self, state: State, end: Takeover) -> bytes:
+        try:
+            write_snapshot(self._disk, state, end)
+            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
+        except DiskFull:
+            remove_unfinished(self._disk)  # the log needs the room
+            return b""
+        return _KEPT
+
+    def _kept(self, end: Takeover, answer: bytes | None) -> None:
+        """What the next one may tidy up lies before this one, if it is there."""
+        self._keeping = False
+        if answer == _KEPT:
+            self._snapshot_segment = end.segment
+        elif answer is None:
+            remove_unfinished(self._disk)
+
     def close(self) -> None:
-        """Close the file; what was not committed may be lost."""
+        """Close the file; what was not committed may be lost, and so is a snapshot under way."""
         self._file.close()
+        if self._keeping:
+            remove_unfinished(self._disk)
 
     def _begin_try(self) -> None:
         """Failed until the caller has succeeded: what raised is never tried again."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import msgspec
 
 from laminar.actors.protocol import CommandFilter
-from laminar.coordinator.tick import Frame, Tick
+from laminar.coordinator.tick import AT_ONCE, Frame, Tick
 from laminar.core import invariants
 from laminar.core.machine import LOGIC_VERSION
 from laminar.core.state import ENDED, State, digest
@@ -37,7 +38,7 @@ from laminar.events.base import Command, Event, Settings, Stamped
 from laminar.events.codec import decode_order, encode
 from laminar.net.frames import Ack, Data, Welcome, decode_server
 from laminar.net.session import MS, ClientLink, Limits, LinkState
-from laminar.ports import DiskError
+from laminar.ports import AtOnce, Background, DiskError
 from tests.core.world import World
 from tests.core.world_parts import Faults, Process
 from tests.eventlog.memory_disk import MemoryDisk
@@ -54,7 +55,11 @@ decode_record = msgspec.msgpack.Decoder(
 
 
 def begin_tick(
-    disk: MemoryDisk, now_ns: int, observer: object = None, **sizes: int
+    disk: MemoryDisk,
+    now_ns: int,
+    observer: object = None,
+    background: Background = AT_ONCE,
+    **sizes: int,
 ) -> tuple[Tick, State | None]:
     """What the coordinator does at its start: restore, take over. Also the replayed state."""
     restored = restore(disk)
@@ -73,6 +78,7 @@ def begin_tick(
         observer=observer or (lambda *_: None),  # type: ignore[arg-type]
         limits=LIMITS,
         given_up=given_up(crashes(disk)),
+        background=background,
     )
     return tick, found.machine.state if found.machine.started else None
 
@@ -99,6 +105,7 @@ class NetWorld(World):
     """The same actors and the same machine, with everything real in between but the sockets."""
 
     ordered = False
+    background: ClassVar[Callable[[], Background]] = AtOnce  #: one for each coordinator
     sizes: ClassVar[dict[str, int]] = {}  #: of the log: segment_bytes, snapshot_every, keep_bytes
 
     def __init__(
@@ -136,7 +143,9 @@ class NetWorld(World):
         self.logged: dict[str, int] = {}  #: durable: last number by boot id
         self.kills = 0
         self.connections = 0
-        self.tick, _ = begin_tick(self.disk, 0, self._observe, **self.sizes)
+        self.tick, _ = begin_tick(
+            self.disk, 0, self._observe, type(self).background(), **self.sizes
+        )
 
     @property
     def state(self) -> State:
@@ -277,7 +286,9 @@ class NetWorld(World):
     def restart(self, *, keep_unsynced: bool) -> None:
         """A new coordinator on what the disk has kept; every connection is a new one."""
         self.disk = self.disk.crash(keep_unsynced)
-        self.tick, state = begin_tick(self.disk, self.now, self._observe, **self.sizes)
+        self.tick, state = begin_tick(
+            self.disk, self.now, self._observe, type(self).background(), **self.sizes
+        )
         if state is not None:
             assert digest(state) == self.digests[state.seq], "another state than before"
         self.own.append(self.started(segment_numbers(self.disk.names())[-1]))

@@ -204,7 +204,7 @@ def test_altered_state_hash_is_found(run: NetWorld, records: list[Record]) -> No
 
 
 def test_tick_logs_state_hashes_and_they_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laminar.coordinator.tick.HASH_EVERY", 20)
+    monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
     assert replay_module.HASH_EVERY == 1_000
     world = random_world(SEED, NetWorld).run()
     found = replay(world.disk)
@@ -213,8 +213,8 @@ def test_tick_logs_state_hashes_and_they_replay(monkeypatch: pytest.MonkeyPatch)
 
 def test_large_state_is_hashed_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoding all of it costs as much as it has trajectories."""
-    monkeypatch.setattr("laminar.coordinator.tick.HASH_EVERY", 20)
-    monkeypatch.setattr("laminar.coordinator.tick.HASHED_OFTEN_MAX", 4)
+    monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
+    monkeypatch.setattr("laminar.coordinator.hashes.HASHED_OFTEN_MAX", 4)
     world = random_world(SEED, NetWorld).run()
     found = replay(world.disk)
     assert found.difference is None and 0 < found.hashes < world.state.seq // 20

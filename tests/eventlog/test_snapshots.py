@@ -26,7 +26,7 @@ from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.events.codec import encode as encode_message
-from laminar.ports import DiskError, DiskFull
+from laminar.ports import AtOnce, DiskError, DiskFull
 from tests.coordinator.net_world import NetWorld, WireFaults
 from tests.core.random_worlds import random_world
 from tests.eventlog.memory_disk import MemoryDisk, MemoryFile
@@ -270,7 +270,7 @@ def drive(disk: MemoryDisk, events: list[Stamped]) -> int:
             log_event(writer, event, machine.handle(event))
             writer.commit()
             committed = event.seq
-            writer.snapshot(machine.state)
+            writer.snapshot(machine.state, AtOnce())
     except DiskError:
         pass
     return committed
@@ -324,8 +324,8 @@ def test_a_failed_snapshot_is_never_tried_again(events: list[Stamped]) -> None:
     writer.commit()
     disk.fail_at = disk.calls + 1
     with pytest.raises(DiskError, match="create"):
-        writer.snapshot(machine.state)
-    for call in (lambda: writer.snapshot(machine.state), writer.commit, writer.flush):
+        writer.snapshot(machine.state, AtOnce())
+    for call in (lambda: writer.snapshot(machine.state, AtOnce()), writer.commit, writer.flush):
         with pytest.raises(DiskError, match="not tried again"):
             call()
 
@@ -334,7 +334,7 @@ def test_a_snapshot_commits_what_it_describes(events: list[Stamped]) -> None:
     disk = MemoryDisk()
     machine, writer = begin(disk, snapshot_every=1)
     log_event(writer, events[0], machine.handle(events[0]))
-    writer.snapshot(machine.state)
+    writer.snapshot(machine.state, AtOnce())
     restored = restore(disk.crash(keep_unsynced=False))
     assert restored.snapshot is not None and restored.snapshot.seq == 1
     assert restored.tail.end == restored.snapshot.position
@@ -346,7 +346,7 @@ def test_two_that_write_one_snapshot_do_not_mix(events: list[Stamped]) -> None:
     log_event(writer, events[0], machine.handle(events[0]))
     disk.create("snapshot-000000000001.bin.tmp")
     with pytest.raises(DiskError, match="another coordinator of this run writes it"):
-        writer.snapshot(machine.state)
+        writer.snapshot(machine.state, AtOnce())
 
 
 def test_what_a_coordinator_owed_is_written_by_the_next(events: list[Stamped]) -> None:

@@ -22,7 +22,7 @@ from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, LogCorrupt
 from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken, LogWriter
-from laminar.ports import Disk
+from laminar.ports import AtOnce, Disk
 from laminar.sim.disk import CrashMode, PowerCut, SimDisk
 from tools.rows.real_run import digests, real_run, records_of
 
@@ -137,7 +137,7 @@ def _go_on(machine: Machine, writer: LogWriter, events: int, book: Book) -> None
         if stamped.seq % 4:
             writer.commit()
             book.committed = stamped.seq
-            writer.snapshot(machine.state)
+            writer.snapshot(machine.state, AtOnce())
         else:  # a turn that has nothing to send
             writer.flush()
 

@@ -1,0 +1,153 @@
+"""Work on a large state in a forked process, which has the state as it was in that moment.
+
+Reads   whatever the work reads, in a copy of this process's memory
+Gives   Forked (ports.Background): the answers, some turns later
+Writes  only what the work itself writes
+
+The coordinator pays for the fork (some milliseconds, for the page tables) and goes on. The child
+does pure work, answers through a pipe and ends without any tidying: sockets, threads and files of
+its parent are none of its business, and it dies with its parent. One that fails, dies or takes too
+long is counted, told once per reason, and missed by nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+HERE_MAX = 8_192
+"""Trajectories: up to here the work is done at once. A fork and its page faults cost this process
+more than hashing them, which takes about 10 ms."""
+DEADLINE_S = 120.0
+"""A snapshot of the largest state, written to a slow disk, and a segment compressed."""
+ANSWER_MAX = 4_096
+"""Bytes: an answer fits the pipe, so the child never waits for its reader."""
+_PR_SET_PDEATHSIG = 1
+_OK, _FAILED = b"+", b"-"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Child:
+    """A process that works, and its end of the pipe."""
+
+    def __init__(self, what: str, pid: int, fd: int, done: Callable[[bytes | None], None]) -> None:
+        self.what, self.pid, self.fd, self.done = what, pid, fd, done
+        self.deadline = time.monotonic() + DEADLINE_S
+        self.answer = b""
+        self.killed = False
+
+    def ended(self) -> bool:
+        """True once it is gone and `answer` has all it said; one that takes too long is killed."""
+        if time.monotonic() > self.deadline:
+            self.kill()
+            self.answer = _FAILED + f"it took more than {DEADLINE_S:.0f} s".encode()
+            return True
+        try:
+            self.answer += os.read(self.fd, ANSWER_MAX)
+        except BlockingIOError:
+            return False
+        if not self.reaped():
+            return False
+        os.close(self.fd)
+        return True
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.fd)
+        self.killed = True
+
+    def reaped(self) -> bool:
+        return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+
+
+class Forked:
+    """Forks for what is large, and does at once what is small."""
+
+    def __init__(self, log: Any, here_max: int = HERE_MAX) -> None:
+        self._log, self._here_max = log, here_max
+        self._children: list[_Child] = []
+        self._killed: list[_Child] = []  #: not yet gone
+        self.failed: Counter[tuple[str, str]] = Counter()  #: by what and why
+
+    def here(self, size: int) -> bool:
+        return size <= self._here_max
+
+    def run(
+        self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
+    ) -> None:
+        if self.here(size):
+            return done(work())
+        reading, writing = os.pipe()
+        try:
+            pid = _fork(work, writing)
+        except OSError as error:
+            os.close(reading)
+            self._failed(what, str(error))
+            return done(None)
+        finally:
+            os.close(writing)
+        os.set_blocking(reading, False)
+        self._children.append(_Child(what, pid, reading, done))
+
+    def collect(self) -> None:
+        """Hand over the answers that have come."""
+        self._killed = [child for child in self._killed if not child.reaped()]
+        for child in [child for child in self._children if child.ended()]:
+            self._children.remove(child)
+            self._killed += [child] if child.killed else []
+            if child.answer.startswith(_OK):
+                child.done(child.answer[1:])
+                continue
+            self._failed(child.what, child.answer[1:].decode(errors="replace") or "it died")
+            child.done(None)
+
+    def close(self) -> None:
+        """End what is still at work; nobody waits for its answer."""
+        for child in self._children:
+            child.kill()
+        self._killed += self._children
+        self._children.clear()
+
+    def _failed(self, what: str, why: str) -> None:
+        self.failed[what, why] += 1
+        if self.failed[what, why] == 1:
+            self._log.warning("background-work-failed", what=what, reason=why)
+
+
+def _fork(work: Callable[[], bytes], writing: int) -> int:
+    """The child's pid. It gets no signals: its handlers would write to the parent's loop."""
+    parent, signals = os.getpid(), signal.valid_signals()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _work(work, writing, parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _work(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
+    """The child."""
+    try:
+        gc.disable()  # a collection would touch, and so copy, all of the memory
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before that
+        os.write(writing, _answer(work))
+    finally:
+        os._exit(0)
+
+
+def _answer(work: Callable[[], bytes]) -> bytes:
+    try:
+        return _OK + work()
+    except Exception as error:
+        return _FAILED + f"{type(error).__name__}: {error}".encode()[: ANSWER_MAX - 1]
