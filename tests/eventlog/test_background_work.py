@@ -49,7 +49,7 @@ class Elsewhere:
 
 class LateWorld(NetWorld):
     background = Elsewhere
-    sizes = {"snapshot_every": 30}  # noqa: RUF012
+    sizes = {"snapshot_every": 23}  # noqa: RUF012
 
 
 @pytest.fixture(scope="module")
