@@ -21,7 +21,7 @@ import msgspec
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
-from laminar.core.lookup import due_timers, next_timer_ns
+from laminar.core.lookup import due_timers, next_timer_ns, take_left
 from laminar.core.machine import LogicError, Machine
 from laminar.core.state import ENDED, STOPPING
 from laminar.eventlog.crashes import Crash
@@ -89,7 +89,6 @@ class Tick:
         self._outgoing: list[tuple[int, Command, bytes]] = []  #: with its encoding
         self._awake: dict[str, None] = {}  #: boot ids of links that may have something to send
         self._wakeups = Wakeups[str]()  #: of links, by boot id
-        self._members: tuple[int, int, bool] | None = None  #: of the run when last looked at
         self._frames_out: list[Frame] = []
 
     # --- one turn -----------------------------------------------------------------------------
@@ -332,18 +331,13 @@ class Tick:
 
     def _fence(self) -> set[str]:
         """Refuse the links of processes that are no longer members; their boot ids."""
-        if not self._links:
-            return set()
-        state = self.machine.state
-        ending = state.phase in (STOPPING, ENDED)
-        members = (state.next_incarnation, state.lookup.num_alive, ending)
-        if members == self._members:
-            return set()
-        self._members = members
-        fenced = {boot_id for boot_id, link in self._links.items() if self._fenced(link)}
+        left = take_left(self.machine.state) if self.machine.started else []
+        links = {boot_id: self._links[boot_id] for boot_id in left if boot_id in self._links}
+        fenced = {boot_id for boot_id, link in links.items() if self._fenced(link)}
         for boot_id in fenced:
             self._links[boot_id].refuse("it was declared lost; start it again")
-        self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
+        if fenced:
+            self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
         return fenced
 
     def _fenced(self, link: ServerLink) -> bool:

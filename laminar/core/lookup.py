@@ -35,6 +35,8 @@ class Lookup:
         #: names of all actors by role, in the order of their first join
         self.roles: dict[str, dict[str, None]] = {}
         self.num_alive = 0  #: actors
+        #: boot ids of processes that are members no longer, for whoever asks next (`take_left`)
+        self.left: list[str] = []
         #: keys of outstanding commands by addressee
         self.commands: dict[str, dict[str, None]] = {}
         #: heap of (due time in ns, name); an entry that state.timers does not have is passed over
@@ -96,7 +98,9 @@ def _rank(group: Group) -> tuple[int, int]:
 
 def add_actor(state: State, actor: Actor) -> None:
     """A new process has this name now; whoever had it is no longer alive."""
-    lookup = state.lookup
+    lookup, before = state.lookup, state.actors.get(actor.name)
+    if before is not None:
+        lookup.left.append(before.boot_id)
     state.actors[actor.name] = actor
     lookup.roles.setdefault(actor.role, {})[actor.name] = None
     lookup.num_alive += 1
@@ -105,10 +109,18 @@ def add_actor(state: State, actor: Actor) -> None:
 def end_actor(state: State, name: str) -> None:
     """Its process is gone, or fenced."""
     lookup, actor = state.lookup, state.actors[name]
+    lookup.left.append(actor.boot_id)
     lookup.num_alive -= actor.alive
     actor.alive = False
     if name in state.replicas:
         lookup.roster.update(state, state.replicas[name])
+
+
+def take_left(state: State) -> list[str]:
+    """Boot ids of the processes that have left, or were replaced, since this was asked last."""
+    lookup = state.lookup
+    left, lookup.left = lookup.left, []
+    return left
 
 
 def add_replica(state: State, replica: Replica) -> None:

@@ -142,6 +142,11 @@ class Roster:
 
     # --- asked ----------------------------------------------------------------------------------
 
+    def kind_of(self, name: str) -> Kind | None:
+        """None for one whose process is gone."""
+        standing = self._standing.get(name)
+        return standing[0] if standing is not None else None
+
     def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
         """The kinds that are wanted, of those that there are."""
         return [kind for kind in self.kinds if wanted(kind)]

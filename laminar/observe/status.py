@@ -8,14 +8,16 @@ For live progress and for people on a cluster who have no terminal on the run.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from laminar.core.admission import refusal
-from laminar.core.state import ENDED, Replica, State
+from laminar.core.roster import Kind
+from laminar.core.state import ENDED, State
 from laminar.events.base import Command, Stamped
 from laminar.observe.files import ReplacedFile
 from laminar.observe.telemetry import Telemetry
@@ -59,7 +61,7 @@ class StatusWriter:
         self._outlet.put(self._status(state))
 
     def _replace(self, found: list[dict[str, Any]]) -> None:
-        self._file.write([json.dumps(found[-1]).encode()])
+        self._file.write([msgspec.json.encode(found[-1])])
 
     def _status(self, state: State) -> dict[str, Any]:
         trained = state.ledger.trajectories.trained
@@ -75,7 +77,7 @@ class StatusWriter:
             "newest_version": state.newest,
             "groups_ready": len(state.ready),
             "trainer": "training" if state.batch else "waiting",
-            "replicas": {name: _replica(state, r) for name, r in state.replicas.items()},
+            "replicas": _replicas(state),
             "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
             "evaluating": state.evaluation is not None,
             "export": state.export_path,
@@ -94,6 +96,14 @@ def reward_errors(state: State) -> dict[str, Any] | None:
     return {"answers": rewards.answers, "by_reason": rewards.errors, "first": rewards.first}
 
 
-def _replica(state: State, replica: Replica) -> dict[str, Any]:
-    doing = "pulling" if replica.loading else refusal(state, replica) or "admitting"
-    return {"version": replica.version, "running": len(replica.running), "doing": doing}
+def _replicas(state: State) -> dict[str, dict[str, Any]]:
+    """What each does, asked once for all of a kind: there may be ten thousand."""
+    doing: dict[Kind | None, str] = {}
+    shown = {}
+    for name, replica in state.replicas.items():
+        kind = state.lookup.roster.kind_of(name)
+        if kind is None or kind not in doing:
+            doing[kind] = "pulling" if replica.loading else refusal(state, replica) or "admitting"
+        running = len(replica.running)
+        shown[name] = {"version": replica.version, "running": running, "doing": doing[kind]}
+    return shown

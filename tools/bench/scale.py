@@ -8,6 +8,14 @@ event_ms_KIND[_SITUATION]   CPU time of one turn of the real tick with one such 
 quarter_of_WHAT_lost_s      the turn in which a quarter of the replicas, or of the machines, is
                             given up: all their work is placed again, logged and sent
 
+blocked_ms_WHAT             CPU time for which a state hash, a snapshot or the status keeps the
+                            coordinator from its socket: what it does itself, or a fork
+event_us_steady             per event, when each of a group's trajectories begins, ends and is
+                            rewarded; 64 events to a turn
+
+What ends all work at once, `drain-requested`, has the limit of a loss, since it is one: 160,000
+ends are decided, logged and sent.
+
 Situations: replicas run what the staleness bound allows, and have room for what others lose (none
 named); work is lost and nobody has room for it (lost); most replicas are idle and an evaluation is
 due (evaluation).
@@ -21,9 +29,11 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -31,8 +41,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
+from laminar.coordinator.background import Forked  # noqa: E402
 from laminar.coordinator.system import RealDisk  # noqa: E402
+from laminar.core.state import Trajectory, digest  # noqa: E402
+from laminar.eventlog.record import Takeover  # noqa: E402
+from laminar.eventlog.snapshot import write_snapshot  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
+from laminar.events.base import Stamped  # noqa: E402
+from laminar.observe.logs import get_logger  # noqa: E402
+from laminar.observe.status import StatusWriter  # noqa: E402
+from laminar.observe.telemetry import Telemetry  # noqa: E402
 from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
 from tools.bench.cluster import GROUP_SIZE, Cluster  # noqa: E402
 from tools.bench.stories import STORIES, Story, lose, newer_version  # noqa: E402
@@ -42,7 +60,9 @@ STEPS_UNDER_WAY = 80
 TIMES = 5  #: measured, of which the median counts
 EVENT_MS = 50.0
 LOSS_S = 2.0
-BLOCK_MS = 20.0
+BLOCKED_MS = 20.0
+STEADY_US = 250.0
+ENDS_ALL = "drain-requested"
 
 
 class Figure(NamedTuple):
@@ -96,7 +116,8 @@ def events(cluster: Cluster, situation: str) -> Iterator[Figure]:
         while len(found) < TIMES and (more := in_child(partial(turns, cluster, story))):
             found += more
         if found:
-            yield Figure(f"event_ms_{name}{situation}", median(found[:TIMES]), "ms", EVENT_MS)
+            limit = 1e3 * LOSS_S if name == ENDS_ALL else EVENT_MS
+            yield Figure(f"event_ms_{name}{situation}", median(found[:TIMES]), "ms", limit)
 
 
 def quarter_lost(cluster: Cluster, nodes: bool) -> list[float]:
@@ -111,6 +132,67 @@ def losses(cluster: Cluster, situation: str) -> Iterator[Figure]:
     for nodes, what in ((False, "replicas"), (True, "nodes")):
         found = [t for _ in range(TIMES) for t in in_child(partial(quarter_lost, cluster, nodes))]
         yield Figure(f"quarter_of_{what}_lost_s{situation}", median(found), "s", LOSS_S)
+
+
+def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
+    """What is not an event and takes long all the same."""
+    state, background = cluster.state, Forked(get_logger())
+    disk = RealDisk(directory)
+    work = {
+        "state-hash": lambda: digest(state).encode(),
+        "snapshot": lambda: write_snapshot(disk, state, Takeover(1, 0, 0)) or b"",
+    }
+    for what, do in work.items():
+        found, answers = [], []
+        for number in range(TIMES):
+            state.seq += 1  # a snapshot has its event's name
+            begun = time.process_time()
+            background.run(what, len(state.trajectories), do, answers.append)
+            found.append(1e3 * (time.process_time() - begun))
+            while len(answers) <= number:
+                time.sleep(0.01)
+                background.collect()
+        if None in answers:
+            sys.exit(f"{what} failed: {dict(background.failed)}")
+        yield Figure(f"blocked_ms_{what}", median(found), "ms", BLOCKED_MS)
+    yield Figure("blocked_ms_status", median(status_ms(cluster, directory)), "ms", BLOCKED_MS)
+
+
+def status_ms(cluster: Cluster, directory: Path) -> list[float]:
+    """Collected in a turn, encoded by a thread that holds the interpreter meanwhile."""
+    telemetry = Telemetry()
+    found = []
+    for _ in range(TIMES):
+        writer = StatusWriter(directory, telemetry)
+        stamped = Stamped(
+            seq=1, time_ns=0, peer="", incarnation=0, peer_seq=0, event=ev.ActorLeft()
+        )
+        begun = time.process_time()
+        writer(stamped, [], cluster.state)
+        telemetry.drain(60.0)
+        found.append(1e3 * (time.process_time() - begun))
+    return found
+
+
+def steady_us(cluster: Cluster) -> list[float]:
+    """Of the events of some groups; microseconds for each."""
+    found = []
+    for _ in range(TIMES):
+        some = min(len(cluster.state.trajectories) // 16, 2_048)
+        members = list(islice(each_running(cluster), some))
+        begun, seq = 0.0, cluster.state.seq
+        for make in (cluster.finished, cluster.rewarded):
+            for first in range(0, len(members), 64):
+                part = members[first : first + 64]
+                frames = [f for t in part for f in cluster.frames(t.replica, make(t.id))]
+                cluster.turn(frames)
+                begun += cluster.turn_s
+        found.append(1e6 * begun / (cluster.state.seq - seq))
+    return found
+
+
+def each_running(cluster: Cluster) -> Iterator[Trajectory]:
+    return (t for t in cluster.state.trajectories.values() if t.status == "running")
 
 
 # --- situations -----------------------------------------------------------------------------------
@@ -161,6 +243,10 @@ def measure(args: argparse.Namespace) -> Iterator[Figure]:
             gc.freeze()
             yield from events(cluster, situation)
             yield from losses(cluster, situation)
+            if not situation:
+                yield from blocked(cluster, Path(directory))
+                steady = in_child(partial(steady_us, cluster))
+                yield Figure("event_us_steady", median(steady), "us", STEADY_US)
             gc.unfreeze()
 
 
