@@ -24,8 +24,9 @@ OURS = {
     "coordinator/restarts.py": ("exit_codes",),
     "coordinator/tick.py": (
         "ids", "events", "core", "eventlog", "net.frames", "net.session", "coordinator.detector",
-        "coordinator.unhandled", "net.wakeups",
+        "coordinator.hashes", "coordinator.unhandled", "net.wakeups", "ports",
     ),
+    "coordinator/hashes.py": ("core", "eventlog", "ports"),
     "actors/protocol.py": (),
 }  # fmt: skip
 THEIRS = {"msgspec", "msgpack", "xxhash", "zstandard"}
