@@ -59,7 +59,8 @@ class MetricsWriter:
         self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._board: Outlet[Scalars] | None = None
         if tensorboard:
-            self._board = telemetry.outlet("tensorboard", Board(run_dir).write)
+            # its import alone takes seconds, in which the other figures must be seen
+            self._board = telemetry.beside().outlet("tensorboard", Board(run_dir).write)
         self._pulls: list[float] = []
         self._evaluations = written.evaluations
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before

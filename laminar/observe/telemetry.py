@@ -98,7 +98,6 @@ class Telemetry:
     def __init__(self) -> None:
         self._due: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._say: Say | None = None
-        self._outlets: list[Outlet[object]] = []
         threading.Thread(target=self._work, name="telemetry", daemon=True).start()
         atexit.register(self.drain, DRAIN_S)
 
@@ -114,6 +113,13 @@ class Telemetry:
     def tell_losses(self, say: Say) -> None:
         """Have `say(outlet, items, reason)` called, once an outlet works again."""
         self._say = say
+
+    def beside(self) -> Telemetry:
+        """Another thread, for what takes long: the others do not wait for it. Losses are told as
+        this one's are."""
+        other = Telemetry()
+        other.tell_losses(self._tell)
+        return other
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything put so far was tried; False: that took too long."""

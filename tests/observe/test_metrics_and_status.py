@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
+from laminar.observe.board import Board
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
@@ -132,3 +134,12 @@ def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
     assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None
+
+
+def test_nothing_waits_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import alone takes seconds."""
+    go_on = threading.Event()
+    monkeypatch.setattr(Board, "write", lambda board, items: go_on.wait())
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=True), small_world())
+    assert [line["step"] for line in lines(tmp_path) if "staleness/mean" in line][-1] == 6
+    go_on.set()
