@@ -48,6 +48,7 @@ class Leases:
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._nobody_speaks(event.actor)
+            self._is_not_waited_for(state, event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):
             self._lease_ran_out(state, event.node, event.node_incarnation)
@@ -80,6 +81,13 @@ class Leases:
         members = self._members.get(node, ())
         if all(self._silent_ns(boot_id) > self._world.scenario.lease_ns for boot_id, _ in members):
             raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
+
+    def _is_not_waited_for(self, state: State, name: str) -> None:
+        """lost_with_a_silent_node: nobody starts it again, so nobody waits for it."""
+        node = state.actors[name].node
+        if node in self.silent_nodes and f"rejoin:{name}" in state.timers:
+            what = f"{name} was given up, {node} is silent, and it is waited for"
+            raise Violation("lost_with_a_silent_node", what, name)
 
     def _note_members(self, state: State) -> None:
         membership = (state.lookup.num_alive, state.next_incarnation)

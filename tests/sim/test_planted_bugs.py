@@ -31,6 +31,7 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.skipped_publish_is_not_owed, ("publish-skipped",)),
         (planted.prompt_is_skipped_while_an_evaluation_is_due, ("replica-slow",)),
         (planted.timer_clock_starts_at_zero_after_a_restart, ("coordinator-killed",)),
+        (planted.silent_node_is_relied_on, ("node-dies", "replica-dies")),
         (planted.node_is_lost_while_its_processes_speak, ("node-silent",)),
         (planted.exception_of_the_core_is_swallowed, ("event-crashes",)),
         (planted.poison_event_is_tried_for_ever, ("event-poison",)),
