@@ -10,31 +10,35 @@ from pathlib import Path
 
 import pytest
 
+from laminar import exit_codes
+from laminar.cli.commands import run
 from tests.run.conftest import ROOT
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+Refused = Callable[..., str]
 
 
-def refused(cli: Cli, tmp_path: Path, *arguments: str) -> str:
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refused:
     """The sentence of a refused `laminar train`."""
-    done = cli(
-        "train",
-        "-c",
-        "configs/quickstart.toml",
-        *arguments,
-        f"run.output_dir={tmp_path / 'runs'}",
-        "data.dataset_size=300",
-        "data.val_size=8",
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
-    return lines[0]
+    monkeypatch.chdir(ROOT)
+
+    def train(*arguments: str) -> str:
+        directory = f"run.output_dir={tmp_path / 'runs'}"
+        small = ["data.dataset_size=300", "data.val_size=8"]
+        code = run(["train", "-c", "configs/quickstart.toml", *arguments, directory, *small])
+        said = capsys.readouterr()
+        assert code == exit_codes.USER_ERROR, said.out + said.err
+        lines = said.err.strip().splitlines()
+        assert len(lines) == 1, said.err
+        assert not (tmp_path / "runs").exists()
+        return lines[0]
+
+    return train
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -49,12 +53,11 @@ def refused(cli: Cli, tmp_path: Path, *arguments: str) -> str:
     ],
     ids=["model", "key", "type", "dataset", "config-file", "length", "long-prompts", "strategy"],
 )
-def test_config_mistakes(cli: Cli, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    message = refused(cli, tmp_path, *arguments)
+def test_config_mistakes(refused: Refused, arguments: list[str], words: list[str]) -> None:
+    message = refused(*arguments)
     assert all(word in message for word in words), message
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -64,22 +67,19 @@ def test_config_mistakes(cli: Cli, tmp_path: Path, arguments: list[str], words: 
     ],
     ids=["empty", "no-prompt-column", "not-json"],
 )
-def test_data_mistakes(cli: Cli, tmp_path: Path, rows: str, words: list[str]) -> None:
+def test_data_mistakes(refused: Refused, tmp_path: Path, rows: str, words: list[str]) -> None:
     file = tmp_path / "empty.jsonl"
     file.write_text(rows)
-    message = refused(cli, tmp_path, "data.dataset=", f"data.train_files={file}")
+    message = refused("data.dataset=", f"data.train_files={file}")
     assert all(word in message for word in words), message
 
 
-@pytest.mark.process
-def test_a_reward_file_that_does_not_import(cli: Cli, tmp_path: Path) -> None:
+def test_a_reward_file_that_does_not_import(refused: Refused, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1"}) + "\n" for i in range(9)))
     reward = tmp_path / "reward.py"
     reward.write_text("import no_such_module_anywhere\n")
     message = refused(
-        cli,
-        tmp_path,
         "data.dataset=",
         f"data.train_files={data}",
         f"reward.custom_reward_function.path={reward}",
@@ -88,13 +88,12 @@ def test_a_reward_file_that_does_not_import(cli: Cli, tmp_path: Path) -> None:
     assert "no_such_module_anywhere" in message
 
 
-@pytest.mark.process
-def test_a_port_in_use(cli: Cli, tmp_path: Path) -> None:
+def test_a_port_in_use(refused: Refused) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        message = refused(cli, tmp_path, f"coordinator.port={port}")
+        message = refused(f"coordinator.port={port}")
     assert str(port) in message
     assert "coordinator.port" in message
 
