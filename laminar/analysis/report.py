@@ -66,6 +66,13 @@ class Milestones:
 
 def summarize(run_dir: Path) -> dict[str, Any]:
     """Work out the summary and write it to RUN/summary.json."""
+    summary = summary_of(run_dir)
+    write_summary(run_dir, summary)
+    return summary
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """The summary; nothing is written."""
     account, windows, milestones = Account(), Windows(), Milestones()
     replayed = replay_log(run_dir, account, windows, milestones)
     state = replayed.machine.state
@@ -74,7 +81,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     pulls = {name: read_spans(run_dir, name) for name in replicas}
     steps = {name: read_steps(run_dir, name) for name in replicas}
     cut = cut_timelines(run_dir)
-    summary = {
+    return {
         **_outcome(state, milestones),
         **_lengths(account),
         **_rewards(state, account),
@@ -85,8 +92,6 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         "seconds": (windows.last_ns - windows.first_ns) / 1e9,
         "events": replayed.events,
     }
-    _write(run_dir / SUMMARY_FILE, summary)
-    return summary
 
 
 def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
@@ -266,11 +271,13 @@ def _processes(run_dir: Path, state: State) -> dict[str, int | None]:
     return {"coordinator": coordinator} | {a.name: a.pid for a in state.actors.values()}
 
 
-def _write(path: Path, summary: dict[str, Any]) -> None:
-    """Readers see the old summary or the new one."""
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Readers see the old summary or the new one; ConfigError."""
+    path = run_dir / SUMMARY_FILE
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_text(json.dumps(summary, indent=2) + "\n")
         new.replace(path)
     except OSError as error:
+        new.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error}") from error

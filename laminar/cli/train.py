@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar import exit_codes
-from laminar.analysis.report import summarize
+from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check
 from laminar.cli.progress import failed_share
@@ -78,15 +78,26 @@ def train(arguments: argparse.Namespace) -> int:
 def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
     """The last words. The run has ended, and they change nothing of how it did."""
     try:
-        lines = summary_lines(summarize(run_dir), run_dir, over)
+        summary = summary_of(run_dir)
+        lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]
+        lines += [f"the run FAILED   {over.reason}"] if over.reason else []
     except KeyboardInterrupt:
         lines = [f"no summary: interrupted; the run is over, `laminar report {run_dir}` shows it"]
     console.lines(lines)
     console.end()
     if console.gone:
         say("laminar", f"{run_dir} has ended with code {over.code}; `laminar report {run_dir}`")
+
+
+def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """Write the summary; a line when there is no room for it."""
+    try:
+        write_summary(run_dir, summary)
+    except ConfigError as error:
+        return [f"not kept         {error}; `laminar report {run_dir}` writes it"]
+    return []
 
 
 def move_aside(run_dir: Path) -> Path:
