@@ -32,6 +32,9 @@ class Progress:
         telemetry = Telemetry()
         self._drain = telemetry.drain
         self._notes = telemetry.outlet("terminal", self._print)
+        self._notes.say = lambda name, lost, reason: self.note(
+            f"lines lost here: {lost} ({reason})"
+        )
         self._due = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
         self._end = telemetry.outlet("end of the panel", lambda _: self._stop(), kept=1)
         self._shown: tuple[int, int, str] = (-1, 0, "")

@@ -74,3 +74,32 @@ def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:
             (run_dir / STATUS_FILE).write_text(json.dumps(STATUS | change))
             progress.update()
     return file.getvalue()
+
+
+class Pane(io.StringIO):
+    """A terminal that takes nothing for a while."""
+
+    broken = False
+
+    def write(self, text: str) -> int:
+        if self.broken:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+def test_a_terminal_that_fails_holds_nobody_up_and_gets_the_lines_that_follow(
+    tmp_path: Path,
+) -> None:
+    pane = Pane()
+    with Progress(tmp_path, Console(file=pane, width=200)) as progress:
+        progress.note("first")
+        assert progress._drain(60)
+        pane.broken = True
+        progress.note("second")
+        assert progress._drain(60)
+        pane.broken = False
+        progress.note("third")
+        assert progress._drain(60)
+    text = pane.getvalue()
+    assert "first" in text and "third" in text
+    assert "lines lost here: 1 ([Errno 5] Input/output error)" in text
