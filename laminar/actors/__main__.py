@@ -12,6 +12,7 @@ from laminar import exit_codes
 from laminar.actors.host import Actor, Host, run_actor
 from laminar.config import ConfigError
 from laminar.run_lock import RunLock
+from laminar.stop_requests import nohup_of_starter
 
 
 def make(host: Host) -> Actor:
@@ -34,6 +35,7 @@ def make(host: Host) -> Actor:
 
 
 if __name__ == "__main__":
+    nohup_of_starter()
     run_dir, name, role, node, address, lock_fd = sys.argv[1:]
     try:
         lock = RunLock.inherit(Path(run_dir), name, int(lock_fd))

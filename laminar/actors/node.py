@@ -28,6 +28,7 @@ from laminar.engines.environment import gpus_per_replica
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.stop_requests import nohup_for_children
 from laminar.weights.arena import sweep_arenas
 
 GRACE_S = 10.0
@@ -133,6 +134,7 @@ class Node:
     async def _start_process(self, child: Child) -> asyncio.subprocess.Process:
         child.boot = secrets.token_hex(8)
         environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **os.environ, "LAMINAR_BOOT": child.boot}
+        environment |= nohup_for_children()
         if child.role == "rollout":
             for variable, value in engine_environment(self.host.config, bool(self._gpus)).items():
                 environment.setdefault(variable, value)

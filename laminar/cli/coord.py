@@ -55,11 +55,13 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
         return uvloop.run(_serve(config, lock, telemetry))
-    except Exception as error:
+    except Exception as failed:
+        reason = lock.lost()  # without its directory, many a thing fails
+        error = ConfigError(reason) if reason else failed
         code = exit_code_of(error)
         trace = error if code == exit_codes.CRASHED else None
         get_logger().error("ended", exit_code=code, reason=sentence_of(error), exc_info=trace)
-        raise
+        raise error from None
     finally:
         lock.close()
 

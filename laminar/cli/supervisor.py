@@ -38,6 +38,8 @@ NODE_EXIT_S = 30.0
 """How long the nodes may take to leave once the coordinator has ended."""
 AT_ONCE_S = 20.0
 """How long the coordinator may take to tell everybody that the run has ended; books are closed."""
+NOTICE_S = 5.0
+"""How long it may take everybody to notice that the run directory is gone."""
 TERM_S = 15.0
 """How long they may take once they were told to: their children have ten seconds of it."""
 
@@ -64,14 +66,16 @@ class Supervisor:
             over = self._watch()
             if over.reason:
                 self.progress.note(f"the run is given up: {over.reason}")
-            stopped = over.code in (
-                exit_codes.COMPLETE,
-                exit_codes.FAILED,
-                exit_codes.STOPPED_EARLY,
-            )
-            self._end_processes(NODE_EXIT_S if stopped and not over.reason else 0.0)
+            self._end_processes(self._leave_s(over))
         sweep_arenas()  # of a relay that was killed together with its node
         return over
+
+    def _leave_s(self, over: Over) -> float:
+        """How long the others may take to end by themselves."""
+        if self._lock.lost():
+            return NOTICE_S
+        stopped = (exit_codes.COMPLETE, exit_codes.FAILED, exit_codes.STOPPED_EARLY)
+        return NODE_EXIT_S if over.code in stopped and not over.reason else 0.0
 
     def _watch(self) -> Over:
         again_s: float | None = None  #: when the next coordinator is to be started

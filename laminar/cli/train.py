@@ -70,7 +70,9 @@ def train(arguments: argparse.Namespace) -> int:
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
             lock = ends.enter_context(contextlib.closing(_prepare(plan.config, run_dir)))
             over = Supervisor(plan.config, lock, console, asked).run()
-        if not lock.lost():
+        if reason := lock.lost():
+            console.lines(["", f"the run ended    {reason}"])
+        else:
             _conclude(run_dir, console, over)
     return over.code
 

@@ -128,6 +128,7 @@ def test_by_force_kills_what_does_not_listen(tmp_path: Path) -> None:
 
 def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "TERM_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "NOTICE_S", 0.1)
     supervisor = StandIns(tmp_path / "run", "", None)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     over = supervisor.run()
