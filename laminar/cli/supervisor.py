@@ -64,7 +64,7 @@ class Supervisor:
         self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         with self.progress:
             over = self._watch()
-            if over.reason:
+            if over.reason and not self._lock.lost():  # that is the last word, later
                 self.progress.note(f"the run is given up: {over.reason}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # of a relay that was killed together with its node
