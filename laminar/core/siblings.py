@@ -140,12 +140,8 @@ def _end(
         replica = state.replicas.get(trajectory.replica)
         if replica is not None and trajectory.id in replica.running:
             aborted.setdefault(replica.name, []).append(trajectory)
-        leave_engine(turn, trajectory)
-        if state.settings.reward_scope != "group":
-            turn.done(f"score:{trajectory.id}")
-        remove_lost(state, trajectory)
-        state.unscored.pop(trajectory.id, None)
-        turn.clear_timer(f"resume:{trajectory.id}")
+        if trajectory.status != REWARDED:  # nobody has to do with that one any more
+            _withdraw(turn, trajectory)
         moved = move(trajectory, "end")
         assert moved, (trajectory, end)
         trajectory.placement += 1  # whoever still works on it is refused by the store
@@ -165,6 +161,17 @@ def _end(
     for name, running in aborted.items():
         items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in running)
         turn.command(cmd.AbortTrajectories(to=name, items=items))
+
+
+def _withdraw(turn: Turn, trajectory: Trajectory) -> None:
+    """Whoever generates or scores it is not waited for, and it waits for no place."""
+    state = turn.state
+    leave_engine(turn, trajectory)
+    if state.settings.reward_scope != "group":
+        turn.done(f"score:{trajectory.id}")
+    remove_lost(state, trajectory)
+    state.unscored.pop(trajectory.id, None)
+    turn.clear_timer(f"resume:{trajectory.id}")
 
 
 def send_endings(turn: Turn) -> None:
