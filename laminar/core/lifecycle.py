@@ -1,7 +1,7 @@
 """The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
-Writes  state.phase, state.failure, state.exit_code
+Writes  state.phase, state.draining, state.drained_for, state.failure, state.exit_code
 Emits   PublishWeights (version 0), ExportModel, StopActor
 
 Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
