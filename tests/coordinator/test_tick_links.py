@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.coordinator.tick import Tick
 from laminar.events import events as ev
 from laminar.events.codec import encode
 from laminar.net.frames import Hello, Refused, decode_server
@@ -98,3 +99,26 @@ def test_more_processes_than_files_allow_are_told_so() -> None:
     refused = decode_server(answer, 10_000)
     assert isinstance(refused, Refused) and "6 clients are connected" in refused.reason
     assert "rollout-2" not in desk.tick.machine.state.actors
+
+
+def test_who_leaves_is_fenced_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that comes or goes is no news for the links of thousands of others."""
+    desk = desk_of_all()
+    looked: list[str] = []
+    fenced = Tick._fenced
+
+    def noted(tick: Tick, link: ServerLink) -> bool:
+        looked.append(link.name)
+        return fenced(tick, link)
+
+    monkeypatch.setattr(Tick, "_fenced", noted)
+    desk.client("rollout-2")
+    desk.talk()
+    assert looked == []
+    left = desk.links[b"rollout-1/a"]
+    left.send(encode(ev.ActorLeft()))
+    frames = desk.turn([(b"rollout-1/a", frame) for frame in left.poll(desk.now)])
+    assert looked == ["rollout-1"]
+    assert [type(decode_server(f, 1 << 20)) for to, f in frames if to == b"rollout-1/a"] == [
+        Refused
+    ]
