@@ -245,6 +245,8 @@ class Coordinator:
         self.report(ev.DrainRequested(reason=name, at_once=at_once))
 
     def _turn(self) -> None:
+        if self._error is not None:
+            return  # the process is about to end, and its state is not to be trusted
         try:
             self._one_turn()
         except BaseException as error:

@@ -77,6 +77,7 @@ class Tick:
         self._peers_max = peers_max
         self._observer = observer
         self._given_up = given_up
+        self._failed = False  #: a turn is under way, or raised
         self._given_up_said: set[str] = set()  #: that were handled so by this coordinator
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
@@ -96,7 +97,14 @@ class Tick:
     def turn(
         self, frames: Sequence[Frame], own: Sequence[Event], now_ns: int, socket_empty: bool
     ) -> list[Frame]:
-        """Handle what has arrived; returns the frames to send, in order."""
+        """Handle what has arrived; returns the frames to send, in order.
+
+        A turn that raised is the last one: the state may have half an event in it, and the next
+        turn would log and acknowledge it.
+        """
+        if self._failed:
+            raise RuntimeError("a turn failed before: end the process")
+        self._failed = True
         time_ns = self._time_start_ns + now_ns - self._clock_start_ns
         self._background.collect()
         for event in own:
@@ -109,7 +117,9 @@ class Tick:
             for news in self.detector.judge(now_ns, actors, self._heard_ns):
                 self._apply(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
-        return self._send(now_ns)
+        out = self._send(now_ns)
+        self._failed = False
+        return out
 
     def _fire_timers(self, time_ns: int) -> None:
         if not self.machine.started:

@@ -118,3 +118,21 @@ def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: NetWorld) -
     assert list(start(run_dir)[0].tick._given_up) == [failed.what]
     (kept,) = given_up(crashes(RealDisk(run_dir / "events"))).values()
     assert kept.what == failed.what and "KeyError: '0.3.1'" in kept.error
+
+
+def test_nothing_is_done_after_a_turn_that_failed(
+    tmp_path: Path, world: NetWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop comes back to its socket before the process ends: another turn would acknowledge
+    what was not handled."""
+    coordinator, _, _ = start(run_dir_of(world.disk, tmp_path / "run"))
+    turns: list[int] = []
+
+    def fail() -> None:
+        turns.append(1)
+        raise KeyError("0.3.1")
+
+    monkeypatch.setattr(coordinator, "_one_turn", fail)
+    coordinator._turn()
+    coordinator._turn()
+    assert len(turns) == 1 and isinstance(coordinator._error, KeyError)

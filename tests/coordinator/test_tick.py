@@ -504,6 +504,8 @@ def test_an_exception_of_the_core_ends_the_coordinator(
             desk.talk()
     assert raised.value.__cause__ is error
     assert raised.value.stamped.event == READY
+    with pytest.raises(RuntimeError, match="a turn failed"):
+        desk.turn()  # it would acknowledge, and log what the broken state decides
     assert desk.tick.bad_frames == 0 and link.outbox
     before = desk.tick.machine.state.seq - 1
     desk.restart(keep_unsynced=True)
