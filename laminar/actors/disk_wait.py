@@ -63,10 +63,12 @@ class DiskWait:
             self._since_s, self._pause_s = now, PAUSE_S
             self._tell_begin(now, error)
         if now - self._since_s >= self._limit_s:
-            raise DiskStayedFull(
+            over = DiskStayedFull(
                 f"{self._what} could not be written for {self._limit_s:g} s "
                 f"(coordinator.disk_wait_s), the disk is full: {error}"
-            ) from error
+            )
+            self._owner.announce(str(over))  # the coordinator may not be there to be told
+            raise over from error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
         return min(pause_s, self._since_s + self._limit_s - now)
 
