@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.run.conftest import ROOT, train
+from tests.run.conftest import ROOT, Finished, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 
-REWARD = '''
+REWARD = '''print("loaded")
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Letters of the word that are in the answer; fails on words with a q."""
     if "q" in ground_truth:
@@ -56,6 +56,23 @@ def test_own_prompts_and_reward(tmp_path: Path) -> None:
     assert run.code == 0, run.output
     assert run.summary["weight_versions"] >= 5
     _every_stored_reward_is_a_direct_call(run.directory, reward)
+    _failures_are_told(run)
+
+
+def _failures_are_told(run: Finished) -> None:
+    """Where the user looks: the terminal, before and while it runs and at its end; the figures."""
+    first = "ValueError: no words with a q (r.py:5)"
+    assert "': 1\n" in run.output and "'': 0\n" in run.output
+    assert run.output.count(f"the reward FAILED on an answer: {first}") == 1
+    assert "\nreward FAILED    on " in run.output and f"the first time   {first}" in run.output
+    failed = run.summary["reward_errors"]
+    assert list(failed) == ["error"] and failed["error"] < run.summary["reward_answers"] / 2
+    assert run.summary["reward_error_first"] == first
+    steps = [line for line in run.metrics() if "reward/errors/total" in line]
+    assert 0 < steps[-1]["reward/errors/error"] <= failed["error"]
+    for name in ("rollout-0", "rollout-1"):
+        assert "loaded\n" in (run.directory / f"logs/latest/{name}.reward.log").read_text()
+    assert "loaded\n" not in run.output
 
 
 def _every_stored_reward_is_a_direct_call(directory: Path, reward: Path) -> None:
