@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from laminar.coordinator import background
@@ -28,6 +29,11 @@ class Log:
 @pytest.fixture
 def log() -> Log:
     return Log()
+
+
+def children() -> set[int]:
+    """Their pids, also of those that nobody has waited for."""
+    return {child.pid for child in psutil.Process().children()}
 
 
 @pytest.fixture
@@ -93,27 +99,27 @@ def test_death_is_counted(forked: Forked) -> None:
 
 def test_who_takes_too_long_is_killed(forked: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "DEADLINE_S", 0.05)
+    before = children()
     assert answer_of(forked, lambda: time.sleep(60) or b"") is None
     assert forked.failed == {("test", "it took more than 0 s"): 1}
-    nobody_is_left(forked)
+    nobody_is_left(forked, before)
 
 
 def test_close_ends_what_is_at_work(forked: Forked) -> None:
+    before = children()
     forked.run("test", LARGE, lambda: time.sleep(60) or b"", lambda answer: None)
+    assert len(children() - before) == 1
     forked.close()
-    nobody_is_left(forked)
+    nobody_is_left(forked, before)
 
 
-def nobody_is_left(forked: Forked) -> None:
+def nobody_is_left(forked: Forked, before: set[int]) -> None:
+    """Other tests of this process may have children of their own."""
     deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
+    while left := children() - before:
+        assert time.monotonic() < deadline, f"children are left: {left}"
         forked.collect()
-        try:
-            os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
         time.sleep(0.005)
-    raise AssertionError("a child is left")
 
 
 def test_signals_do_not_reach_the_handlers_of_the_parent(forked: Forked) -> None:
