@@ -12,7 +12,6 @@ long is counted, told once per reason, and missed by nobody.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -21,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from laminar.parent_death import die_with_parent
+
 HERE_MAX = 8_192
 """Trajectories: up to here the work is done at once. A fork and its page faults cost this process
 more than hashing them, which takes about 10 ms."""
@@ -28,10 +29,7 @@ DEADLINE_S = 120.0
 """A snapshot of the largest state, written to a slow disk, and a segment compressed."""
 ANSWER_MAX = 4_096
 """Bytes: an answer fits the pipe, so the child never waits for its reader."""
-_PR_SET_PDEATHSIG = 1
 _OK, _FAILED = b"+", b"-"
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Child:
@@ -138,9 +136,7 @@ def _work(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
     """The child."""
     try:
         gc.disable()  # a collection would touch, and so copy, all of the memory
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before that
+        die_with_parent(parent)
         os.write(writing, _answer(work))
     finally:
         os._exit(0)

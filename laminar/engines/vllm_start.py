@@ -19,9 +19,9 @@ from typing import Any
 
 from laminar.config import Config, ConfigError
 from laminar.engines.environment import CPU_ENVIRONMENT
-from laminar.engines.parent_death import die_with_parent
 from laminar.engines.protocol import TokenDelta
 from laminar.engines.vllm_extra import unknown_extra
+from laminar.parent_death import die_with_parent
 
 os.environ.update({k: os.environ.get(k, v) for k, v in CPU_ENVIRONMENT.items()})
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from laminar.engines.parent_death import die_with_parent
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
 from laminar.engines.weight_file import MappedWeights
+from laminar.parent_death import die_with_parent
 
 die_with_parent()  # a core without its replica would hold its memory for ever
 
