@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.conftest import laminar, train
+from laminar.cli.commands import run
+from tests.run.conftest import ROOT, laminar, train
 
 DATASETS = [
     ("basic_arithmetic", "{min_terms = 2, max_terms = 3}"),
@@ -19,7 +20,7 @@ DATASETS = [
 
 @pytest.mark.long
 def test_three_steps_with_closed_books(tmp_path: Path) -> None:
-    run = train(
+    finished = train(
         tmp_path,
         "data.dataset=letter_counting",
         "data.dataset_config={}",
@@ -27,28 +28,31 @@ def test_three_steps_with_closed_books(tmp_path: Path) -> None:
         "data.val_size=16",
         "trainer.total_training_steps=3",
     )
-    assert run.code == 0, run.output
-    assert run.summary["steps"] == 3
-    audit = laminar("audit", str(run.directory))
+    assert finished.code == 0, finished.output
+    assert finished.summary["steps"] == 3
+    audit = laminar("audit", str(finished.directory))
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("name", "config"), DATASETS, ids=[name for name, _ in DATASETS])
-def test_a_dataset_is_built_and_scored(tmp_path: Path, name: str, config: str) -> None:
+def test_a_dataset_is_built_and_scored(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    config: str,
+) -> None:
     """Its own answers are right by its own scorer, an empty one is not, and every row fits."""
-    done = laminar(
-        "train",
-        "-c",
-        "configs/quickstart.toml",
-        "--dry-run",
+    monkeypatch.chdir(ROOT)
+    arguments = [
         f"data.dataset={name}",
         f"data.dataset_config={config}",
         "data.dataset_size=400",
         "data.val_size=16",
         f"run.output_dir={tmp_path}",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " training prompts, 16 held out" in done.stdout
-    scores = re.findall(r"^  row .*: (\S+)$", done.stdout, re.MULTILINE)
-    assert scores == ["1", "0"] * 3, done.stdout
+    ]
+    code = run(["train", "-c", "configs/quickstart.toml", "--dry-run", *arguments])
+    shown = capsys.readouterr().out
+    assert code == 0 and " training prompts, 16 held out" in shown
+    scores = re.findall(r"^  row .*: (\S+)$", shown, re.MULTILINE)
+    assert scores == ["1", "0"] * 3, shown
