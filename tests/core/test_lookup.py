@@ -11,6 +11,7 @@ from laminar.core import invariants, lookup
 from laminar.core.lookup import STALE_TIMERS_MAX
 from laminar.core.state import ENDED, Outstanding, State, digest
 from laminar.events import commands as cmd
+from tests.core.bench import Bench
 from tests.core.random_worlds import random_world
 from tests.core.world_parts import settings
 
@@ -79,3 +80,22 @@ def test_lookup_is_no_part_of_the_state_and_can_be_made_again_at_any_time(seed: 
         assert digest(restored) == digest(world.state)
         invariants.check(restored)
         world.state.__dict__.clear()  # it is made anew in the middle of the next event
+
+
+def test_who_is_not_lost_has_no_wait_that_ends() -> None:
+    bench = Bench()
+    bench.start()
+    before = digest(bench.state)
+    lookup.end_wait(bench.state, next(iter(bench.state.trajectories)))
+    assert digest(bench.state) == before
+    invariants.check(bench.state)
+
+
+def test_a_replica_whose_process_is_gone_has_no_kind() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    roster = bench.state.lookup.roster
+    kind = roster.kind_of("rollout-0")
+    assert kind is not None and kind.serving and kind == roster.kind_of("rollout-1")
+    bench.kill("rollout-0")
+    assert bench.state.lookup.roster.kind_of("rollout-0") is None

@@ -18,6 +18,7 @@ from laminar.eventlog.snapshot import snapshots
 from tests.coordinator.net_world import NetWorld, WireFaults
 from tests.core.random_worlds import random_world
 from tests.eventlog.test_replay import SEED, difference, log_of
+from tests.eventlog.test_snapshots import begin
 
 TURNS = 7  #: that an answer takes
 
@@ -204,3 +205,17 @@ def test_one_snapshot_is_taken_at_a_time() -> None:
     world = random_world(SEED, Eager).run()
     assert Slow.most == 1
     assert restore(world.disk).replay.difference is None
+
+
+def test_a_log_that_is_closed_leaves_no_unfinished_snapshot() -> None:
+    """The process that works on one is ended then, wherever it is."""
+    disk, background = MemoryDisk(), Elsewhere()
+    machine, writer = begin(disk, snapshot_every=1)
+    started = random_world(SEED).run().log[0][0]
+    machine.handle(started)
+    writer.snapshot(machine.state, background)
+    half_written = disk.create("snapshot-000000000002.bin.tmp")
+    half_written.append(b"half")
+    writer.close()
+    assert not [name for name in disk.names() if name.endswith(".tmp")]
+    assert background.waiting, "nobody has heard of it"

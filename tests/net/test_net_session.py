@@ -28,6 +28,7 @@ from laminar.net.session import (
     Outbox,
     OutboxFull,
     ServerLink,
+    full,
 )
 
 HEARTBEAT = 1_000 * MS
@@ -231,6 +232,10 @@ def test_a_body_that_no_peer_would_take_is_refused_at_once():
             send(b"x" * (largest + 1))
         send(b"x" * largest)
     assert all(len(frame) <= link.limits.max_frame for frame in link.poll(0))
+
+
+def test_who_comes_too_late_is_told_how_many_there_are_and_what_to_do():
+    assert full(16_384).startswith("16384 clients are connected") and "ulimit -n" in full(16_384)
 
 
 # Restarts.
