@@ -121,7 +121,7 @@ def test_llama_with_group_rewards_a_strategy_kl_and_two_mini_batches(tmp_path: P
     assert len(steps) == 4
     assert steps[-1]["actor/kl_loss"] > 0
     assert all(line["reward/mean"] > 0 for line in steps)
-    # The function takes whole groups alone, so it fails on each held-out answer: it has no siblings.
+    # The function takes whole groups: it fails on each held-out answer, which has no siblings.
     held_out = 8 * len(finished.summary["evaluations"])
     assert finished.summary["reward_errors"] == {"error": held_out}
 
