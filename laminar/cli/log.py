@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     replay = _command(commands, "replay", "decide everything again and compare", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
-    replay.add_argument("--until", type=_positive, metavar="SEQ", help="stop after this event")
+    replay.add_argument("--until", type=positive, metavar="SEQ", help="stop after this event")
     replay.add_argument("--state", action="store_true", help="print the state at the end as JSON")
     replay.add_argument("--diff", action="store_true", help="show only what differs")
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
     tail = _command(commands, "tail", "the last records", run_tail)
     tail.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    tail.add_argument("-n", type=_positive, default=20, metavar="N", help="how many (20)")
+    tail.add_argument("-n", type=positive, default=20, metavar="N", help="how many (20)")
 
     stats = _command(commands, "stats", "counts by type, bytes, time span", run_stats)
     stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
@@ -90,7 +90,7 @@ def _command(commands: Any, name: str, text: str, function: Any) -> argparse.Arg
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)

@@ -38,6 +38,35 @@ class StoredChunk(NamedTuple):
     file: str | None
 
 
+class Wanted(NamedTuple):
+    """Which trajectories are wanted: one condition on the row."""
+
+    condition: str
+    values: tuple[str | int, ...] = ()
+
+    @classmethod
+    def trained_by(cls, step: int) -> Wanted:
+        """By the batch with this index, from 0."""
+        return cls("\"end\" = 'trained' AND end_step = ?", (step,))
+
+    @classmethod
+    def evaluated_after(cls, step: int) -> Wanted:
+        """Held-out answers, whole ones, to the weights that this many steps have made."""
+        return cls(
+            "purpose = 'eval' AND status != 'open' AND COALESCE(version_step, end_step) = ?",
+            (step,),
+        )
+
+    @classmethod
+    def finished(cls, purpose: str) -> Wanted:
+        return cls("purpose = ? AND status != 'open'", (purpose,))
+
+    @classmethod
+    def named(cls, name: str) -> Wanted:
+        """One trajectory, or all of a group, however far they are."""
+        return cls("id = ? OR group_id = ?", (name, name))
+
+
 class Tables:
     """The rows of one open database."""
 
@@ -77,6 +106,28 @@ class Tables:
     def rows(self) -> Iterator[Row]:
         sql = f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY id"
         return map(Row._make, self._db.execute(sql))
+
+    def newest(self, wanted: Wanted, before: int, limit: int) -> list[tuple[int, Row]]:
+        """(place, row) of rows with a lower place, the latest to be opened first."""
+        sql = (
+            f"SELECT rowid, {ROW_COLUMNS} FROM trajectories WHERE ({wanted.condition}) "
+            "AND rowid < ? ORDER BY rowid DESC LIMIT ?"
+        )
+        found = self._db.execute(sql, (*wanted.values, before, limit))
+        return [(place, Row._make(row)) for place, *row in found]
+
+    def trained_steps(self) -> list[int]:
+        """Indices of the batches that trained something, from 0, in order."""
+        sql = "SELECT DISTINCT end_step FROM trajectories WHERE \"end\" = 'trained' ORDER BY 1"
+        return [step for (step,) in self._db.execute(sql)]
+
+    def evaluated_steps(self) -> list[int]:
+        """How many steps had made the weights of each evaluation, in order."""
+        sql = (
+            "SELECT DISTINCT COALESCE(version_step, end_step) FROM trajectories "
+            "WHERE purpose = 'eval' AND status != 'open' ORDER BY 1"
+        )
+        return [step for (step,) in self._db.execute(sql)]
 
     def save(self, before: Row | None, after: Row) -> None:
         """Insert the row, or write the columns that changed: an append changes three of them."""

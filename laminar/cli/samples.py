@@ -1,0 +1,146 @@
+"""laminar samples RUN: read what the model wrote, with prompts and scores.
+
+Reads   the store of a run, living or ended; its configuration and tokenizer
+Writes  standard output: text, or one JSON object per line; stderr: that there is more, or nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from laminar.analysis.samples import Choice, Sample, find_samples
+from laminar.cli.arguments import run_config
+from laminar.cli.endings import say
+from laminar.cli.log import positive
+from laminar.tasks.decoding import decoder_of
+
+SHOWN = 10
+"""Answers that are printed as text when nobody says how many."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "read what the model wrote: prompts, responses, scores"
+    parser = subparsers.add_parser(
+        "samples",
+        help=text,
+        description=f"{text}. Training answers, the latest first, unless told otherwise.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=positive, metavar="N", help="what the N-th step trained")
+    which.add_argument(
+        "--eval", type=_count, metavar="N", help="held-out answers after N completed steps"
+    )
+    which.add_argument("--id", default="", metavar="ID", help="trajectory 0.17.3 or group 0.17")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", type=positive, default=0, metavar="K", help="lowest scores first")
+    order.add_argument("--best", type=positive, default=0, metavar="K", help="highest scores first")
+    parser.add_argument(
+        "--search", default="", metavar="TEXT", help="only what has it in prompt or response"
+    )
+    limit = f"at most so many (as text {SHOWN}, unless --worst, --best or --id say which)"
+    parser.add_argument("-n", type=positive, metavar="N", help=limit)
+    parser.add_argument("--jsonl", action="store_true", help="one JSON object per line")
+    parser.set_defaults(function=run_samples)
+
+
+def run_samples(arguments: argparse.Namespace) -> int:
+    """The names of the JSON fields are explained in docs/debugging.md."""
+    config = run_config(arguments.run)
+    choice = Choice(
+        step=arguments.step,
+        evaluation=arguments.eval,
+        name=arguments.id,
+        search=arguments.search,
+        worst=arguments.worst,
+        best=arguments.best,
+    )
+    found = find_samples(arguments.run, choice, decoder_of(arguments.run, config))
+    limit = _limit(arguments)
+    shown = 0
+    for sample in islice(found, limit):
+        _write(json.dumps(sample.fields()) if arguments.jsonl else "\n".join(lines(sample)))
+        shown += 1
+    if not shown:
+        say("laminar", f"no answer{_that(arguments.search)}")
+    elif limit is not None and arguments.n is None and next(found, None) is not None:
+        say("laminar", f"there are more than these {limit}: -n N shows N of them")
+    return 0
+
+
+def _limit(arguments: argparse.Namespace) -> int | None:
+    said = arguments.worst or arguments.best or arguments.id
+    return arguments.n or (None if said or arguments.jsonl else SHOWN)
+
+
+def _that(search: str) -> str:
+    return f" has {search!r} in its prompt or response" if search else " is there yet"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of completed steps")
+    return int(text)
+
+
+def _write(text: str) -> None:
+    """What a terminal's encoding does not have is shown as an escape."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+# --- as text ----------------------------------------------------------------------------------
+
+
+def lines(sample: Sample) -> Iterator[str]:
+    """A head, and prompt, response and right answer, each with a margin."""
+    row = sample.row
+    yield f"{row.id}  {_told(sample)}"
+    yield f"  score {_score(sample)}"
+    cut = ", truncated" if sample.truncated else ""
+    yield (
+        f"  {row.num_tokens} tokens{cut}, by version {row.weight_version} (made by "
+        f"{row.version_step} steps) on {row.replica}"
+    )
+    yield from _block("prompt", sample.prompt)
+    yield from _block("response", sample.response)
+    if sample.answer not in (None, ""):
+        yield from _block("right answer", str(sample.answer))
+    yield ""
+
+
+def _told(sample: Sample) -> str:
+    if sample.step is not None:
+        return f"trained by step {sample.step}"
+    if sample.row.end == "dropped":
+        return f"dropped: {sample.row.end_reason}"
+    if sample.evaluation is not None:
+        return f"held out, after step {sample.evaluation}"
+    return {"open": "being generated", "generated": "to be scored"}.get(
+        sample.row.status, "not trained yet"
+    )
+
+
+def _score(sample: Sample) -> str:
+    """With what went wrong, where something did."""
+    score = "-" if sample.score is None else f"{sample.score:g}"
+    reason = sample.row.reward_reason or "ok"
+    failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
+    return score + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
+
+
+def _block(title: str, text: str) -> Iterator[str]:
+    yield f"  {title}"
+    for line in text.split("\n"):
+        yield f"    | {printable(line)}"
+
+
+def printable(text: str) -> str:
+    """A response must not steer the terminal of who reads it."""
+    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)
