@@ -60,6 +60,7 @@ class Rollout:
         self.opening: dict[str, cmd.GenerateTrajectory] = {}
         self.running: dict[str, Running] = {}
         self.tokens_total = 0
+        self._interval_s = self.config.rollout.progress_interval_ms / 1000
         self._flush_lock = asyncio.Lock()
         self._finish_due = False
         steps = EngineSteps(host.run_dir, host.name)
@@ -79,6 +80,7 @@ class Rollout:
         await self.scorer.start()
         self.host.spawn(self._engine_ends())
         self.host.spawn(self._report_progress())
+        self.host.spawn(self._keep_tokens())
         stats = self.engine.stats()
         # One group waits in front of the engine, so that its slots never wait for the coordinator.
         taken = config.rollout.max_num_seqs + config.rollout.group_size
@@ -340,21 +342,34 @@ class Rollout:
             failed, event_seq=event_seq, trajectory=command.trajectory, reason=reason, detail=detail
         )
 
-    async def _report_progress(self) -> None:
-        """One gauge per interval, and the tokens so far into the store in the same rhythm."""
+    async def _keep_tokens(self) -> None:
+        """The tokens so far into the store, in the rhythm of the gauges."""
         while True:
-            await asyncio.sleep(self.config.rollout.progress_interval_ms / 1000)
+            await asyncio.sleep(self._interval_s)
             await self._flush(everything=True)
-            stats = self.engine.stats()
-            self.host.gauge(
-                ev.TokenProgress(
-                    tokens_total=self.tokens_total,
-                    kv_used_tokens=stats.kv_used_tokens,
-                    running=stats.running,
-                    waiting=stats.waiting,
-                )
-            )
+
+    async def _report_progress(self) -> None:
+        """One gauge per interval, however long the store takes for what it is given."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self._interval_s, loop.time())
+            await asyncio.sleep(due - loop.time())
+            self.host.gauge(self._progress())
             self._write_steps()
+
+    def _progress(self) -> ev.TokenProgress:
+        stats = self.engine.stats()
+        return ev.TokenProgress(
+            tokens_total=self.tokens_total,
+            kv_used_tokens=stats.kv_used_tokens,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_capacity_tokens=stats.kv_capacity_tokens,
+            preempted=stats.preempted,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+        )
 
     def _write_steps(self) -> None:
         """(start, end, sequences, tokens) of every engine step, as rows of four int64."""

@@ -59,6 +59,9 @@ class EngineStats:
     kv_capacity_tokens: int
     running: int
     waiting: int  #: added and not yet admitted to a slot
+    preempted: int = 0  #: so far: sequences that gave their cache up to others and began again
+    prefix_cache_queries: int = 0  #: so far: tokens looked up; 0 for an engine without this cache
+    prefix_cache_hits: int = 0  #: so far: tokens found
 
 
 class StepRecord(NamedTuple):

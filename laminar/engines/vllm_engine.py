@@ -143,6 +143,9 @@ class VllmEngine:
             kv_capacity_tokens=self._kv_capacity,
             running=gauges.running,
             waiting=max(len(self._running) - gauges.running, 0),
+            preempted=gauges.preempted,
+            prefix_cache_queries=gauges.prefix_queries,
+            prefix_cache_hits=gauges.prefix_hits,
         )
 
     def drain_steps(self) -> list[StepRecord]:

@@ -294,13 +294,19 @@ class TrajectoryStarted(Event, frozen=True, kw_only=True):
     tokens_resumed: int
 
 
-class TokenProgress(Event, frozen=True, kw_only=True):
-    """A gauge of one replica: unsequenced, never resent, the last value wins."""
+class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """A gauge of one replica: unsequenced, never resent, the last value wins.
 
-    tokens_total: int  #: sampled since the process started
+    Sums are since its process started."""
+
+    tokens_total: int  #: sampled
     kv_used_tokens: int
     running: int
     waiting: int
+    kv_capacity_tokens: int = 0  #: 0: not said
+    preempted: int = 0  #: sequences that gave their cache up to others and began again
+    prefix_cache_queries: int = 0  #: tokens looked up in the prefix cache; 0 without one
+    prefix_cache_hits: int = 0  #: tokens found there
 
 
 class TrajectoryFinished(Event, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """metrics.jsonl and TensorBoard, written from the events as they are applied.
 
-Reads   StepCompleted, WeightsPublished, WeightsLoaded and the state after them
+Reads   StepCompleted, WeightsLoaded, TokenProgress and the state after them
 Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/, by the telemetry
         thread
 
@@ -21,6 +21,7 @@ from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.board import Board, Scalars
+from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.rundir import METRICS_FILE
@@ -62,11 +63,13 @@ class MetricsWriter:
             # its import alone takes seconds, in which the other figures must be seen
             self._board = telemetry.beside().outlet("tensorboard", Board(run_dir).write)
         self._pulls: list[float] = []
+        self._gauges = StepGauges()
         self._evaluations = written.evaluations
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
+        self._gauges.take(stamped, state)
         if isinstance(event, ev.WeightsLoaded):
             self._pulls.append(event.seconds)
         elif isinstance(event, ev.StepCompleted):
@@ -102,6 +105,7 @@ class MetricsWriter:
             "ledger/live_tokens": ledger.tokens.live,
             "events/seq": stamped.seq,
             **_reward_errors(state),
+            **self._gauges.drain(),
         }
         if seconds > 0:
             figures["timing_s/between_steps"] = seconds

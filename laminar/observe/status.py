@@ -19,11 +19,13 @@ from laminar.core.admission import refusal
 from laminar.core.roster import Kind
 from laminar.core.state import ENDED, State
 from laminar.events.base import Command, Stamped
+from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
 from laminar.observe.telemetry import Telemetry
 from laminar.rundir import STATUS_FILE
 
-INTERVAL_S = 0.5
+INTERVAL_S = 0.4
+"""Less than a replica's interval between two gauges, so that each of them is seen."""
 
 
 class StatusWriter:
@@ -42,9 +44,11 @@ class StatusWriter:
         self._tokens: tuple[float, int] = (clock(), 0)
         self._rate = 0.0
         self.last_metrics: dict[str, float] = {}
+        self._gauges = LatestGauges()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._clock()
+        self._gauges.take(stamped, state)
         metrics = getattr(stamped.event, "metrics", None)
         if metrics:
             self.last_metrics = metrics
@@ -77,7 +81,7 @@ class StatusWriter:
             "newest_version": state.newest,
             "groups_ready": len(state.ready),
             "trainer": "training" if state.batch else "waiting",
-            "replicas": _replicas(state),
+            "replicas": self._replicas(state),
             "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
             "evaluating": state.evaluation is not None,
             "export": state.export_path,
@@ -87,6 +91,24 @@ class StatusWriter:
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
 
+    def _replicas(self, state: State) -> dict[str, dict[str, Any]]:
+        """What each does, asked once for all of a kind: there may be ten thousand. What its engine
+        last said."""
+        doing: dict[Kind | None, str] = {}
+        shown = {}
+        for name, replica in state.replicas.items():
+            kind = state.lookup.roster.kind_of(name)
+            if kind is None or kind not in doing:
+                refused = refusal(state, replica)
+                doing[kind] = "pulling" if replica.loading else refused or "admitting"
+            shown[name] = {
+                "version": replica.version,
+                "running": len(replica.running),
+                "doing": doing[kind],
+                "engine": self._gauges.of(name),
+            }
+        return shown
+
 
 def reward_errors(state: State) -> dict[str, Any] | None:
     """How many answers the reward failed on, of how many, and the first failure; None: on none."""
@@ -94,16 +116,3 @@ def reward_errors(state: State) -> dict[str, Any] | None:
     if rewards is None or not rewards.errors:
         return None
     return {"answers": rewards.answers, "by_reason": rewards.errors, "first": rewards.first}
-
-
-def _replicas(state: State) -> dict[str, dict[str, Any]]:
-    """What each does, asked once for all of a kind: there may be ten thousand."""
-    doing: dict[Kind | None, str] = {}
-    shown = {}
-    for name, replica in state.replicas.items():
-        kind = state.lookup.roster.kind_of(name)
-        if kind is None or kind not in doing:
-            doing[kind] = "pulling" if replica.loading else refusal(state, replica) or "admitting"
-        running = len(replica.running)
-        shown[name] = {"version": replica.version, "running": running, "doing": doing[kind]}
-    return shown

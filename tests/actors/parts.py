@@ -50,12 +50,16 @@ class FakeHost:
         self.log = structlog.get_logger()
         self.telemetry = Telemetry()
         self.events: list[Event] = []
+        self.gauges: list[Event] = []
         self.failures: list[str] = []
         self.announced: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def emit(self, event: Event, **context: Any) -> None:
         self.events.append(event)
+
+    def gauge(self, event: Event) -> None:
+        self.gauges.append(event)
 
     def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
         pass

@@ -14,7 +14,13 @@ import numpy as np
 import pytest_asyncio
 
 from laminar.actors.rollout import Rollout
-from laminar.engines.protocol import STOP, GenerateRequest, TokenDelta
+from laminar.engines.protocol import (
+    STOP,
+    EngineStats,
+    GenerateRequest,
+    StepRecord,
+    TokenDelta,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId
@@ -85,6 +91,12 @@ class FakeEngine:
         found = request_id in self.running
         self.running.discard(request_id)
         return self._done(found)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(50, 900, len(self.running), 2, 3, 400, 100)
+
+    def drain_steps(self) -> list[StepRecord]:
+        return []
 
 
 class FakeLoader:
@@ -183,6 +195,27 @@ async def test_what_is_opened_runs_and_is_reported(replica: Replica) -> None:
     await replica.store.answer(m.Finish, "ok")
     await replica.host.wait(ev.TrajectoryFinished)
     assert replica.reports() == ["TrajectoryStarted", "TrajectoryFinished"]
+
+
+async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica: Replica) -> None:
+    replica.rollout._interval_s = 0.001
+    await replica.runs()
+    replica.sampled(1, 3)
+    replica.host.spawn(replica.rollout._keep_tokens())
+    replica.host.spawn(replica.rollout._report_progress())
+    await replica.store.next(m.Append)  # which is never answered
+    before = len(replica.host.gauges)
+    await until(lambda: len(replica.host.gauges) > before + 3)
+    assert replica.host.gauges[-1] == ev.TokenProgress(
+        tokens_total=1,
+        kv_used_tokens=50,
+        running=1,
+        waiting=2,
+        kv_capacity_tokens=900,
+        preempted=3,
+        prefix_cache_queries=400,
+        prefix_cache_hits=100,
+    )
 
 
 async def test_an_abort_while_the_store_answers_ends_the_opening(replica: Replica) -> None:

@@ -1,0 +1,96 @@
+"""What the engines of the replicas last said about themselves: for people, never for decisions.
+
+Reads   TokenProgress and ReplicaReady, as the coordinator applies them
+Gives   LatestGauges: of each replica, for status.json; StepGauges: figures over the reports since
+        the step before, for metrics.jsonl
+
+StepGauges forgets with each step what came before it, so a coordinator that replays its log from
+a step on writes the same figures as one that has seen it all.
+"""
+
+from __future__ import annotations
+
+from laminar.core.state import State
+from laminar.events import events as ev
+from laminar.events.base import Stamped
+
+
+class LatestGauges:
+    """The last report of each replica's present life."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, dict[str, int]] = {}
+
+    def take(self, stamped: Stamped, state: State) -> None:
+        if isinstance(stamped.event, ev.ReplicaReady):
+            self._said.pop(stamped.peer, None)
+        elif (report := _report(stamped, state)) is not None:
+            self._said[stamped.peer] = {
+                "kv_used_tokens": report.kv_used_tokens,
+                "kv_capacity_tokens": report.kv_capacity_tokens,
+                "running": report.running,
+                "waiting": report.waiting,
+                "preempted": report.preempted,
+                "prefix_cache_queries": report.prefix_cache_queries,
+                "prefix_cache_hits": report.prefix_cache_hits,
+            }
+
+    def of(self, replica: str) -> dict[str, int] | None:
+        """None until it has reported."""
+        return self._said.get(replica)
+
+
+class StepGauges:
+    """Means over the reports since the step before, and growth between a replica's first and last
+    of them."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reports = self._running = self._waiting = 0
+        self._shares, self._share_sum, self._share_max = 0, 0.0, 0.0
+        self._first: dict[tuple[str, int], ev.TokenProgress] = {}
+        self._last: dict[tuple[str, int], ev.TokenProgress] = {}
+
+    def take(self, stamped: Stamped, state: State) -> None:
+        if (report := _report(stamped, state)) is None:
+            return
+        life = stamped.peer, stamped.incarnation
+        self._first.setdefault(life, report)
+        self._last[life] = report
+        self._reports += 1
+        self._running += report.running
+        self._waiting += report.waiting
+        if report.kv_capacity_tokens:
+            share = report.kv_used_tokens / report.kv_capacity_tokens
+            self._shares += 1
+            self._share_sum += share
+            self._share_max = max(self._share_max, share)
+
+    def drain(self) -> dict[str, float]:
+        """The figures of a step; those without a basis are left out."""
+        figures: dict[str, float] = {}
+        if self._reports:
+            figures["rollout/running/mean"] = self._running / self._reports
+            figures["rollout/waiting/mean"] = self._waiting / self._reports
+            figures["rollout/preempted"] = self._growth("preempted")
+        if self._shares:
+            figures["rollout/kv_used_share/mean"] = self._share_sum / self._shares
+            figures["rollout/kv_used_share/max"] = self._share_max
+        if queries := self._growth("prefix_cache_queries"):
+            figures["rollout/prefix_cache_hit_share"] = self._growth("prefix_cache_hits") / queries
+        self._forget()
+        return figures
+
+    def _growth(self, name: str) -> int:
+        pairs = ((self._first[life], last) for life, last in self._last.items())
+        return sum(getattr(last, name) - getattr(first, name) for first, last in pairs)
+
+
+def _report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
+    """Of a replica that serves; that of a former life is old news."""
+    event, replica = stamped.event, stamped.peer
+    if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
+        return None
+    return event if state.actors[replica].incarnation == stamped.incarnation else None
