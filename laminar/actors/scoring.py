@@ -96,6 +96,7 @@ class Scorer:
                 reason=result.reason[:256],
                 detail=result.detail[:2000],
                 text=text,
+                extras=result.extras,
             )
             for item, text, result in zip(command.items, texts, results, strict=True)
         )

@@ -31,6 +31,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
 from laminar.storage import messages as store
+from laminar.tasks.rewards import numbers_of
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
 from laminar.training.batching import TrainSample
 from laminar.training.export import export_hf
@@ -225,4 +226,5 @@ def _sample(row: store.Trajectory) -> TrainSample:
         weight_version=row.weight_version or 0,
         version_step=row.version_step,
         replica=row.replica or "",
+        extras=numbers_of(row.extras),
     )

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from laminar.config import ConfigError, RewardConfig
 from laminar.tasks.prompts import PromptRow, restore
-from laminar.tasks.reward_functions import open_scorer
+from laminar.tasks.reward_functions import described, open_scorer
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
 
@@ -41,7 +41,8 @@ def _texts(spec: RewardSpec, row: PromptRow) -> list[str]:
     if truth is None:
         return [""]
     answer = str(truth)
-    return [answer if spec.kind == "custom" else f"<answer>{answer}</answer>", ""]
+    tagged = any(function.kind != "custom" for function in spec.functions)
+    return [f"<answer>{answer}</answer>" if tagged else answer, ""]
 
 
 def show_trial(
@@ -72,7 +73,7 @@ def failed(result: RewardResult) -> bool:
 def _results(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> Iterator[list[RewardResult]]:
-    if spec.kind != "custom":
+    if not spec.custom:
         scorer = open_scorer(spec)
         yield from (scorer(call) for call in calls)
     else:
@@ -117,10 +118,10 @@ async def _one(pool: RewardPool, call: RewardCall) -> list[RewardResult]:
 
 
 def _name(spec: RewardSpec) -> str:
-    if spec.kind == "custom":
-        whole = ", all siblings in one call" if spec.scope == "group" else ""
-        return f"{spec.name} of {spec.path}{whole}"
-    return f"the scorer of {spec.dataset}" if spec.kind == "dataset" else f"the {spec.kind} scorer"
+    whole = ", all siblings in one call" if spec.scope == "group" else ""
+    if len(spec.functions) == 1:
+        return described(spec.functions[0]) + whole
+    return " + ".join(f"{f.weight:g} * {described(f)}" for f in spec.functions) + whole
 
 
 def _short(text: str) -> str:
@@ -130,7 +131,12 @@ def _short(text: str) -> str:
 def _outcome(result: RewardResult) -> str:
     if failed(result):
         return f"FAILED, {result.reason}: {result.detail}"
-    return "None (it does not apply)" if result.score is None else f"{result.score:g}"
+    extras = "".join(f", {name} {_short_value(value)}" for name, value in result.extras.items())
+    return ("None (it does not apply)" if result.score is None else f"{result.score:g}") + extras
+
+
+def _short_value(value: float | str) -> str:
+    return _short(value) if isinstance(value, str) else f"{value:g}"
 
 
 def _consequence(reward: RewardConfig) -> str:

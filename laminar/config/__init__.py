@@ -6,7 +6,14 @@ overrides. Nothing here touches torch or the network, so `--dry-run` and the coo
 
 from laminar.config.reading import dumps, is_key, known_keys, load, read_toml, resolve
 from laminar.config.rules import CHOICES, ConfigError
-from laminar.config.tree import AlgorithmConfig, Config, DataConfig, OptimConfig, RewardConfig
+from laminar.config.tree import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    OptimConfig,
+    RewardConfig,
+    WeightedFunctionConfig,
+)
 
 __all__ = [
     "CHOICES",
@@ -16,6 +23,7 @@ __all__ = [
     "DataConfig",
     "OptimConfig",
     "RewardConfig",
+    "WeightedFunctionConfig",
     "dumps",
     "is_key",
     "known_keys",

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from laminar.config.tree import Config
+from laminar.config.tree import Config, WeightedFunctionConfig
 
 
 class ConfigError(ValueError):
@@ -156,6 +156,8 @@ def _type_name(kind: Any) -> str:
         str: "a string",
         bool: "true or false",
     }
+    if kind == list[WeightedFunctionConfig]:
+        return "a list of tables with path, name and weight"
     if get_origin(kind) is list:
         return "a list of strings"
     if get_origin(kind) is tuple:
@@ -239,6 +241,17 @@ def _check_sampling(c: Config) -> None:
 
 
 def _check_reward(c: Config) -> None:
+    if c.reward.functions and (c.reward.kind != "auto" or c.reward.custom_reward_function.path):
+        raise ConfigError(
+            "reward.functions names all functions: remove reward.kind and "
+            "reward.custom_reward_function, or put them into the list"
+        )
+    weights = [function.weight for function in c.reward.functions]
+    if not all(map(math.isfinite, weights)) or (weights and not any(weights)):
+        raise ConfigError(
+            f"reward.functions has the weights {weights}: each must be a finite number, and one of "
+            "them another than 0"
+        )
     if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
         raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
     if not 0 <= c.reward.max_error_share <= 1:

@@ -87,9 +87,19 @@ class RewardFunctionConfig(Section, frozen=True, kw_only=True):
     name: str = ""  #: empty: compute_score, else the file's only public function
 
 
+class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
+    """One entry of reward.functions."""
+
+    path: str = ""  #: a Python file; empty: name is a scorer that comes with it
+    name: str = ""  #: of the function, as above; or dataset, math, exact
+    weight: float = 1.0  #: of its score in the sum; 0: only its metric
+
+
 class RewardConfig(Section, frozen=True, kw_only=True):
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
     kind: str = "auto"  #: auto | dataset | math | exact | custom
+    #: instead of these: several, each with path, name and weight; the reward is the weighted sum
+    functions: list[WeightedFunctionConfig] = []
     scope: str = "auto"  #: auto | trajectory | group
     workers: int = 1  #: worker processes per replica
     timeout_s: float = 30.0  #: of one call of the reward function

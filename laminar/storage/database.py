@@ -132,6 +132,7 @@ class Database:
             for statement in schema.TABLES:
                 self._db.execute(statement)
             self._tables.set_meta(schema.META)
+        self._tables.add_missing_columns()
         meta = self._tables.meta()
         if meta.keys() != schema.META.keys() or meta["format"] != schema.FORMAT:
             raise ConfigError(

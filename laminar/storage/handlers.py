@@ -172,6 +172,7 @@ class Handlers:
             logprobs=logprobs,
             segment_lengths=segment_lengths,
             prompt=prompt if with_prompt else None,
+            extras=self._tables.extras(row.id),
         )
 
     def _payload(self, row: Row) -> tuple[bytes, bytes, tuple[int, ...]]:
@@ -205,7 +206,7 @@ class Handlers:
             reward_detail=item.detail,
         )
         self._tables.save(row, after)
-        self._tables.set_reward_text(row.id, item.score, item.text)
+        self._tables.set_reward_text(row.id, item.score, item.text, item.extras)
         return after
 
     def _end(self, request: m.End) -> m.EndReply:

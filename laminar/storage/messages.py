@@ -31,6 +31,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Reason = Annotated[str, Meta(max_length=256)]
 Detail = Annotated[str, Meta(max_length=16_384)]
 Many = Meta(max_length=MAX_ITEMS)
+#: what a reward function gave besides the score
+Extras = Annotated[dict[str, float | str], Meta(max_length=64)]
 
 
 class StoreWireError(ValueError):
@@ -116,6 +118,7 @@ class RewardItem(Item, frozen=True, kw_only=True):
     reason: Reason = ""
     detail: Detail = ""
     text: str | None = None  #: the response as text, for people who read the run
+    extras: Extras = {}
 
 
 class PutRewards(Message, frozen=True, kw_only=True):
@@ -216,6 +219,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     logprobs: bytes
     segment_lengths: tuple[int, ...]
     prompt: bytes | None = None  #: for `decode_prompt`
+    extras: dict[str, float | str] = {}
 
 
 class FetchReply(Message, frozen=True, kw_only=True):

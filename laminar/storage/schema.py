@@ -71,7 +71,8 @@ TABLES = (
         "end" TEXT CHECK ("end" IN ('trained', 'evaluated', 'dropped')),
         end_reason TEXT,
         end_step INTEGER,
-        text TEXT
+        text TEXT,
+        extras TEXT
     )
     """,
     """
@@ -91,5 +92,9 @@ TABLES = (
     "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
 )
 
-#: Columns of `rules.Row`, in its order. `reward` (readable) and `text` are beside them.
+#: Text columns that came later: added to a database that was made without them.
+LATER_COLUMNS = ("extras",)
+
+#: Columns of `rules.Row`, in its order. `reward` (readable), `text` and `extras` (what a reward
+#: function gave besides the score, as JSON) are beside them.
 ROW_COLUMNS = ", ".join(f'"{name}"' for name in Row._fields)

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from laminar.storage import payload_files
+from laminar.storage.messages import Extras
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
-from laminar.storage.schema import ROW_COLUMNS
+from laminar.storage.schema import LATER_COLUMNS, ROW_COLUMNS
 
 _INSERT_ROW = (
     f"INSERT INTO trajectories ({ROW_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})"
@@ -73,6 +75,13 @@ class Tables:
     def __init__(self, connection: sqlite3.Connection, folder: Path) -> None:
         self._db = connection
         self._folder = folder
+
+    def add_missing_columns(self) -> None:
+        """Those that a database of an earlier release lacks."""
+        there = {found[1] for found in self._db.execute("PRAGMA table_info(trajectories)")}
+        for name in LATER_COLUMNS:
+            if name not in there:
+                self._db.execute(f"ALTER TABLE trajectories ADD COLUMN {name} TEXT")
 
     def meta(self) -> dict[str, str]:
         return dict(self._db.execute("SELECT key, value FROM meta"))
@@ -140,10 +149,19 @@ class Tables:
         sql = f"UPDATE trajectories SET {columns} WHERE id = ?"
         self._db.execute(sql, (*changed.values(), after.id))
 
-    def set_reward_text(self, trajectory_id: str, score: float | None, text: str | None) -> None:
-        """The columns for people: the reward as a number and the response as text."""
-        sql = "UPDATE trajectories SET reward = ?, text = ? WHERE id = ?"
-        self._db.execute(sql, (score, text, trajectory_id))
+    def set_reward_text(
+        self, trajectory_id: str, score: float | None, text: str | None, extras: Extras
+    ) -> None:
+        """The columns for people: the reward as a number, the response as text, the extras."""
+        sql = "UPDATE trajectories SET reward = ?, text = ?, extras = ? WHERE id = ?"
+        encoded = msgspec.json.encode(extras).decode() if extras else None
+        self._db.execute(sql, (score, text, encoded, trajectory_id))
+
+    def extras(self, trajectory_id: str) -> Extras:
+        """What its reward function gave besides the score."""
+        sql = "SELECT extras FROM trajectories WHERE id = ?"
+        found = self._db.execute(sql, (trajectory_id,)).fetchone()
+        return msgspec.json.decode(found[0], type=Extras) if found and found[0] else {}
 
     def add_chunk(self, row: Row, chunk: Chunk) -> None:
         """Store a chunk of the row's attempt; a large one is durable as a file before its row."""

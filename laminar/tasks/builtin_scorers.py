@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from laminar.tasks.prompts import PromptRow, make_dataset
-from laminar.tasks.rewards import RewardResult, RewardSpec
+from laminar.tasks.rewards import FunctionSpec, RewardResult
 
 
-def dataset_scorer(spec: RewardSpec) -> Callable[[PromptRow, str], Any]:
+def dataset_scorer(spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     from reasoning_gym.utils import extract_answer
 
     dataset = make_dataset(spec.dataset, spec.dataset_config, size=1, seed=0)
     return lambda row, text: dataset.score_answer(extract_answer(text), row.columns)
 
 
-def exact_scorer(_spec: RewardSpec) -> Callable[[PromptRow, str], Any]:
+def exact_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     def score(row: PromptRow, text: str) -> float:
         tagged = _tagged_answer(text)
         answer = text if tagged is None else tagged
@@ -31,7 +31,7 @@ def exact_scorer(_spec: RewardSpec) -> Callable[[PromptRow, str], Any]:
     return score
 
 
-def math_scorer(_spec: RewardSpec) -> Callable[[PromptRow, str], Any]:
+def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 

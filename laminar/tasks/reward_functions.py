@@ -1,24 +1,37 @@
-"""What scores a response: which scorer a config means, and how a worker opens it.
+"""What scores a response: which functions a config means, and how a worker opens them.
 
 Reads   Config at start (`reward_spec`)
 Gives   RewardSpec, JSON-able, from which a worker opens its scorer
 
 What cannot work is an error at start. What goes wrong on a response is a result with its reason,
-never a score: only whoever holds `reward.error_score` turns it into one.
+never a score: only whoever holds `reward.error_score` turns it into one. `reward.functions` lists
+several functions with their weights; without it there is a list of one, which the other keys name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from laminar.config import Config, ConfigError
+import msgspec
+
+from laminar.config import Config, ConfigError, WeightedFunctionConfig
 from laminar.tasks.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
 from laminar.tasks.prompts import PromptRow, restore
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, Scorer, guarded
+from laminar.tasks.rewards import (
+    FunctionSpec,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    Scorer,
+    combined,
+    guarded,
+)
 from laminar.tasks.user_function import (
     check_arguments,
     custom_spec,
@@ -26,55 +39,117 @@ from laminar.tasks.user_function import (
     open_function,
 )
 
+BUILT_IN = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_scorer}
+
 
 def reward_spec(config: Config) -> RewardSpec:
-    """Resolve the reward section; imports the user's file; raises ConfigError."""
-    reward, path = config.reward, config.reward.custom_reward_function.path
-    kind = reward.kind
+    """Resolve the reward section; imports the user's files; raises ConfigError."""
+    listed = config.reward.functions or [_the_only(config)]
+    functions = _labelled([_function(config, entry) for entry in listed])
+    return RewardSpec(scope=_scope(config.reward.scope, functions), functions=functions)
+
+
+def _the_only(config: Config) -> WeightedFunctionConfig:
+    """What reward.kind and reward.custom_reward_function mean."""
+    kind, custom = config.reward.kind, config.reward.custom_reward_function
     if kind == "auto":
-        kind = "custom" if path else "dataset" if config.data.dataset else "math"
+        kind = "custom" if custom.path else "dataset" if config.data.dataset else "math"
     if kind == "custom":
-        return custom_spec(path, reward.custom_reward_function.name, reward.scope)
-    if path:
+        return WeightedFunctionConfig(path=custom.path, name=custom.name)
+    if custom.path:
         raise ConfigError(
-            f"reward.kind = {kind!r} leaves reward.custom_reward_function.path = {path!r} unused; "
-            "remove one of them"
+            f"reward.kind = {kind!r} leaves reward.custom_reward_function.path = "
+            f"{custom.path!r} unused; remove one of them"
         )
-    if kind == "dataset" and not config.data.dataset:
+    return WeightedFunctionConfig(name=kind)
+
+
+def _function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
+    """One function; without a path it is a scorer that comes with it."""
+    if entry.path:
+        return msgspec.structs.replace(custom_spec(entry.path, entry.name), weight=entry.weight)
+    if entry.name not in BUILT_IN:
+        raise ConfigError(
+            f"reward.functions has an entry with the name {entry.name!r} and no path; give the "
+            f"path of a Python file, or one of the names {', '.join(BUILT_IN)}"
+        )
+    if entry.name != "dataset":
+        return FunctionSpec(kind=entry.name, name=entry.name, weight=entry.weight)
+    if not config.data.dataset:
         raise ConfigError("reward.kind = 'dataset' needs data.dataset; set it, or kind = 'math'")
-    if reward.scope == "group":
+    return FunctionSpec(
+        kind=entry.name,
+        name=entry.name,
+        dataset=config.data.dataset,
+        dataset_config=config.data.dataset_config,
+        weight=entry.weight,
+    )
+
+
+def _labelled(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
+    """Each with its name; where two files have functions of one name, with the file's before it."""
+    names = Counter(function.name for function in functions)
+    found = [
+        msgspec.structs.replace(
+            f, label=f.name if names[f.name] == 1 else f"{Path(f.path).stem}.{f.name}"
+        )
+        for f in functions
+    ]
+    labels = [function.label for function in found]
+    if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise ConfigError(
-            f"reward.scope = 'group' does not fit the {kind} scorer, which takes one response at "
-            "a time; set reward.scope = 'auto'"
+            f"reward.functions has {twice} twice; list each function once, and name files that "
+            "hold functions of one name differently"
         )
-    if kind == "dataset":
-        return RewardSpec(
-            kind=kind,
-            scope="trajectory",
-            dataset=config.data.dataset,
-            dataset_config=config.data.dataset_config,
+    return found
+
+
+def _scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
+    """With a function for whole groups, all of them get a group in one call."""
+    takes_groups = any(function.style == "group" for function in functions)
+    if asked == "group" and not takes_groups:
+        names = ", ".join(map(described, functions))
+        raise ConfigError(
+            f"reward.scope = 'group' needs a function that takes completions, but {names} scores "
+            "one response at a time; set reward.scope = 'auto'"
         )
-    return RewardSpec(kind=kind, scope="trajectory")
+    return asked if asked != "auto" else "group" if takes_groups else "trajectory"
+
+
+def described(function: FunctionSpec) -> str:
+    """The function as a user knows it."""
+    if function.kind == "custom":
+        return f"{function.name} of {function.path}"
+    if function.kind == "dataset":
+        return f"the scorer of {function.dataset}"
+    return f"the {function.kind} scorer"
 
 
 def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
-    """Raise ConfigError for a row that the scorer could never score."""
-    signature = None
-    if spec.kind == "custom":
-        signature = inspect.signature(load_in_silence(spec.path, spec.name)[1])
+    """Raise ConfigError for a row that one of the functions could never score."""
+    signatures = [
+        inspect.signature(load_in_silence(f.path, f.name)[1]) if f.kind == "custom" else None
+        for f in spec.functions
+    ]
     for row in rows:
-        if signature is not None:
-            check_arguments(spec, signature, _restored(row))
-        elif spec.kind == "dataset" and not {"answer", "metadata"} <= row.columns.keys():
-            raise ConfigError(
-                f"row {row.index} of {row.data_source} is no item of the dataset {spec.dataset}, "
-                "so its scorer cannot score it; set reward.kind"
-            )
-        elif spec.kind in ("math", "exact") and not _is_answer(row.ground_truth):
-            raise ConfigError(
-                f"row {row.index} of {row.data_source} has the answer {row.ground_truth!r}, but "
-                f"reward.kind = {spec.kind!r} needs text or a number; set data.answer_key"
-            )
+        for function, signature in zip(spec.functions, signatures, strict=True):
+            if signature is not None:
+                check_arguments(function, signature, _restored(row))
+            else:
+                _check_row(function, row)
+
+
+def _check_row(function: FunctionSpec, row: PromptRow) -> None:
+    if function.kind == "dataset" and not {"answer", "metadata"} <= row.columns.keys():
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} is no item of the dataset "
+            f"{function.dataset}, so its scorer cannot score it; set reward.kind"
+        )
+    if function.kind in ("math", "exact") and not _is_answer(row.ground_truth):
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} has the answer {row.ground_truth!r}, but "
+            f"reward.kind = {function.kind!r} needs text or a number; set data.answer_key"
+        )
 
 
 def _is_answer(value: Any) -> bool:
@@ -82,26 +157,27 @@ def _is_answer(value: Any) -> bool:
 
 
 def open_scorer(spec: RewardSpec) -> Scorer:
-    """Import what the kind needs and return its scorer; raises ConfigError.
+    """Import what the functions need and return their scorer; raises ConfigError.
 
     The scorer runs in the main thread of its process: math-verify ends a long parse by SIGALRM.
     """
-    if spec.kind == "custom":
-        score_call = open_function(spec)
-        return lambda call: score_call(_restored_call(call))
-    built_in = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_scorer}
-    score_text = built_in[spec.kind](spec)
+    scorers = [_opened(function) for function in spec.functions]
 
-    def score_each(call: RewardCall) -> list[RewardResult]:
-        row = _restored(call.row)
-        return [guarded(partial(score_text, row, text), "") for text, _ in call.completions]
+    def score(call: RewardCall) -> list[RewardResult]:
+        call = RewardCall(_restored(call.row), call.completions, call.step)
+        return combined(spec.functions, [scorer(call) for scorer in scorers])
 
-    return score_each
+    return score
+
+
+def _opened(function: FunctionSpec) -> Scorer:
+    if function.kind == "custom":
+        return open_function(function)
+    score_text = BUILT_IN[function.kind](function)
+    return lambda call: [
+        guarded(partial(score_text, call.row, text), "") for text, _ in call.completions
+    ]
 
 
 def _restored(row: PromptRow) -> PromptRow:
     return replace(row, ground_truth=restore(row.ground_truth), columns=restore(row.columns))
-
-
-def _restored_call(call: RewardCall) -> RewardCall:
-    return RewardCall(_restored(call.row), call.completions, call.step)

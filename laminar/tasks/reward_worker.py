@@ -80,7 +80,8 @@ def _serve(start: Start, inbox: queue.SimpleQueue[bytes | None], replies: Binary
     except ConfigError as error:
         return send(Refused(str(error)))
     except BaseException as error:  # whatever it is, the parent shall be able to show it
-        return send(Refused(f"the {start.spec.kind} scorer does not load: {describe(error, '')}"))
+        kinds = ", ".join(function.kind for function in start.spec.functions)
+        return send(Refused(f"the {kinds} scorer does not load: {describe(error, '')}"))
     faulthandler.register(STACK_SIGNAL, all_threads=False)  # after imports, which might take it
     send(Ready())
     while (body := inbox.get()) is not None:

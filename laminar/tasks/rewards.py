@@ -1,6 +1,10 @@
 """What passes between whoever wants a score and whoever gives it.
 
-Gives   RewardSpec, RewardCall, RewardResult; what a function returned or raised, as a RewardResult
+Gives   RewardSpec, RewardCall, RewardResult; what a function returned or raised, as a RewardResult;
+        one result from those of several functions
+
+What a function gives besides the score is kept with it, as far as it is small: numbers become
+metrics, text is there for people who look at a sample.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import math
 import numbers
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +25,39 @@ DETAIL_CHARS = 240
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
 """It raised; ran too long; gave something else than a finite number; as a group function, gave no
 list with an entry for each response. Such a response gets `reward.error_score`."""
+EXTRAS_MAX = 32
+"""Names beside one score, the first ones: each is a metric."""
+NAME_CHARS, TEXT_CHARS = 64, 256
 HERE = Path(__file__).parent
 """What calls a function is not where it went wrong."""
 
 
-class RewardSpec(msgspec.Struct, frozen=True):
-    """Which scorer, resolved: all that a worker process needs to open it."""
+Extras = dict[str, float | str]
+
+
+class FunctionSpec(msgspec.Struct, frozen=True):
+    """One reward function, resolved: all that a worker process needs to open it."""
 
     kind: str  #: dataset | math | exact | custom
-    scope: str  #: trajectory (one call per response) | group (one call for all siblings)
     style: str = ""  #: of a custom function: verl | group | single
     path: str = ""  #: absolute
     name: str = ""
     dataset: str = ""
     dataset_config: dict[str, Any] = {}
+    weight: float = 1.0  #: of its score in the sum
+    label: str = ""  #: its name among several
+
+
+class RewardSpec(msgspec.Struct, frozen=True):
+    """What scores a response: the weighted sum of these functions, mostly of one."""
+
+    scope: str  #: trajectory (one call per response) | group (one call for all siblings)
+    functions: list[FunctionSpec]
+
+    @property
+    def custom(self) -> bool:
+        """Whether code of the user is among them."""
+        return any(function.kind == "custom" for function in self.functions)
 
 
 class RewardCall(msgspec.Struct, frozen=True):
@@ -49,7 +72,7 @@ class RewardResult(msgspec.Struct, frozen=True):
     score: float | None
     reason: str = "ok"  #: ok | unscored (the function returned None) | one of FAILURES
     detail: str = ""
-    extras: dict[str, float] = {}  #: further figures that the function returned or logged
+    extras: Extras = {}  #: what else the function returned or logged, within EXTRAS_MAX
 
 
 Scorer = Callable[[RewardCall], list[RewardResult]]
@@ -78,14 +101,14 @@ def guarded(score: Callable[[], Any], path: str) -> RewardResult:
 
 def result_of(value: Any) -> RewardResult:
     """A function's return value as a result; what is no finite number is never made one."""
-    extras: dict[str, float] = {}
+    extras: Extras = {}
     if isinstance(value, RewardResult):
         return value
     if isinstance(value, Mapping):
         if "score" not in value:
             detail = f"returned a dict without score: {listed(value)}"
             return RewardResult(None, "not-a-number", detail[:DETAIL_CHARS])
-        extras = numbers_in({k: v for k, v in value.items() if k != "score"})
+        extras = extras_in({k: v for k, v in value.items() if k != "score"})
         value = value["score"]
     if value is None:
         return RewardResult(None, "unscored", "", extras)
@@ -95,6 +118,47 @@ def result_of(value: Any) -> RewardResult:
         detail = f"returned {shown} ({type(value).__name__}), which is not a finite number"
         return RewardResult(None, "not-a-number", " ".join(detail.split())[:DETAIL_CHARS], extras)
     return RewardResult(score, "ok", "", extras)
+
+
+def combined(
+    functions: Sequence[FunctionSpec], found: Sequence[Sequence[RewardResult]]
+) -> list[RewardResult]:
+    """One result for each response: the weighted sum of what every function found for it.
+
+    A function that does not apply (it gave None) is left out of the sum; where none applies there
+    is no score. Where one fails, nobody knows the sum: the answer has failed.
+    """
+    return [_sum(functions, parts) for parts in zip(*found, strict=True)]
+
+
+def _sum(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> RewardResult:
+    extras, named = _all_extras(functions, parts), len(functions) > 1
+    scores = []
+    for function, part in zip(functions, parts, strict=True):
+        if part.reason in FAILURES:
+            detail = f"{function.label}: {part.detail}" if named else part.detail
+            return RewardResult(None, part.reason, detail[:DETAIL_CHARS], extras)
+        if part.score is not None:
+            scores.append(function.weight * part.score)
+    if not scores:
+        return RewardResult(None, "unscored", "", extras)
+    total = sum(scores)
+    if not math.isfinite(total):
+        detail = f"the weighted sum of the scores is {total}"
+        return RewardResult(None, "not-a-number", detail, extras)
+    return RewardResult(total, "ok", "", extras)
+
+
+def _all_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Extras:
+    """Of several functions each has its score, and what it gave besides, under its label."""
+    if len(functions) == 1:
+        return parts[0].extras
+    found: Extras = {}
+    for function, part in zip(functions, parts, strict=True):
+        found |= {function.label: part.score} if part.score is not None else {}
+    for function, part in zip(functions, parts, strict=True):
+        found |= {f"{function.label}/{name}": value for name, value in part.extras.items()}
+    return extras_in(found)
 
 
 def _number(value: Any) -> float | None:
@@ -108,10 +172,22 @@ def _number(value: Any) -> float | None:
     return float(value) if finite else None
 
 
-def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that can be a metric; text beside a score (verl's `pred`) is not one."""
-    found = {str(key): _number(value) for key, value in values.items()}
-    return {key: value for key, value in found.items() if value is not None}
+def extras_in(values: Mapping[str, Any]) -> Extras:
+    """The entries worth keeping: numbers as floats, text cut short (verl's `pred`); the first ones.
+
+    Nothing else is: a list or a tensor beside a score is neither a metric nor quickly read.
+    """
+    found: Extras = {}
+    for name, value in values.items():
+        kept = value[:TEXT_CHARS] if isinstance(value, str) else _number(value)
+        if kept is not None and len(found) < EXTRAS_MAX:
+            found[str(name)[:NAME_CHARS]] = kept
+    return found
+
+
+def numbers_of(extras: Extras) -> dict[str, float]:
+    """Those that can be a metric."""
+    return {name: value for name, value in extras.items() if not isinstance(value, str)}
 
 
 def listed(names: Iterable[str]) -> str:

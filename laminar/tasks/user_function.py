@@ -1,7 +1,7 @@
 """The user's reward function: found in its file, called in the style that it is written in.
 
 Reads   the user's Python file, a RewardCall per score
-Gives   RewardSpec of it, its scorer; ConfigError at start for what cannot work
+Gives   FunctionSpec of it, its scorer; ConfigError at start for what cannot work
 
 Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or
 verifiers (`completion`). The names of the parameters say which, so such a file runs unchanged.
@@ -24,14 +24,15 @@ from typing import Any
 from laminar.config import ConfigError
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import (
+    Extras,
+    FunctionSpec,
     RewardCall,
     RewardResult,
-    RewardSpec,
     Scorer,
     describe,
+    extras_in,
     guarded,
     listed,
-    numbers_in,
     result_of,
 )
 
@@ -50,19 +51,11 @@ MARKERS = {
 # --- at start -----------------------------------------------------------------------------------
 
 
-def custom_spec(path: str, name: str, scope: str) -> RewardSpec:
+def custom_spec(path: str, name: str) -> FunctionSpec:
     """Of the function `name` in the file, or of its only one; raises ConfigError."""
     name, function = load_in_silence(path, name)
     style = _style(function, f"{name} of {path}")
-    if scope == "group" and style != "group":
-        raise ConfigError(
-            f"reward.scope = 'group' needs a function that takes completions, but {name} of "
-            f"{path} takes one response at a time; set reward.scope = 'auto'"
-        )
-    if scope == "auto":
-        scope = "group" if style == "group" else "trajectory"
-    resolved = str(Path(path).resolve())
-    return RewardSpec(kind="custom", scope=scope, style=style, path=resolved, name=name)
+    return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
 
 
 def load_in_silence(path: str, name: str) -> tuple[str, Function]:
@@ -82,7 +75,7 @@ def load_function(path: str, name: str) -> tuple[str, Function]:
     elif not name:
         raise ConfigError(
             f"{path} has the public functions {listed(public)}; name one of them in "
-            "reward.custom_reward_function.name"
+            "reward.custom_reward_function.name, or in its entry of reward.functions"
         )
     function = getattr(module, name, None)
     if not callable(function):
@@ -104,7 +97,8 @@ def _style(function: Function, where: str) -> str:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(
-            f"reward.custom_reward_function.path = {str(path)!r} is not a file; correct the path"
+            f"the reward's {str(path)!r} is not a file; correct the path in "
+            "reward.custom_reward_function or reward.functions"
         )
     name = f"laminar_user_reward_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path)
@@ -133,7 +127,7 @@ def _public(module: ModuleType) -> dict[str, Function]:
     }
 
 
-def check_arguments(spec: RewardSpec, signature: inspect.Signature, row: PromptRow) -> None:
+def check_arguments(spec: FunctionSpec, signature: inspect.Signature, row: PromptRow) -> None:
     """Raise ConfigError if the function cannot be called with what a row has."""
     call = RewardCall(row, [("", [])])
     offered = _group_values(call, _Log(1)) if spec.style == "group" else _values(spec.style, call)
@@ -149,7 +143,7 @@ def check_arguments(spec: RewardSpec, signature: inspect.Signature, row: PromptR
 # --- in the worker ------------------------------------------------------------------------------
 
 
-def open_function(spec: RewardSpec) -> Scorer:
+def open_function(spec: FunctionSpec) -> Scorer:
     """Its scorer; raises ConfigError."""
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
@@ -174,7 +168,7 @@ class _Settle:
 
 
 def _score_one(
-    spec: RewardSpec, function: Function, settle: _Settle, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
 ) -> list[RewardResult]:
     signature = inspect.signature(function)
 
@@ -186,7 +180,7 @@ def _score_one(
 
 
 def _score_group(
-    spec: RewardSpec, function: Function, settle: _Settle, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
 ) -> list[RewardResult]:
     count, log = len(call.completions), _Log(len(call.completions))
     offered = _accepted(inspect.signature(function), _group_values(call, log))
@@ -199,7 +193,7 @@ def _score_group(
         return [RewardResult(None, "wrong-length", detail)] * count
     results = [guarded(partial(result_of, score), spec.path) for score in scores]
     return [
-        RewardResult(r.score, r.reason, r.detail, {**r.extras, **extras})
+        RewardResult(r.score, r.reason, r.detail, extras_in({**r.extras, **extras}))
         for r, extras in zip(results, log.extras, strict=True)
     ]
 
@@ -213,15 +207,15 @@ class _Log:
     """TRL's log_metric(name, value) and log_extra(column, values) of one call."""
 
     def __init__(self, count: int) -> None:
-        self.extras: list[dict[str, float]] = [{} for _ in range(count)]
+        self.extras: list[Extras] = [{} for _ in range(count)]
 
     def metric(self, name: str, value: float) -> None:
         for extras in self.extras:
-            extras.update(numbers_in({name: value}))
+            extras.update(extras_in({name: value}))
 
     def extra(self, column: str, values: list[Any]) -> None:
         for extras, value in zip(self.extras, values, strict=True):
-            extras.update(numbers_in({column: value}))
+            extras.update(extras_in({column: value}))
 
 
 def _accepted(signature: inspect.Signature, offered: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ for trained tokens only, and padding cannot enter a sum because it is not there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ class TrainSample:
     weight_version: int
     version_step: int  #: completed training steps when that version was made
     replica: str
+    extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
     advantage: float = 0.0
 
     def __post_init__(self) -> None:

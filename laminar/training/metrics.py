@@ -41,6 +41,8 @@ TOKEN_MAXIMA = {
 }
 ORIGINS_SHOWN = 32
 """Replicas and versions with figures of their own: for ten thousand they would be megabytes."""
+EXTRAS_SHOWN = 64
+"""A function that gives each answer names of its own is no reason for a megabyte of metrics."""
 #: metrics that are also given by quarter of the samples, shortest responses first
 BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
 
@@ -129,7 +131,18 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "training/off_policy/trajectory_staleness/max": max(staleness),
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
-    return {key: float(value) for key, value in found.items()}
+    return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
+
+
+def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """What the reward function gave besides the score: means over the samples that have it."""
+    names = sorted({name for sample in samples for name in sample.extras})[:EXTRAS_SHOWN]
+    return {
+        f"reward_extra/{name}": float(
+            np.mean([s.extras[name] for s in samples if name in s.extras])
+        )
+        for name in names
+    }
 
 
 def mismatch_by_origin(

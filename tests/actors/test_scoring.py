@@ -144,6 +144,15 @@ async def test_details_go_with_the_first_failures_of_each_reason_only(tmp_path: 
     assert [line["detail"] for line in warnings] == [sentence] * 3
 
 
+async def test_what_a_reward_gives_besides_the_score_is_in_the_store(tmp_path: Path) -> None:
+    source = """
+        def f(completion):
+            return {"score": 0.5, "acc": True, "pred": completion}
+    """
+    _, store = await scored(tmp_path, source, [("0.0.0",)])
+    assert [item.extras for item in store.items] == [{"acc": 1.0, "pred": "text of 1"}]
+
+
 async def test_what_a_reward_prints_is_in_a_file_of_its_replica(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

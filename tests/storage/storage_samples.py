@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import struct
 from pathlib import Path
+from typing import Any
 
 from laminar.storage import messages as m
 from laminar.storage.database import Database
@@ -74,7 +75,7 @@ def finish(name: str, num_tokens: int, placement: int = 1, reason: str = "stop")
     return m.Finish(items=(item,))
 
 
-def reward(name: str, score: float | None, placement: int = 1, **fields: str) -> m.PutRewards:
+def reward(name: str, score: float | None, placement: int = 1, **fields: Any) -> m.PutRewards:
     item = m.RewardItem(trajectory_id=name, placement=placement, score=score, **fields)
     return m.PutRewards(items=(item,))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import msgspec
 import pytest
 from storage_samples import (
@@ -32,6 +34,28 @@ from laminar.storage.database import PROMPT_LIMIT, Database
 def database(path):
     database = filled(path)
     yield database
+    database.close()
+
+
+def test_what_a_reward_gave_besides_the_score_is_kept_with_it(database):
+    """The first one stays, as the score does."""
+    given = {"acc": 1.0, "pred": "x"}
+    answers(database, *LIFE[:5], reward("0.1.0", 0.5, extras=given))
+    assert fetched(database, "0.1.0").extras == given
+    assert answers(database, reward("0.1.0", 0.5, extras={"acc": 0.0})) == ["ok"]
+    assert fetched(database, "0.1.0").extras == given
+    answers(database, open_("0.2.0"))
+    assert fetched(database, "0.2.0").extras == {}
+
+
+def test_a_database_from_before_there_were_extras_is_written_on(path):
+    filled(path).close()
+    with sqlite3.connect(path) as old:
+        old.execute("ALTER TABLE trajectories DROP COLUMN extras")
+    old.close()
+    database = Database(path)
+    answers(database, *LIFE[:5], reward("0.1.0", 0.5, extras={"acc": 1.0}))
+    assert fetched(database, "0.1.0").extras == {"acc": 1.0}
     database.close()
 
 

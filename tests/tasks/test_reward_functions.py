@@ -9,7 +9,7 @@ import pytest
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import check_rows, open_scorer, reward_spec
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
+from laminar.tasks.rewards import EXTRAS_MAX, FunctionSpec, RewardCall, RewardResult, RewardSpec
 from laminar.tasks.user_function import load_function
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -36,6 +36,21 @@ def row(prompt="2+2?", truth="4", **columns):
     return PromptRow(5, prompt, truth, columns, "sums")
 
 
+def only(spec):
+    (function,) = spec.functions
+    return function
+
+
+def dataset_spec(name, config=None):
+    function = FunctionSpec("dataset", dataset=name, dataset_config=config or {})
+    return RewardSpec("trajectory", [function])
+
+
+def listed(*entries, **reward):
+    """A run with several functions."""
+    return spec_of(functions=list(entries), **reward)
+
+
 def scored(spec, texts, a_row=None, step=0):
     completions = [(text, [len(text), 9]) for text in texts]
     return open_scorer(spec)(RewardCall(a_row or row(), completions, step))
@@ -58,12 +73,12 @@ def fails(*parts, **settings):
 
 def test_the_kind_is_chosen_from_what_is_given(script):
     path = script("def compute_score(data_source, solution_str, ground_truth): return 1.0")
-    assert spec_of(path).kind == "custom"
-    assert spec_of(path, dataset="chain_sum").kind == "custom"
-    assert spec_of(dataset="chain_sum").kind == "dataset"
-    assert spec_of().kind == "math"
-    assert spec_of(kind="exact").kind == "exact"
-    assert spec_of(dataset="chain_sum", kind="exact").kind == "exact"
+    assert only(spec_of(path)).kind == "custom"
+    assert only(spec_of(path, dataset="chain_sum")).kind == "custom"
+    assert only(spec_of(dataset="chain_sum")).kind == "dataset"
+    assert only(spec_of()).kind == "math"
+    assert only(spec_of(kind="exact")).kind == "exact"
+    assert only(spec_of(dataset="chain_sum", kind="exact")).kind == "exact"
 
 
 def test_the_spec_survives_json(script):
@@ -86,7 +101,7 @@ def test_the_spec_survives_json(script):
 )
 def test_parameter_names_decide_style_and_scope(script, parameters, style, scope):
     spec = spec_of(script(f"def f({parameters}): return 1.0"))
-    assert (spec.style, spec.scope, spec.name) == (style, scope, "f")
+    assert (only(spec).style, spec.scope, only(spec).name) == (style, scope, "f")
 
 
 def test_a_group_function_may_be_used_per_trajectory(script):
@@ -101,11 +116,11 @@ def test_which_function_of_the_file(script):
         def _helper(completion): return 0.0
         def other(completion): return 1.0
     """
-    assert spec_of(script(source)).name == "other"
+    assert only(spec_of(script(source))).name == "other"
     more = textwrap.dedent(source) + "def compute_score(solution_str): return 1.0\n"
-    assert spec_of(script(more)).name == "compute_score"
-    assert spec_of(script(more), name="other").name == "other"
-    assert spec_of(script(more), name="_helper").name == "_helper"
+    assert only(spec_of(script(more))).name == "compute_score"
+    assert only(spec_of(script(more), name="other")).name == "other"
+    assert only(spec_of(script(more), name="_helper")).name == "_helper"
 
 
 def test_a_decorated_function_is_found_under_its_own_name(script):
@@ -117,7 +132,7 @@ def test_a_decorated_function_is_found_under_its_own_name(script):
         def mine(completion): return 1.0
     """
     spec = spec_of(script(source))
-    assert spec.name == "mine"
+    assert only(spec).name == "mine"
     assert scored(spec, ["x"])[0].score == 2.0
 
 
@@ -151,6 +166,98 @@ def test_spec_errors(script, tmp_path):
     fails("data.dataset", kind="dataset")
 
 
+# --- several functions
+
+
+LENGTH = "def length(completion): return {'score': float(len(completion)), 'words': 1, 'pred': 'p'}"
+FORMAT = "def form(completion): return 1.0 if completion.startswith('4') else 0.0"
+
+
+def test_several_functions_are_one_weighted_sum_and_each_has_its_own_figure(script):
+    """A built-in scorer and two of the user's: what each gave is kept under its name."""
+    spec = listed(
+        {"path": script(LENGTH, "a.py"), "weight": 0.5},
+        {"path": script(FORMAT, "b.py"), "name": "form", "weight": 2.0},
+        {"name": "math", "weight": 0},
+    )
+    (result,) = scored(spec, ["4"])
+    assert (result.score, result.reason) == (0.5 * 1 + 2.0 * 1, "ok")
+    assert result.extras == {
+        "length": 1.0, "form": 1.0, "math": 1.0, "length/words": 1.0, "length/pred": "p",
+    }  # fmt: skip
+
+
+def test_one_listed_function_is_what_the_older_keys_name(script):
+    path = script(LENGTH)
+    assert listed({"path": path}) == spec_of(path)
+    assert listed({"name": "math"}) == spec_of()
+    (result,) = scored(listed({"path": path, "weight": 3}), ["ab"])
+    assert (result.score, result.extras) == (6.0, {"words": 1.0, "pred": "p"})
+
+
+def test_a_function_that_does_not_apply_is_left_out_of_the_sum(script):
+    none = script("def none(completion): return None", "none.py")
+    (result,) = scored(listed({"path": none}, {"path": script(LENGTH), "weight": 2}), ["abc"])
+    assert (result.score, result.reason, "none" in result.extras) == (6.0, "ok", False)
+    other = script("def other(completion): return None", "other.py")
+    (result,) = scored(listed({"path": none}, {"path": other}), ["abc"])
+    assert (result.score, result.reason) == (None, "unscored")
+
+
+def test_an_answer_on_which_one_of_several_functions_fails_has_no_sum(script):
+    """Its weight in the sum is unknown; the failure says whose it is."""
+    broken = script("def broken(completion): raise KeyError('x')", "broken.py")
+    (result,) = scored(listed({"path": script(LENGTH)}, {"path": broken}), ["abc"])
+    assert (result.score, result.reason) == (None, "error")
+    assert result.detail == "broken: KeyError: 'x' (broken.py:1)"
+    assert result.extras["length"] == 3.0
+
+
+def test_a_sum_that_is_no_finite_number_is_a_failure(script):
+    huge = script("def huge(completion): return 1e308", "huge.py")
+    (result,) = scored(listed({"path": huge, "weight": 1e10}), ["a"])
+    assert (result.score, result.reason) == (None, "not-a-number")
+
+
+def test_with_a_group_function_all_of_them_get_the_group(script):
+    group = script("def ranks(completions): return [float(i) for i in range(len(completions))]")
+    single = script(LENGTH, "single.py")
+    spec = listed({"path": group, "weight": 10}, {"path": single})
+    assert spec.scope == "group"
+    assert [r.score for r in scored(spec, ["a", "bb", "ccc"])] == [1.0, 12.0, 23.0]
+
+
+def test_functions_of_one_name_are_told_apart_by_their_files(script):
+    one, two = script("def f(completion): return 1", "one.py"), script(FORMAT, "two.py")
+    other = script("def f(completion): return 2", "other.py")
+    spec = listed({"path": one}, {"path": two}, {"path": other})
+    assert [f.label for f in spec.functions] == ["one.f", "form", "other.f"]
+
+
+def test_list_errors(script):
+    path = script(LENGTH)
+    fails("length", "twice", functions=[{"path": path}, {"path": path}])
+    fails("'style'", "no path", "math", functions=[{"name": "style"}])
+    fails("reward.functions", "reward.kind", functions=[{"name": "math"}], kind="exact")
+    fails("custom_reward_function", functions=[{"name": "math"}], path=path)
+    fails("weights [0.0]", functions=[{"name": "math", "weight": 0}])
+    fails("weights [inf]", functions=[{"name": "math", "weight": math.inf}])
+    fails("path, name and weight", functions=[{"file": "a.py"}])
+    fails("'group'", "length of", "the math scorer", scope="group",
+          functions=[{"path": path}, {"name": "math"}])  # fmt: skip
+
+
+def test_what_is_kept_beside_a_score_is_bounded(script):
+    source = """
+        def f(completion):
+            many = {f"n{i}": i for i in range(100)}
+            return {"score": 1, "pred": "x" * 1000, "list": [1], "bad": float("nan"), **many}
+    """
+    extras = custom(script, source)[0].extras
+    assert len(extras) == EXTRAS_MAX and len(extras["pred"]) == 256
+    assert not {"list", "bad"} & extras.keys() and extras["n3"] == 3.0
+
+
 # --- the styles
 
 
@@ -165,7 +272,7 @@ def test_verl(script):
         results = custom(script, source, ["a", "bb"], a_row)
         assert [r.score for r in results] == [1.0, 2.0]
         assert [r.reason for r in results] == ["ok", "ok"]
-        assert results[0].extras == {"acc": 1.0, "n": 3.0}
+        assert results[0].extras == {"acc": 1.0, "pred": "x", "n": 3.0}
 
 
 def test_verl_with_kwargs_gets_no_more_than_verl_gives(script):
@@ -204,7 +311,9 @@ def test_trl(script):
     """
     results = custom(script, source, ["a", "bb", ""], row(level=7, extra="e"), step=12)
     assert [(r.score, r.reason) for r in results] == [(1.0, "ok"), (None, "unscored"), (12.0, "ok")]
-    assert [r.extras for r in results] == [{"calls": 1.0, "size": float(n)} for n in (1, 2, 0)]
+    assert [r.extras for r in results] == [
+        {"calls": 1.0, "size": float(len(text)), "text": text} for text in ("a", "bb", "")
+    ]
 
 
 def test_trl_completions_are_messages_when_the_prompt_is(script):
@@ -405,12 +514,12 @@ def test_rows_are_checked_for_the_dataset_item():
     ],
 )
 def test_math(truth, text, score):
-    (result,) = scored(RewardSpec("math", "trajectory"), [text], row(truth=truth))
+    (result,) = scored(RewardSpec("trajectory", [FunctionSpec("math")]), [text], row(truth=truth))
     assert (result.score, result.reason) == (score, "ok"), result.detail
 
 
 def test_a_ground_truth_that_is_no_mathematics_is_an_error_not_a_zero():
-    (result,) = scored(RewardSpec("math", "trajectory"), ["1"], row(truth=""))
+    (result,) = scored(RewardSpec("trajectory", [FunctionSpec("math")]), ["1"], row(truth=""))
     assert (result.score, result.reason) == (None, "error")
     assert "ground truth" in result.detail
 
@@ -422,7 +531,7 @@ def test_a_slow_parse_is_a_timeout(monkeypatch):
     def slow(*_args, **_kwargs):
         raise TimeoutException
 
-    spec = RewardSpec("math", "trajectory")
+    spec = RewardSpec("trajectory", [FunctionSpec("math")])
     monkeypatch.setattr(math_verify, "verify", slow)
     assert scored(spec, ["4"])[0].reason == "timeout"
     parse = math_verify.parse
@@ -431,7 +540,7 @@ def test_a_slow_parse_is_a_timeout(monkeypatch):
 
 
 def test_exact():
-    spec = RewardSpec("exact", "trajectory")
+    spec = RewardSpec("trajectory", [FunctionSpec("exact")])
     texts = [
         " 4\n",
         "4.",
@@ -450,7 +559,7 @@ def test_exact():
 )
 def test_the_answer_of_a_dataset_item_scores_one(name):
     data = DataConfig(dataset=name, dataset_size=3, val_size=0)
-    scorer = open_scorer(RewardSpec("dataset", "trajectory", dataset=name))
+    scorer = open_scorer(dataset_spec(name))
     for a_row in load_prompts(data).train:
         a_row = msgspec.msgpack.decode(msgspec.msgpack.encode(a_row), type=PromptRow)
         right = (f"thinking <answer>{a_row.ground_truth}</answer>", [])
@@ -464,7 +573,7 @@ def test_dataset_settings_reach_the_scorer():
     parts = [{"name": "letter_counting", "weight": 1.0, "config": {}}]
     config = {"datasets": parts}
     data = DataConfig(dataset="composite", dataset_config=config, dataset_size=2, val_size=0)
-    spec = RewardSpec("dataset", "trajectory", dataset="composite", dataset_config=config)
+    spec = dataset_spec("composite", config)
     for a_row in load_prompts(data).train:
         assert scored(spec, [f"<answer>{a_row.ground_truth}</answer>"], a_row)[0].score == 1.0
 

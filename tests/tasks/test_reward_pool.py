@@ -14,7 +14,7 @@ from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
-from laminar.tasks.rewards import RewardCall, RewardSpec
+from laminar.tasks.rewards import FunctionSpec, RewardCall, RewardSpec
 
 pytestmark = pytest.mark.process
 LIMIT_S = 0.5
@@ -300,12 +300,14 @@ async def test_the_environment_reaches_the_workers(spec):
 
 
 async def test_built_in_scorers_run_in_workers():
-    async with pool_of(RewardSpec("math", "trajectory")) as pool:
+    async with pool_of(RewardSpec("trajectory", [FunctionSpec("math")])) as pool:
         found = await pool.score(call(r"\boxed{\frac12}", "0.4", truth="0.5"))
         assert summary(found) == [(1.0, "ok"), (0.0, "ok")]
     rows = load_prompts(DataConfig(dataset="spell_backward", dataset_size=1, val_size=0)).train
     answer = (f"<answer>{rows[0].ground_truth}</answer>", [])
-    async with pool_of(RewardSpec("dataset", "trajectory", dataset="spell_backward")) as pool:
+    async with pool_of(
+        RewardSpec("trajectory", [FunctionSpec("dataset", dataset="spell_backward")])
+    ) as pool:
         assert summary(await pool.score(RewardCall(rows[0], [answer]))) == [(1.0, "ok")]
 
 

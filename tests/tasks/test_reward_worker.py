@@ -9,7 +9,7 @@ import pytest
 
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_worker import LENGTH, Ready, Refused, Scored, Start, frame
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
+from laminar.tasks.rewards import FunctionSpec, RewardCall, RewardResult, RewardSpec
 
 pytestmark = pytest.mark.process
 
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.process
 def start(tmp_path, body, limit_s=1000.0):
     path = tmp_path / "reward.py"
     path.write_text(f"import os, re, time\ndef f(completion): {body}")
-    spec = RewardSpec("custom", "trajectory", style="single", path=str(path), name="f")
+    spec = RewardSpec(
+        "trajectory", [FunctionSpec("custom", style="single", path=str(path), name="f")]
+    )
     return Start(spec, limit_s)
 
 

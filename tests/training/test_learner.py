@@ -13,6 +13,7 @@ import torch
 
 from laminar.config import ConfigError
 from laminar.training.learner import NO_SIGNAL, NON_FINITE, Learner
+from laminar.training.metrics import EXTRAS_SHOWN
 from laminar.training.model import LoadedPolicy
 
 Make = Callable[..., Any]
@@ -230,6 +231,28 @@ def test_metrics_of_the_batch_are_those_of_its_samples(
         v: (pytest.approx(np.mean(r)), 4) for v, r in by_version.items()
     }
     assert all(isinstance(v, float) for v in found.values())
+
+
+def test_what_a_reward_gives_besides_the_score_is_a_mean_over_those_that_have_it(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    samples = make_samples(groups=1, siblings=4)
+    extras = [{"acc": 1.0, "form": 2.0}, {"acc": 0.0}, {"acc": 1.0}, {}]
+    samples = [replace(s, extras=e) for s, e in zip(samples, extras, strict=True)]
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    shown = {key: value for key, value in found.items() if key.startswith("reward_extra/")}
+    assert shown == {"reward_extra/acc": pytest.approx(2 / 3), "reward_extra/form": 2.0}
+
+
+def test_names_of_their_own_for_every_answer_are_not_all_shown(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    samples = [
+        replace(s, extras={f"{s.sample_id}/{i}": 1.0 for i in range(20)})
+        for s in make_samples(groups=2, siblings=4)
+    ]
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    assert sum(key.startswith("reward_extra/") for key in found) == EXTRAS_SHOWN
 
 
 def test_mismatch_is_kept_by_replica_and_version(
