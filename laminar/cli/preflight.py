@@ -22,6 +22,7 @@ from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.tasks.chat import encode_all, encode_prompt
+from laminar.tasks.import_trial import check_import
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
@@ -53,6 +54,7 @@ def check(config: Config) -> Plan:
     _check_port(config)
     check_devices(config)
     _check_model(config)
+    check_import(config.reward.custom_reward_function.path, "reward.custom_reward_function.path")
     _check_strategy(config)
     check_room(run_size(config))
     spec = reward_spec(config)
@@ -139,6 +141,7 @@ def run_size(config: Config) -> int:
 
 def _check_strategy(config: Config) -> None:
     if config.algorithm.batch_strategy not in STRATEGIES:
+        check_import(config.algorithm.batch_strategy.rpartition(":")[0], "algorithm.batch_strategy")
         load_strategy(config.algorithm.batch_strategy)
 
 

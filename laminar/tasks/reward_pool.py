@@ -36,6 +36,7 @@ from laminar.tasks.reward_worker import (
     frame,
 )
 from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
+from laminar.tasks.user_function import LOAD_S
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
 STACK_S = 2.0  #: for the stack of a call whose time is up
@@ -64,7 +65,7 @@ class RewardPool:
         timeout_s: float = 30.0,
         error_score: float = 0.0,
         max_retries: int = 2,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = LOAD_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:

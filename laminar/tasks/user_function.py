@@ -38,6 +38,9 @@ from laminar.tasks.rewards import (
 
 Function = Callable[..., Any]
 
+LOAD_S = 120.0
+"""How long the import of a user's file may take."""
+
 #: The style that a parameter name shows; the first of these that a function has decides.
 MARKERS = {
     "solution_str": "verl",

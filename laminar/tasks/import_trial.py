@@ -1,0 +1,69 @@
+"""A user's file is imported in a process of its own first: python -m laminar.tasks.import_trial.
+
+Reads   the user's Python file, which may hang, end its process or crash it
+Raises  ConfigError when its import does not come to an end
+
+A file that raises has come to an end too: whoever imports it next says what it raised.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from laminar.config import ConfigError
+from laminar.tasks.user_function import LOAD_S, load_in_silence
+
+ENDED = b"ended"
+"""What the child says when the import has come to an end: an exit code could be the file's own."""
+
+
+def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
+    """Import the file that the setting `key` names, if there is one, for at most `limit_s`."""
+    if not Path(path).is_file():
+        return
+    command = [sys.executable, "-P", "-m", "laminar.tasks.import_trial", path]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        said, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{key} = {path!r} is not imported within {limit_s:g} s; move what takes long, or "
+            "waits, into the function"
+        ) from None
+    finally:
+        with suppress(ProcessLookupError):  # with all that the file has started
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if said != ENDED:
+        raise ConfigError(
+            f"{key} = {path!r} ends the process that imports it ({_how(child.returncode)}); a "
+            "file of functions must not end its process"
+        )
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def main(path: str) -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the file prints is not our answer
+    with suppress(ConfigError):
+        load_in_silence(path, "")
+    os.write(out, ENDED)
+    os._exit(0)  # threads of the file need not end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
