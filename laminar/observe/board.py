@@ -4,22 +4,33 @@ Reads   Scalars
 Writes  RUN/tensorboard/events.out.tfevents.*, a new one for each coordinator
 Raises  OSError, PartlyWritten: the outlet counts what is lost
 
-The records are those of tensorboardX; its own writer is not used, because its threads end with the
-first write that fails, and then block whoever writes next. A reader stops at a torn record, so one
-is cut off before the next.
+The few fields are encoded here: the libraries that write such files import torch, which takes
+seconds and 200 MB, and their threads end with the first write that fails. A reader stops at a torn
+record, so one is cut off before the next.
+
+    record   length u64, masked CRC-32C of it, event, masked CRC-32C of that; little-endian
+    Event    wall_time = 1 (double), step = 2, file_version = 3, summary = 5   (event.proto)
+    Summary  value = 1: tag = 1, simple_value = 2 (float)                      (summary.proto)
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
+from ctypes import c_float
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from laminar.observe.files import GrowingFile, cut_off
 from laminar.rundir import TENSORBOARD_DIR
+
+NO_TAG = re.compile(r"[^-/\w.]")
+"""What TensorBoard does not take in the name of a figure."""
+POLYNOMIAL = 0x82F63B78  #: of CRC-32C, bits reversed
+VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  #: protobuf's wire types
 
 
 class Scalars(NamedTuple):
@@ -39,27 +50,68 @@ class Board:
         self._begun = False
 
     def write(self, items: list[Scalars]) -> None:
-        """Imports tensorboardX with the first call, which takes a second."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
         if not self._begun:
-            self._file.write([_record(Event(wall_time=time.time(), file_version="brain.Event:2"))])
+            self._file.write([_record(_time(time.time()) + _bytes(3, b"brain.Event:2"))])
             self._begun = True
-        records = []
-        for item in items:
-            event = Event(wall_time=item.time_s, step=item.step)
-            for name, value in item.figures.items():
-                event.summary.value.extend(scalar(name, value).value)
-            records.append(_record(event))
-        self._file.write(records)
+        self._file.write([_record(_event(item)) for item in items])
 
 
-def _record(event: Any) -> bytes:
-    """Length, its checksum, the event, its checksum."""
-    from tensorboardX.record_writer import masked_crc32c
+def _event(item: Scalars) -> bytes:
+    summary = b"".join(_bytes(1, _value(*figure)) for figure in item.figures.items())
+    return _time(item.time_s) + _key(2, VARINT) + _varint(item.step) + _bytes(5, summary)
 
-    body = event.SerializeToString()
-    length = struct.pack("<Q", len(body))
-    checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, body))
-    return length + next(checksums) + body + next(checksums)
+
+def _time(seconds: float) -> bytes:
+    return _key(1, FIXED_64) + struct.pack("<d", seconds)
+
+
+def _value(name: str, value: float) -> bytes:
+    tag = NO_TAG.sub("_", name).lstrip("/").encode()
+    return _bytes(1, tag) + _key(2, FIXED_32) + bytes(c_float(value))  # too large: infinite
+
+
+def _bytes(field: int, content: bytes) -> bytes:
+    return _key(field, BYTES) + _varint(len(content)) + content
+
+
+def _key(field: int, wire_type: int) -> bytes:
+    return _varint(field << 3 | wire_type)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits to a byte, the lowest first; all but the last byte have the highest bit."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def _record(event: bytes) -> bytes:
+    length = struct.pack("<Q", len(event))
+    return length + _checksum(length) + event + _checksum(event)
+
+
+def _checksum(content: bytes) -> bytes:
+    """CRC-32C, turned and shifted as readers of these files expect it."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc = crc >> 8 ^ TABLE[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _table() -> tuple[int, ...]:
+    entries = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = entry >> 1 ^ (POLYNOMIAL if entry & 1 else 0)
+        entries.append(entry)
+    return tuple(entries)
+
+
+TABLE = _table()

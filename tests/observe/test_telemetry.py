@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,12 +210,13 @@ def test_tensorboard_reads_what_a_full_disk_left(
     with pytest.raises(PartlyWritten):
         board.write([Scalars(2, 6.0, {"reward/mean": 0.5})])
     small_disk["room"] = 1 << 40
-    board.write([Scalars(3, 7.0, {"reward/mean": 0.75, "staleness/max": 2})])
+    board.write([Scalars(3, 7.0, {"reward/mean": 0.75, "staleness/max": 2, "kl mean": 1e300})])
     (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     assert _scalars(file.read_bytes()) == [
         (1, "reward/mean", 0.25),
         (3, "reward/mean", 0.75),
         (3, "staleness/max", 2.0),
+        (3, "kl_mean", math.inf),
     ]
 
 
@@ -270,3 +274,13 @@ def test_an_observer_that_raises_breaks_nothing_and_is_told_once() -> None:
     assert [(entry["event"], entry["observer"]) for entry in logged] == [
         ("observer-failed", "metrics")
     ]
+
+
+def test_tensorboard_takes_no_torch_into_the_coordinator(tmp_path: Path) -> None:
+    """Torch takes seconds to import and 200 MB; every coordinator writes these files."""
+    code = (
+        "import sys; from pathlib import Path; from laminar.observe.board import Board, Scalars; "
+        "Board(Path(sys.argv[1])).write([Scalars(1, 5.0, {'a': 1.0})]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
