@@ -21,7 +21,7 @@ setup: .venv/.installed
 	@touch $@
 
 quickstart: setup
-	@$(BIN)/laminar train -c configs/quickstart.toml --move-old
+	@$(BIN)/laminar quickstart
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long"

@@ -10,7 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from laminar.cli import audit, clean, log, report, samples, sim, stop, train
+from laminar.cli import (
+    audit,
+    clean,
+    init,
+    log,
+    quickstart,
+    report,
+    samples,
+    sim,
+    stop,
+    train,
+)
 from laminar.cli.arguments import Parser
 from laminar.cli.endings import exit_code
 
@@ -18,7 +29,7 @@ from laminar.cli.endings import exit_code
 def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, stop, clean, samples, log, audit, report, sim):
+    for module in (quickstart, init, train, stop, clean, samples, log, audit, report, sim):
         module.add_parser(subparsers)
     return made
 

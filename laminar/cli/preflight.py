@@ -1,7 +1,8 @@
 """Before anything starts: every mistake that can be found without running is found here.
 
-Reads   the config; the model's directory, the data, the reward file
-Gives   Plan: the config with what was left to "auto" resolved, and what a user wants to see first
+Reads   the config; the model's directory, the data, the reward file; the hub, where a name is of it
+Gives   Plan: the config with paths for hub names and what was left to "auto" resolved, and what a
+        user wants to see first
 Raises  ConfigError with one sentence that names the thing, the value and the fix
 """
 
@@ -22,6 +23,7 @@ from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.tasks.chat import encode_all, encode_prompt
+from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
 from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
@@ -53,6 +55,7 @@ def check(config: Config) -> Plan:
     _check_directory(config.run_dir)
     _check_port(config)
     check_devices(config)
+    config = localize(config)
     _check_model(config)
     check_import(config.reward.custom_reward_function.path, "reward.custom_reward_function.path")
     _check_strategy(config)
@@ -128,7 +131,7 @@ def _check_model(config: Config) -> None:
     if not Path(name).is_dir():
         raise ConfigError(
             f"model.name = {name!r} is not a directory; give the path of a Hugging Face model "
-            "(config.json, model.safetensors, tokenizer.json)"
+            "(config.json, model.safetensors, tokenizer.json), or its name on the hub, ORG/NAME"
         )
     check_engine(config)
 

@@ -24,7 +24,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    name: str = ""  #: a Hugging Face model directory; also the KL reference of step 0
+    name: str = ""  #: a Hugging Face directory, or ORG/NAME[@REVISION] on the hub
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     dataset_config: dict[str, Any] = {}  #: the dataset's own settings
     dataset_size: int = 20_000  #: items generated from the reasoning-gym dataset
     dataset_seed: int = 42  #: of the items of the reasoning-gym dataset
-    train_files: list[str] = []  #: .jsonl or .parquet
+    train_files: list[str] = []  #: .jsonl or .parquet; hf://datasets/ORG/NAME/FILE of the hub
     val_files: list[str] = []  #: empty: val_size rows are held out of the training data
     val_size: int = 128  #: held-out prompts; 0 switches evaluation off
     prompt_key: str = "prompt"  #: column with a string or a list of chat messages

@@ -1,6 +1,6 @@
 """The tokenizer of a model, how many ids it knows, and which of them end a response.
 
-Reads   tokenizer files, generation_config.json and config.json of a model directory or hub name
+Reads   tokenizer files, generation_config.json and config.json of a model directory
 Gives   the tokenizer, its size and the end ids; raises ConfigError
 
 A model names its end tokens in up to three places that need not agree: the tokenizer has one, the
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name; raises ConfigError."""
+    """The tokenizer of a model directory; raises ConfigError."""
     from transformers import AutoTokenizer  # seconds to import: only processes that tokenise pay
 
     try:
@@ -29,10 +29,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever it stumbles over in a damaged file
         ours = isinstance(error, OSError | ValueError)
         reason = str(error).strip().splitlines()[0] if ours else f"{type(error).__name__}: {error}"
-        where = "" if Path(name).is_dir() else "it is no directory, and as a hub name: "
         raise ConfigError(
-            f"the tokenizer of model {name!r} cannot be loaded: {where}{reason}; "
-            "model.name must be a directory or hub name with tokenizer files"
+            f"the tokenizer of model {name!r} cannot be loaded: {reason}; "
+            "model.name must be a directory with tokenizer files"
         ) from error
     _check_files(name, tokenizer)
     return tokenizer

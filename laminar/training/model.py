@@ -1,6 +1,6 @@
 """The policy: a Hugging Face causal LM in float32, its forward pass, its weights by name.
 
-Reads   a model directory or hub name (safetensors only)
+Reads   a model directory (safetensors only)
 Gives   LoadedPolicy; ConfigError for a checkpoint that does not fill the model exactly
 
 transformers warns about a tensor it did not find and goes on with random numbers; a training run
@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,10 +70,9 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        where = "" if Path(name).is_dir() else "it is no directory, and as a hub name: "
         raise ConfigError(
-            f"model {name!r} cannot be loaded: {where}{reason}; give model.name the directory "
-            "or hub name of a causal LM with safetensors weights"
+            f"model {name!r} cannot be loaded: {reason}; give model.name the directory "
+            "of a causal LM with safetensors weights"
         ) from error
     model, info = loaded
     return model, info

@@ -1,0 +1,111 @@
+"""laminar init DIR: a run of one's own to start from: a config, a reward file and ten prompts.
+
+Reads   where the small model that comes with the package lies
+Writes  DIR/run.toml, DIR/reward.py, DIR/prompts.jsonl; never over a file that exists
+
+What it writes runs as it stands, on the small model: each of the three files is then changed to
+what a user has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from laminar import exit_codes
+from laminar.cli.shipped import QUICKSTART_MODEL, REFERENCE_CONFIG
+from laminar.config import ConfigError
+
+WORDS = ["apple", "bread", "cloud", "dream", "earth", "flame", "grass", "heart", "island", "jungle"]
+
+CONFIG = """\
+# A run of your own. In this directory: laminar train -c run.toml --dry-run, then without --dry-run.
+# Every key with its default: {reference}
+
+[run]
+name = {name}  # the run is in runs/ below the directory where you start it
+
+[model]
+name = {model}  # a directory, or a name on the hub such as "Qwen/Qwen2.5-0.5B-Instruct"
+
+[data]
+train_files = ["prompts.jsonl"]   # or .parquet, or "hf://datasets/ORG/NAME/FILE"
+max_prompt_length = 96            # tokens; this small model reads bytes
+max_response_length = 48
+train_batch_size = 4              # prompts of one training step
+val_size = 2                      # prompts held out, to see whether it learns
+
+[rollout]
+group_size = 8                    # responses to each prompt
+max_num_seqs = 16                 # that one replica generates at a time
+
+[reward.custom_reward_function]
+path = "reward.py"
+
+[optim]
+lr = 1e-4                         # for this small model; 1e-6 is usual for large ones
+
+[trainer]
+total_training_steps = 10
+"""
+
+REWARD = '''\
+"""The reward of this run: how much of the word stands at its place in the answer."""
+
+import re
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """1.0 for the right answer, less for one with wrong letters, 0.0 for none."""
+    found = re.findall("<answer>(.*?)</answer>", solution_str)
+    answer = found[-1] if found else solution_str.strip()
+    right = sum(a == b for a, b in zip(answer, ground_truth))
+    return right / max(len(answer), len(ground_truth))
+'''
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there")
+    parser.set_defaults(function=init)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write the three files, or none; say what to type next."""
+    directory: Path = arguments.directory
+    files = texts(directory.absolute().name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if there := [name for name in files if (directory / name).exists()]:
+            raise ConfigError(
+                f"{directory / there[0]} exists and is left as it is; name another directory"
+            )
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written: {error.strerror}; name another directory"
+        ) from None
+    print(f"wrote {', '.join(str(directory / name) for name in files)}")
+    print(f"look  cd {directory} && laminar train -c run.toml --dry-run")
+    print("run   laminar train -c run.toml")
+    return exit_codes.COMPLETE
+
+
+def texts(name: str) -> dict[str, str]:
+    """The files by their names; `name` is that of the run."""
+    rows = [
+        {"prompt": f"Spell this word backward (example: sun -> nus): {w}", "answer": w[::-1]}
+        for w in WORDS
+    ]
+    return {
+        "run.toml": CONFIG.format(
+            reference=REFERENCE_CONFIG,
+            name=json.dumps(name),
+            model=json.dumps(str(QUICKSTART_MODEL)),
+        ),
+        "reward.py": REWARD,
+        "prompts.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+    }

@@ -1,0 +1,110 @@
+"""Names from the Hugging Face hub, as what lies on this disk.
+
+Reads   model.name (ORG/NAME or ORG/NAME@REVISION), data files (hf://datasets/ORG/NAME/PATTERN, with
+        @REVISION after NAME); the cache below HF_HOME, and what it lacks from the hub (HF_ENDPOINT)
+Gives   the config with paths instead; ConfigError with what to do when something cannot be had
+
+Names are resolved once, before a run starts: every process then reads the same files, and the
+run's config.toml names the snapshot, commit included. A directory that exists is no hub name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from laminar.config import Config, ConfigError
+
+REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
+DATA_PREFIX = "hf://datasets/"
+MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+"""What loads a model and its tokenizer; a repository often has the same weights in other forms."""
+
+
+class HubFiles(NamedTuple):
+    """Files of one repository of the hub."""
+
+    kind: str  #: model | dataset
+    repo: str  #: ORG/NAME
+    revision: str | None  #: None: the main branch
+    patterns: list[str]  #: shell patterns of paths in it
+
+
+def localize(config: Config) -> Config:
+    """The config with hub names replaced by paths; downloads what the cache lacks."""
+    replace = msgspec.structs.replace
+    data = replace(
+        config.data,
+        train_files=[path for name in config.data.train_files for path in _data_files(name)],
+        val_files=[path for name in config.data.val_files for path in _data_files(name)],
+    )
+    model = replace(config.model, name=_model_directory(config.model.name))
+    return replace(config, model=model, data=data)
+
+
+def _model_directory(name: str) -> str:
+    found = REPOSITORY.fullmatch(name)
+    if found is None or Path(name).exists():
+        return name
+    wanted = HubFiles("model", found["repo"], found["revision"], MODEL_FILES)
+    return str(_fetch(wanted, f"model.name = {name!r} is no directory here, and"))
+
+
+def _data_files(name: str) -> list[str]:
+    """A data file as it stands; one on the hub, or several by a pattern, as their paths."""
+    if not name.startswith("hf://"):
+        return [name]
+    org, _, rest = name.removeprefix(DATA_PREFIX).partition("/")
+    repository, _, pattern = rest.partition("/")
+    found = REPOSITORY.fullmatch(f"{org}/{repository}")
+    if not name.startswith(DATA_PREFIX) or found is None or not pattern:
+        raise ConfigError(
+            f"data file {name!r} is no file of a dataset on the hub; write "
+            f"{DATA_PREFIX}ORG/NAME/FILE, where FILE may be a pattern such as data/train-*.parquet"
+        )
+    wanted = HubFiles("dataset", found["repo"], found["revision"], [pattern])
+    directory = _fetch(wanted, f"data file {name!r}:")
+    paths = sorted(str(path) for path in directory.glob(pattern) if path.is_file())
+    if not paths:
+        raise ConfigError(
+            f"data file {name!r}: {found['repo']} has no file {pattern!r} (looked for in "
+            f"{directory}); its files are listed at huggingface.co/datasets/{found['repo']}"
+        )
+    return paths
+
+
+def _fetch(wanted: HubFiles, what: str) -> Path:
+    """The snapshot's directory with the wanted files in it."""
+    from huggingface_hub import snapshot_download  # most of a second to import, for few users
+
+    try:
+        found = snapshot_download(
+            wanted.repo,
+            repo_type=wanted.kind,
+            revision=wanted.revision,
+            allow_patterns=wanted.patterns,
+        )
+    except Exception as error:  # of the network, the hub, its answer, the disk: many types
+        raise ConfigError(
+            f"{what} the hub gives no {wanted.kind} {wanted.repo!r}: {_first_line(error)}; give a "
+            f"local path, or fetch it where there is a network: {_fetch_command(wanted)} (HF_HOME "
+            "holds what was fetched and may be copied; HF_TOKEN opens private repositories)"
+        ) from None
+    return Path(found)
+
+
+def _fetch_command(wanted: HubFiles) -> str:
+    words = ["hf", "download", wanted.repo]
+    if wanted.kind == "dataset":
+        words += ["--repo-type", "dataset", *(f"--include '{p}'" for p in wanted.patterns)]
+    if wanted.revision:
+        words += ["--revision", wanted.revision]
+    return " ".join(words)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
