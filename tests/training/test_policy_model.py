@@ -38,7 +38,7 @@ def test_the_logits_bound_the_vocabulary_of_a_larger_tokenizer(model_directory: 
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent.*no directory"):
+    with pytest.raises(ConfigError, match=r"absent.*cannot be loaded"):
         load_policy(str(tmp_path / "absent"), "cpu", tokenizer_size=28)
 
 
