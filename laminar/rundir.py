@@ -12,6 +12,7 @@ timeline/         what each process did when
                   Of a log or a timeline FILE that has grown large, FILE.1, FILE.2, ... are the
                   parts before it; the oldest of them go
 metrics.jsonl  tensorboard/  status.json  summary.json
+report.html       figures, charts and samples, by `laminar report`; comparison.html of several runs
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version
 export/           the trained model as a Hugging Face directory
 """
@@ -33,6 +34,8 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
 EXPORT_DIR = "export"
 

@@ -36,6 +36,7 @@ from laminar.analysis.timeline import (
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
 from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
+from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.ids import TRAIN
@@ -71,10 +72,10 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    """The summary; nothing is written."""
+def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
+    """The summary; nothing is written. `observers` see the same replay."""
     account, windows, milestones = Account(), Windows(), Milestones()
-    replayed = replay_log(run_dir, account, windows, milestones)
+    replayed = replay_log(run_dir, account, windows, milestones, *observers)
     state = replayed.machine.state
     trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
     replicas = sorted(milestones.names.get("rollout", []))

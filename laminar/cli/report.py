@@ -1,22 +1,96 @@
-"""laminar report RUN: work out a run's figures, write summary.json, print it."""
+"""laminar report RUN [RUN ...]: the figures of runs, for people on a page, for tools as JSON.
+
+Reads   run directories, at work or ended
+Writes  RUN/summary.json of each; RUN/report.html, or comparison.html in the first of several
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report import summarize
+from laminar.analysis.headline import headline, troubles
+from laminar.analysis.page import html
+from laminar.analysis.page_data import PageData, page_data
+from laminar.analysis.report import summarize, write_summary
+from laminar.cli.arguments import run_config
+from laminar.cli.endings import say
+from laminar.config import ConfigError
+from laminar.rundir import COMPARISON_FILE, REPORT_FILE
+from laminar.tasks.decoding import decoder_of
+
+SHARES_SHOWN = 3  #: of what a process did, the largest first
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("report", help="write and print the summary of a run")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    text = "figures, charts and samples of runs, as a page"
+    parser = subparsers.add_parser("report", help=text, description=text)
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run directory; several: side by side"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON, no page")
+    where = f"the page (RUN/{REPORT_FILE}; of several, {COMPARISON_FILE} in the first)"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
     parser.set_defaults(function=run_report)
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """The keys are explained in docs/metrics.md."""
-    print(json.dumps(summarize(arguments.run), indent=2))
+    """The figures are explained in docs/metrics.md."""
+    if arguments.json:
+        for run in arguments.runs:
+            print(json.dumps(summarize(run), indent=2))
+        return 0
+    runs = [_page_data(run) for run in arguments.runs]
+    for data in runs:
+        write_summary(data.run_dir, data.summary)
+    path = arguments.output or runs[0].run_dir / (COMPARISON_FILE if runs[1:] else REPORT_FILE)
+    _write(path, html(runs))
+    for line in [*(line for data in runs for line in lines(data)), f"page              {path}"]:
+        print(line)
     return 0
+
+
+def _page_data(run: Path) -> PageData:
+    """Where the tokenizer is gone, everything but the answers."""
+    decode, why = None, ""
+    try:
+        decode = decoder_of(run, run_config(run))
+    except ConfigError as error:
+        why = str(error)
+    data = page_data(run, decode)
+    if why:
+        say("laminar", f"the page of {run} shows no answers: {why}")
+    return data
+
+
+def lines(data: PageData) -> Iterator[str]:
+    """The page without its charts."""
+    yield f"{data.name}  ({data.run_dir})"
+    for name, text in headline(data):
+        yield f"  {name:<16}{text}"
+    for process, shares in data.summary["time_shares"].items():
+        yield f"  {process:<16}{_largest(shares)}"
+    for sentence in troubles(data.summary):
+        yield f"  ! {sentence}"
+    yield ""
+
+
+def _largest(shares: dict[str, float]) -> str:
+    parts: Sequence[tuple[str, float]] = sorted(shares.items(), key=lambda part: -part[1])
+    chosen = [(name, share) for name, share in parts[:SHARES_SHOWN] if share >= 0.005]
+    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in chosen)
+
+
+def _write(path: Path, text: str) -> None:
+    """Readers see the old page or the new one."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error}") from error

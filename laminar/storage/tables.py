@@ -69,6 +69,15 @@ class Wanted(NamedTuple):
         return cls("id = ? OR group_id = ?", (name, name))
 
 
+class Response(NamedTuple):
+    """How long a response was, and what became of it."""
+
+    num_tokens: int
+    version_step: int  #: completed steps whose weights sampled it
+    trained: int | None  #: 1 when it was
+    end_step: int | None  #: then the index of the batch, from 0
+
+
 class Tables:
     """The rows of one open database."""
 
@@ -124,6 +133,14 @@ class Tables:
         )
         found = self._db.execute(sql, (*wanted.values, before, limit))
         return [(place, Row._make(row)) for place, *row in found]
+
+    def responses(self) -> Iterator[Response]:
+        """Every whole response of training."""
+        sql = (
+            "SELECT num_tokens, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
+            "FROM trajectories WHERE purpose = 'train' AND status != 'open'"
+        )
+        return map(Response._make, self._db.execute(sql))
 
     def trained_steps(self) -> list[int]:
         """Indices of the batches that trained something, from 0, in order."""

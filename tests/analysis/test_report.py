@@ -152,7 +152,7 @@ def test_time_shares_add_up_and_tokens_are_counted(copy: Path) -> None:
 
 def test_a_run_that_ended_before_anything_happened(tmp_path: Path, cli: Cli) -> None:
     make_run(tmp_path / "run", world_log()[:20])
-    code, out = cli("report", tmp_path / "run")
+    code, out = cli("report", "--json", tmp_path / "run")
     assert code == 0
     summary = json.loads(out)
     assert summary["exit_code"] is None

@@ -106,7 +106,7 @@ def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
         ("log tail runs/x -n 0", ["-n", "0"]),
         ("log replay runs/x --unt 3", ["--unt"]),
         ("report", ["RUN"]),
-        ("report a b", ["b"]),
+        ("report a --jsno", ["--jsno"]),
         ("audit runs/x seed=1", ["seed=1"]),
         ("sim -c a.toml --seed x", ["--seed", "x"]),
         ("sim -c a.toml --see 1", ["--see"]),

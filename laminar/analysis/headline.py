@@ -1,0 +1,114 @@
+"""A run in a dozen lines: what came out, what it cost, and what went wrong on the way.
+
+Reads   PageData
+Gives   headline: (name, text) pairs; troubles: sentences; share_correct, standard_error
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from laminar.analysis.page_data import PageData
+
+ENDS_SHARE = 0.1
+"""Of the steps: so many at either end are averaged, because single batches vary."""
+
+
+def headline(data: PageData) -> Iterator[tuple[str, str]]:
+    """In the order in which one asks."""
+    summary = data.summary
+    yield "outcome", _outcome(summary)
+    yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
+    yield "held-out correct", _held_out(summary["evaluations"])
+    yield "reward", _first_to_last(data, "reward/mean")
+    yield "entropy (nats)", _first_to_last(data, "actor/entropy")
+    yield "length (tokens)", _lengths(summary)
+    yield "truncated", _share(summary["truncated_share"], "of trained responses")
+    yield "staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} steps"
+    yield "mismatch KL", _figure(summary["mismatch_kl_mean"], "per token")
+    yield "generated", _figure(summary["tokens_per_s"], "tokens/s")
+    yield "reward errors", _errors(summary)
+
+
+def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Whatever a reader must not overlook, one sentence each."""
+    if summary["failure"]:
+        yield f"the run FAILED: {summary['failure']}"
+    if summary["interrupted"]:
+        yield "it was asked to stop before its time"
+    if summary["reward_errors"]:
+        first = summary["reward_error_first"]
+        yield f"the reward FAILED on {_errors(summary)}" + (f", first: {first}" if first else "")
+    for reason, count in summary["groups_dropped"].items():
+        yield f"{_count(count, 'group')} dropped: {reason}"
+    if summary["tokens_restarted"]:
+        yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
+    if summary["coordinator_incarnations"] > 1:
+        yield f"the coordinator was started {summary['coordinator_incarnations']} times"
+
+
+def share_correct(evaluation: Mapping[str, Any]) -> float:
+    return float(evaluation["correct"] / evaluation["total"]) if evaluation["total"] else 0.0
+
+
+def standard_error(evaluation: Mapping[str, Any]) -> float:
+    """Of the share of correct answers, each prompt answered once: sqrt(p (1 - p) / n)."""
+    share = share_correct(evaluation)
+    return math.sqrt(share * (1 - share) / evaluation["total"]) if evaluation["total"] else 0.0
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    if summary["exit_code"] is None:
+        return "not ended"
+    if summary["exit_code"]:
+        return f"FAILED (exit code {summary['exit_code']})"
+    return "stopped in good order" if summary["interrupted"] else "complete"
+
+
+def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if not evaluations:
+        return "not evaluated"
+    ends = [evaluations[0], evaluations[-1]][: len(evaluations)]
+    told = [f"{share_correct(e):.1%} ± {standard_error(e):.1%}" for e in ends]
+    of = f"{evaluations[-1]['total']} prompts"
+    return f"{' -> '.join(told)} ({of}; ± is the standard error)"
+
+
+def _first_to_last(data: PageData, key: str) -> str:
+    _, values = data.figure(key)
+    if not values:
+        return "-"
+    count = max(1, math.ceil(len(values) * ENDS_SHARE))
+    first, last = (sum(part) / count for part in (values[:count], values[-count:]))
+    of = "first and last step" if count == 1 else f"means of the first and last {count} steps"
+    return f"{first:.3g} -> {last:.3g} ({of})"
+
+
+def _lengths(summary: Mapping[str, Any]) -> str:
+    parts = []
+    for what, key in (("trained", "response_length"), ("generated", "generated_response_length")):
+        p50, p99 = summary[f"{key}_p50"], summary[f"{key}_p99"]
+        if p50 is not None:
+            parts.append(f"{what} p50 {p50:.0f}, p99 {p99:.0f}")
+    return "; ".join(parts) or "-"
+
+
+def _share(share: float | None, of: str) -> str:
+    return "-" if share is None else f"{share:.2%} {of}"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:,.4g} {unit}"
+
+
+def _errors(summary: Mapping[str, Any]) -> str:
+    reasons = summary["reward_errors"]
+    by_reason = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    told = f" ({by_reason})" if by_reason else ""
+    return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{told}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

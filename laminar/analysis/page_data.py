@@ -1,0 +1,199 @@
+"""What a page about a run shows: its summary, its figures over the steps, and some of its answers.
+
+Reads   the event log, timeline/, metrics.jsonl, store.sqlite of a run directory, at work or ended
+Gives   PageData
+Raises  ConfigError for a run directory that cannot be read
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from laminar.analysis.history import WallClock
+from laminar.analysis.report import summary_of
+from laminar.analysis.samples import Choice, Decode, Sample, find_samples
+from laminar.analysis.timeline import read_steps, whole_lines
+from laminar.core.state import State
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.rundir import METRICS_FILE, STORE_FILE
+from laminar.storage import books
+from laminar.storage.tables import Response
+
+STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
+RATE_BINS = 80  #: of the time of a run
+LENGTH_BINS = 6  #: of trained responses, each with as many of them as the others
+SAMPLES = 3  #: of each kind that are shown
+
+Points = tuple[list[float], list[float]]
+
+
+class StepTimes:
+    """An observer of a replay: when each step was completed, with its response tokens."""
+
+    def __init__(self) -> None:
+        self.first_ns = 0
+        self.done: dict[int, tuple[int, int]] = {}  #: by index
+        self._clock = WallClock()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._clock.unix_ns(stamped)
+        self.first_ns = self.first_ns or now
+        if isinstance(stamped.event, ev.StepCompleted):
+            self.done.setdefault(stamped.event.step, (now, stamped.event.num_tokens))
+
+
+class Rates(NamedTuple):
+    """Tokens per second over the seconds since the run's first event."""
+
+    generated: Points
+    trained: Points
+
+
+class Lengths(NamedTuple):
+    """Percentiles of response lengths, in tokens, by the completed steps that made the weights."""
+
+    generated: dict[int, Points]  #: by percentile
+    trained: dict[int, Points]
+
+
+class PageData(NamedTuple):
+    """One run."""
+
+    name: str
+    run_dir: Path
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]  #: lines of metrics.jsonl about steps
+    rates: Rates
+    lengths: Lengths
+    staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
+    samples: dict[str, list[Sample]]  #: by what they are
+
+    def figure(self, key: str) -> Points:
+        """One figure of metrics.jsonl, over the completed steps."""
+        found = [(line[STEP], line[key]) for line in self.steps if key in line]
+        return [float(step) for step, _ in found], [float(value) for _, value in found]
+
+    def keys(self, prefix: str) -> list[str]:
+        """Names of figures that begin so."""
+        return sorted({key for line in self.steps for key in line if key.startswith(prefix)})
+
+
+def page_data(run_dir: Path, decode: Decode | None) -> PageData:
+    """Without `decode`, no answers."""
+    times = StepTimes()
+    summary = summary_of(run_dir, times)
+    responses = _responses(run_dir)
+    return PageData(
+        name=run_dir.resolve().name,
+        run_dir=run_dir,
+        summary=summary,
+        steps=_steps(run_dir),
+        rates=_rates(run_dir, summary, times),
+        lengths=_lengths(responses),
+        staleness=_staleness(responses),
+        samples={} if decode is None else _samples(run_dir, decode),
+    )
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines that a crash cut short are left out."""
+    found = []
+    for _, text in whole_lines(run_dir / METRICS_FILE):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and STEP in line:
+            found.append(line)
+    return found
+
+
+def _responses(run_dir: Path) -> list[Response]:
+    if not (run_dir / STORE_FILE).is_file():
+        return []
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        return list(tables.responses())
+
+
+def _rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) -> Rates:
+    engines = [name for name in summary["time_shares"] if name.startswith("rollout")]
+    rows = [read_steps(run_dir, name) for name in engines]
+    sampled = [(row[:, 1], row[:, 3]) for row in rows if len(row)]
+    trained = np.array(list(times.done.values()), dtype=np.int64).reshape(-1, 2)
+    seconds = max(float(summary["seconds"]), 1e-3)
+    return Rates(
+        _rate(sampled, times.first_ns, seconds),
+        _rate([(trained[:, 0], trained[:, 1])], times.first_ns, seconds),
+    )
+
+
+def _rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
+    """Tokens of each part of the time by its length; at the middle of the part."""
+    edges = np.linspace(0.0, seconds, RATE_BINS + 1)
+    tokens = np.zeros(RATE_BINS)
+    for when_ns, count in parts:
+        tokens += np.histogram((when_ns - first_ns) / 1e9, bins=edges, weights=count)[0]
+    if not tokens.any():
+        return [], []
+    middles, width = (edges[:-1] + edges[1:]) / 2, seconds / RATE_BINS
+    return middles.tolist(), (tokens / width).tolist()
+
+
+def _lengths(responses: list[Response]) -> Lengths:
+    return Lengths(_percentiles(responses), _percentiles([r for r in responses if r.trained]))
+
+
+def _percentiles(responses: list[Response]) -> dict[int, Points]:
+    by_step: dict[int, list[int]] = defaultdict(list)
+    for response in responses:
+        by_step[response.version_step].append(response.num_tokens)
+    steps = sorted(by_step)
+    return {
+        q: ([float(s) for s in steps], [float(np.percentile(by_step[s], q)) for s in steps])
+        for q in (50, 99)
+    }
+
+
+def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
+    """Of trained responses, from the shortest to the longest; each bin has about as many."""
+    found = sorted(
+        (r.num_tokens, r.end_step - r.version_step)
+        for r in responses
+        if r.trained and r.end_step is not None
+    )
+    bins: dict[str, dict[str, float]] = {}
+    for part in np.array_split(np.array(found, dtype=np.int64).reshape(-1, 2), LENGTH_BINS):
+        if len(part):
+            values, counts = np.unique(part[:, 1], return_counts=True)
+            shares = (counts / len(part)).tolist()
+            name = f"{part[0, 0]} to {part[-1, 0]}"
+            bins[name] = {str(v): s for v, s in zip(values.tolist(), shares, strict=True)}
+    return bins
+
+
+def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
+    """Of the last evaluation, the last step and the first one: the worst and the best."""
+    if not (run_dir / STORE_FILE).is_file():
+        return {}
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        trained, evaluated = tables.trained_steps(), tables.evaluated_steps()
+    chosen: dict[str, Choice] = {}
+    if evaluated:
+        chosen[f"Held out, after step {evaluated[-1]}"] = Choice(evaluation=evaluated[-1])
+    if trained:
+        chosen[f"Trained by step {trained[-1] + 1}"] = Choice(step=trained[-1] + 1)
+        chosen[f"Trained by step {trained[0] + 1}"] = Choice(step=trained[0] + 1)
+    return {
+        f"{title}: the {order}": list(
+            find_samples(run_dir, choice._replace(**{order: SAMPLES}), decode)
+        )
+        for title, choice in chosen.items()
+        for order in ("worst", "best")
+    }

@@ -1,0 +1,144 @@
+"""The page about a run: true figures, every answer escaped, one file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from laminar.analysis.headline import headline, standard_error, troubles
+from laminar.analysis.page import html
+from laminar.analysis.page_data import PageData, page_data
+from laminar.analysis.report import summarize
+from laminar.cli import report
+from laminar.config import dumps, load
+from tests.analysis.conftest import Cli
+from tests.analysis.made_run import CLOCK_NS, make_run, world_log, write_steps
+
+MODEL = Path(__file__).parents[2] / "configs/models/spell-0.6m"
+SECOND = 10**9
+
+
+def decode(ids: list[int]) -> str:
+    return f"<script>{len(ids)}</script>"
+
+
+@pytest.fixture
+def run(copy: Path) -> Path:
+    """The made run with figures, a timeline and a configuration."""
+    lines = [
+        {"training/global_step": step, "reward/mean": 0.25 * step, "reward_extra/format": 0.5}
+        for step in (1, 2, 3)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (copy / "metrics.jsonl").write_text(text + '{"step": 3, "val/version": 4}\n{"torn')
+    write_steps(copy, "rollout-0", [(CLOCK_NS, CLOCK_NS + SECOND // 100, 1, 30)])
+    settings = [f"model.name={MODEL}", "data.dataset=gcd"]
+    (copy / "config.toml").write_text(dumps(load([], settings)))
+    return copy
+
+
+def svgs(page: str) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+
+
+def test_the_page_needs_nothing_else(run: Path) -> None:
+    page = html([page_data(run, decode)])
+    for outside in ("<script", "<link", "<img", "http:", "https:", "url(", "@import", "src="):
+        assert outside not in page, outside
+    for svg in svgs(page):
+        ElementTree.fromstring(svg)
+    titles = " ".join(re.findall(r'aria-label="([^"]*)"', page))
+    for chart in ("Held-out", "Reward", "Entropy", "Response length", "Staleness", "per second"):
+        assert chart in titles, chart
+    assert "What each process did" in titles and "format" in titles
+
+
+def test_figures_are_those_of_the_run(run: Path) -> None:
+    data = page_data(run, decode)
+    assert data.figure("reward/mean") == ([1.0, 2.0, 3.0], [0.25, 0.5, 0.75])
+    told = dict(headline(data))
+    assert told["outcome"] == "complete"
+    assert told["reward"] == "0.25 -> 0.75 (first and last step)"
+    assert told["held-out correct"].startswith("100.0% ± 0.0% -> 100.0% ± 0.0% (4 prompts")
+    seconds, rate = data.rates.generated
+    assert sum(rate) * data.summary["seconds"] / len(seconds) == pytest.approx(30)
+    trained = sum(data.rates.trained[1]) * data.summary["seconds"] / len(seconds)
+    assert trained == pytest.approx(10 + 20 + 30)
+    assert sum(len(xs) for xs, _ in data.lengths.trained.values()) > 0
+    for shares in data.staleness.values():
+        assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_the_standard_error_is_that_of_a_share() -> None:
+    assert standard_error({"correct": 32, "total": 128}) == pytest.approx(
+        (0.25 * 0.75 / 128) ** 0.5
+    )
+    assert standard_error({"correct": 0, "total": 0}) == 0
+
+
+def test_what_went_wrong_is_told(run: Path) -> None:
+    summary = summarize(run)
+    bad = {
+        "failure": "no replica is left",
+        "reward_errors": {"error": 9, "timeout": 1},
+        "reward_answers": 40,
+        "reward_error_first": "KeyError: 'x' (reward.py:4)",
+        "groups_dropped": {"batch-wait": 1},
+        "tokens_restarted": 1200,
+        "coordinator_incarnations": 2,
+    }
+    assert list(troubles(summary | bad)) == [
+        "the run FAILED: no replica is left",
+        "the reward FAILED on 10 of 40 answers (error 9, timeout 1), first: KeyError: 'x' "
+        "(reward.py:4)",
+        "1 group dropped: batch-wait",
+        "1,200 sampled tokens thrown away by restarts",
+        "the coordinator was started 2 times",
+    ]
+
+
+def test_runs_side_by_side_share_their_charts_and_axes(run: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    runs = [page_data(run, decode), page_data(other, decode)]
+    page = html(runs)
+    reward = next(svg for svg in svgs(page) if 'aria-label="Reward, mean' in svg)
+    assert reward.count("<polyline") == 2 and ">copy</text>" in reward and ">other</text>" in reward
+    lengths = [svg for svg in svgs(page) if 'aria-label="Response length (' in svg]
+    assert len(lengths) == 2
+    assert len({tuple(re.findall(r'"end">([^<]*)<', svg)) for svg in lengths}) == 1
+
+
+def test_the_command_prints_a_page_and_writes_it(run: Path, tmp_path: Path, cli: Cli) -> None:
+    code, out = cli("report", run)
+    assert code == 0 and "  outcome" in out and str(run / "report.html") in out
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+    code, out = cli("report", run, run, "-o", tmp_path / "two.html")
+    assert code == 0 and (tmp_path / "two.html").is_file()
+    code, out = cli("report", "--json", run)
+    assert code == 0 and json.loads(out) == json.loads((run / "summary.json").read_text())
+
+
+def test_without_a_tokenizer_the_page_has_everything_but_answers(
+    run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(report, "say", lambda _, sentence: said.append(sentence))
+    assert "summary>" in html([page_data(run, decode)])
+    (run / "config.toml").unlink()
+    code, _ = cli("report", run)
+    assert code == 0 and "no answers to show" in (run / "report.html").read_text()
+    assert ["shows no answers: " in sentence for sentence in said] == [True]
+
+
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", world_log()[:20])
+    (tmp_path / "run" / "store.sqlite").unlink()
+    data: PageData = page_data(tmp_path / "run", None)
+    assert dict(headline(data))["outcome"] == "not ended"
+    assert "no figures yet" in html([data])
