@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from laminar.analysis.history import replay_log
 from laminar.analysis.lives import ENDED, Life, Lives, Moment, Moments
+from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Event, Stamped
@@ -79,7 +80,8 @@ SCHEMAS = {
             ("reward_reason", pa.string()),
             ("end", pa.string()),  # trained | evaluated | dropped; null while it is open
             ("end_reason", pa.string()),
-            ("step", pa.int64()),  # that trained it, or whose weights were evaluated
+            ("step", pa.int64()),  # that trained it, from 1, or completed before it was evaluated
+            ("staleness", pa.int64()),  # of what was trained
         ]
     ),
 }
@@ -207,8 +209,14 @@ def _trajectory(life: Life) -> Row:
         life.reward_reason or None,
         life.end or None,
         life.end_reason or None,
-        life.end_step if life.end_step >= 0 else None,
+        *_step_and_staleness(life),
     )
+
+
+def _step_and_staleness(life: Life) -> tuple[int | None, int | None]:
+    if life.end == "trained":
+        return step_number(life.end_step), life.end_step - life.placement.step
+    return (life.end_step if life.end_step >= 0 else None), None
 
 
 def _us(moment: Moment | None) -> int | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laminar.analysis.lives import Moment
+from laminar.analysis.plain import step_number
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.core.admission import refusal
 from laminar.core.state import Replica, State
@@ -136,7 +137,7 @@ def _pull(state: State, replica: Replica) -> str:
 
 
 def _bound(state: State, step: int) -> str:
-    """The staleness bound in figures, for one more group of the weights of this step."""
+    """The staleness bound in figures, for one more group of the weights of so many steps."""
     mine = step + state.settings.max_staleness
 
     def fit(deadline: int) -> int:
@@ -148,9 +149,10 @@ def _bound(state: State, step: int) -> str:
     later = [due for due in state.deadlines if due >= mine]
     tightest = min([mine, *later], key=lambda due: (fit(due) - there(due), due))
     return (
-        f"a new group of its step-{step} weights would be due by batch {mine}; the next batch to "
-        f"be chosen is {state.chosen}, so {max(fit(tightest), 0)} groups fit until batch "
-        f"{tightest}, and {there(tightest)} are there already"
+        f"a new group of its weights (made by {step} steps) would be due by step "
+        f"{step_number(mine)}; the next batch to be chosen is that of step "
+        f"{step_number(state.chosen)}, so {max(fit(tightest), 0)} groups fit until step "
+        f"{step_number(tightest)}, and {there(tightest)} are there already"
     )
 
 
@@ -164,5 +166,5 @@ def _newer(state: State, replica: Replica) -> str:
     step = state.batch.step if state.batch else state.completed
     return (
         f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
-        f"working on step {step} since #{making.cause}"
+        f"working on step {step_number(step)} since #{making.cause}"
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from laminar.analysis.lives import DISPATCHED, LOST, Life, Lives, Moments, Placement
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, times
+from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events import events as ev
@@ -149,7 +150,7 @@ class Moves:
             yield f"At the end of the log it is {'lost' if self._lost else 'open'}."
             return
         how = f"{life.end} ({life.end_reason})" if life.end_reason else life.end
-        step = f" by step {life.end_step}" if life.end == "trained" else ""
+        step = f" by step {step_number(life.end_step)}" if life.end == "trained" else ""
         yield f"It ended as {how}{step} at {self._moments.said(life.ending)}."
         if self._again:
             yield f"The evaluation ran its prompt again as {self._again}."

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from laminar.analysis.idleness import Spell
 from laminar.analysis.lives import Moment, Moments
+from laminar.analysis.plain import plain
 from laminar.events.base import COORDINATOR, Event, Stamped
 
 WHAT_HAS_AN_ANSWER = (
@@ -31,7 +30,7 @@ def said(stamped: Stamped) -> str:
 
 def brief(event: Event) -> str:
     """Its tag and what it is about; `laminar log dump` has all of it."""
-    fields = msgspec.to_builtins(event)
+    fields = plain(event)
     named = [f"{key}={fields[key]}" for key in NAMING if fields.get(key) not in (None, "", "ok")]
     return " ".join([str(fields["type"]), *named])
 

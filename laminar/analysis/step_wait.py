@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from laminar.analysis.idleness import Idle, Idleness, Spell
 from laminar.analysis.lives import DISPATCHED, ENDED, Life, Lives, Moment, Moments, Placement
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, spell_lines
+from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
 from laminar.core.buffering import batch_size
 from laminar.core.state import STARTING, State
@@ -27,6 +28,7 @@ class StepWait:
     """The time in which the trainer was free before one step, and what its batch then needed."""
 
     def __init__(self, step: int) -> None:
+        """`step` as people count, from 1."""
         self.step = step
         self._moments, self._lives, self._idleness = Moments(), Lives(), Idleness()
         self._spells: list[Spell] = []  #: since the trainer was last training
@@ -35,7 +37,7 @@ class StepWait:
         self._dispatch: dict[TrajectoryId, Stamped] = {}
         self._idle: dict[tuple[str, int], Idle] = {}  #: by replica and the event that ended it
         self._published: dict[int, Moment] = {}
-        self._latest = -1
+        self._latest = 0
         self._batch: list[Life] = []
         self._chosen: tuple[Moment, Stamped] | None = None
 
@@ -61,8 +63,8 @@ class StepWait:
     ) -> None:
         for command in commands:
             if isinstance(command, cmd.TrainStep):
-                self._latest = command.step
-                if command.step == self.step:
+                self._latest = step_number(command.step)
+                if self._latest == self.step:
                     self._chosen = (now, stamped)
                     self._batch = [self._lives.open[name] for name in command.trajectories]
                     return
@@ -75,7 +77,7 @@ class StepWait:
 
     def lines(self) -> Iterable[str]:
         if self._chosen is None:
-            last = f"the last one is step {self._latest}" if self._latest >= 0 else "none was"
+            last = f"the last one is step {self._latest}" if self._latest else "none was"
             raise ConfigError(f"step {self.step} was never ordered, {last}: {WHAT_HAS_AN_ANSWER}")
         (chosen, cause), at = self._chosen, self._moments.said
         if self._freed_by is None:

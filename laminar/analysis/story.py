@@ -24,6 +24,7 @@ import msgspec
 
 from laminar.analysis.history import records, typed_command, typed_event
 from laminar.analysis.lives import Moments
+from laminar.analysis.plain import plain
 from laminar.analysis.process_logs import LogLine, log_lines
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
@@ -196,7 +197,7 @@ def _log_line(line: LogLine, seconds: float, subject: Subject) -> str:
 
 def describe(message: Event | Command, subject: Subject | None = None) -> str:
     """`tag field=value ...` on one line; empty when it does not name the given subject."""
-    fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields = plain(message)
     if subject is not None and not subject.named_by(fields):
         return ""
     tag = fields.pop("type")

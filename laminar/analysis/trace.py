@@ -34,6 +34,7 @@ from laminar.analysis.lives import (
     Moments,
     Placement,
 )
+from laminar.analysis.plain import step_number
 from laminar.analysis.timeline import read_spans
 from laminar.analysis.tracks import FLAGS, Span, Tracks
 from laminar.config import ConfigError
@@ -252,7 +253,9 @@ class Trace:
         if isinstance(command, cmd.TrainStep):
             size = len(command.trajectories)
             facts = {"version": command.version, "trajectories": size}
-            self._begin_order((command.to, WORK, "train"), seq, us, f"step {command.step}", facts)
+            self._begin_order(
+                (command.to, WORK, "train"), seq, us, f"step {step_number(command.step)}", facts
+            )
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             key = "publish" if isinstance(command, cmd.PublishWeights) else "export"
             facts = {"version": command.version, "step": command.step}

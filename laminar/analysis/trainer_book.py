@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from laminar.analysis.ledger_book import Account
+from laminar.analysis.plain import step_number
 from laminar.analysis.timeline import whole_lines
 from laminar.ids import TrajectoryId
 from laminar.rundir import TRAINER_BOOK_FILE
@@ -49,10 +50,15 @@ def book_problems(lines: list[BookLine], first: Account, latest: Account) -> lis
     completed = [step for step, entry in first.steps.items() if entry.completed is not None]
     return [
         *(f"trainer: {name} was trained {n} times" for name, n in counts.items() if n > 1),
-        *(f"trainer: step {step} is entered {n} times" for step, n in steps.items() if n > 1),
+        *(
+            f"trainer: step {step_number(step)} is entered {n} times"
+            for step, n in steps.items()
+            if n > 1
+        ),
         *(problem for line in lines for problem in _step_problems(line, latest)),
         *(
-            f"trainer: step {step} is completed in the log but is not in {TRAINER_BOOK_FILE}"
+            f"trainer: step {step_number(step)} is completed in the log but is not in "
+            f"{TRAINER_BOOK_FILE}"
             for step in completed
             if step not in steps
         ),
@@ -63,7 +69,7 @@ def unreported(lines: list[BookLine], latest: Account) -> list[str]:
     """Steps that are trained and do not count: in flight, lost with their trainer, or too late."""
     reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
     return [
-        f"step {line.step} is in {TRAINER_BOOK_FILE}, but the log does not count it: "
+        f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE}, but the log does not count it: "
         "its report was lost, or came when the run had failed"
         for line in lines
         if line.step in latest.steps and line.step not in reported
@@ -74,18 +80,26 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
     """One line against the order, its own digest, the report, and the ends of the ledger."""
     entry = latest.steps.get(line.step)
     if entry is None:
-        return [f"trainer: step {line.step} was never ordered"]
+        return [f"trainer: step {step_number(line.step)} was never ordered"]
     ordered, report, problems = entry.command, entry.completed, []
     if (line.ids, line.version) != (list(ordered.trajectories), ordered.version):
-        problems.append(f"trainer: step {line.step} has other ids or another version than ordered")
+        problems.append(
+            f"trainer: step {step_number(line.step)} has other ids or another version than ordered"
+        )
     if line.digest != ids_digest(line.ids):
-        problems.append(f"trainer: the ids of step {line.step} do not have their digest")
+        problems.append(
+            f"trainer: the ids of step {step_number(line.step)} do not have their digest"
+        )
     if report is None:
         return problems
     if (line.digest, line.changed) != (report.digest, report.changed):
-        problems.append(f"trainer: step {line.step} was reported otherwise than it was entered")
+        problems.append(
+            f"trainer: step {step_number(line.step)} was reported otherwise than it was entered"
+        )
     if sorted(line.ids) != latest.trained(line.step):
-        problems.append(f"trainer: the ledger ended other ids as trained by step {line.step}")
+        problems.append(
+            f"trainer: the ledger ended other ids as trained by step {step_number(line.step)}"
+        )
     return problems
 
 

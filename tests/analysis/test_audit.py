@@ -124,9 +124,9 @@ def _first_line(change: Callable[[dict], object]) -> Callable[[list[dict]], list
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda lines: lines[1:], "step 0 is completed in the log but"),
+        (lambda lines: lines[1:], "step 1 is completed in the log but"),
         (lambda lines: [*lines, lines[0]], "times"),
-        (lambda lines: [*lines, {**lines[0], "step": 9, "ids": []}], "step 9 was never ordered"),
+        (lambda lines: [*lines, {**lines[0], "step": 9, "ids": []}], "step 10 was never ordered"),
         (_first_line(lambda line: line["ids"].reverse()), "other ids"),
         (_first_line(lambda line: line["ids"].pop()), "ended other ids"),
         (_first_line(lambda line: line.update(version=5)), "another version"),
@@ -173,7 +173,7 @@ def test_a_step_that_was_trained_but_not_reported_is_a_note(tmp_path: Path) -> N
     make_run(tmp_path / "run", cut(world_log(), ev.StepCompleted))
     found = audit(tmp_path / "run")
     assert len(found.notes) == 1
-    assert "step 0" in found.notes[0]
+    assert "step 1" in found.notes[0]
 
 
 def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> None:

@@ -92,6 +92,7 @@ def test_a_row_for_every_trajectory(seed: int, tmp_path: Path) -> None:
         store = world.rows[name]
         assert (row["end"], row["tokens"]) == (store.end, store.num_tokens)
         assert row["tokens_lost"] == store.tokens_lost
+        assert (row["staleness"] is not None) == (row["end"] == "trained")
         assert (row["step"] is not None) == (row["end"] in ("trained", "evaluated"))
     ends = Counter(row["end"] for row in found.values())
     assert ends["trained"] == len(world.trained)
@@ -130,7 +131,8 @@ def test_the_times_of_one_life(tmp_path: Path) -> None:
         "ended": 630,
     }
     assert (row["tokens"], row["score"], row["finish_reason"]) == (33, 0.75, "stop")
-    assert (row["reward_reason"], row["end"], row["step"]) == ("ok", "trained", 0)
+    assert (row["reward_reason"], row["end"], row["step"]) == ("ok", "trained", 1)
+    assert row["staleness"] == 0
     assert other["started"] is None
 
 

@@ -95,7 +95,7 @@ def test_the_trace_of_a_whole_run_is_sound(made: Path) -> None:
     log = world_log()
     generated = [c for _, cs in log for c in cs if isinstance(c, cmd.GenerateTrajectory)]
     assert len(spans(events, "slot")) == len(generated)
-    steps = [f"step {i}" for i in range(3)]
+    steps = [f"step {i}" for i in (1, 2, 3)]
     assert [len(spans(events, "work", step)) for step in steps] == [1, 1, 1]
     pulls = [c for _, cs in log for c in cs if isinstance(c, cmd.PullWeights)]
     assert len(spans(events, "pull")) == len(pulls)
@@ -139,7 +139,7 @@ def test_times_are_those_of_the_log(tmp_path: Path) -> None:
     assert spans(events, "slot", "0.0.0") == [("rollout-0", 200, 300)]
     assert [e["ts"] / 1000 for e in events if e.get("name") == "generating"] == [230]
     assert spans(events, "reward", "0.0.0") == [("rollout-0", 300, 350)]
-    assert spans(events, "work", "step 0") == [("trainer-0", 350, 1350)]
+    assert spans(events, "work", "step 1") == [("trainer-0", 350, 1350)]
     assert spans(events, "pull", "pull v1 or newer") == [("rollout-0", 1350, 1360)]
     assert spans(events, "version", "v1") == [("relay-0", 1350, 1360)]
     assert sorted(spans(events, "refused", "staleness-bound")) == [("rollout-0", 350, 1350)]

@@ -71,7 +71,7 @@ def test_what_never_moved_says_where_it_was_and_how_it_ended(answer: Ask) -> Non
     assert "on rollout-1 with v0 at 0.500 s" in lines[1]
     assert "because of weights-loaded version=0 step=0 of rollout-1" in lines[1]
     assert "with 10 tokens (stop)" in lines[2]
-    assert lines[3].startswith("It ended as trained by step 0 at 0.500 s")
+    assert lines[3].startswith("It ended as trained by step 1 at 0.500 s")
     assert "At the end of the log it is open." in answer(bench, "0.0.0")
 
 
@@ -236,12 +236,15 @@ def test_a_replica_that_the_bound_kept_idle(answer: Ask) -> None:
     )
     assert lines[1] == "It began with trajectory-finished trajectory=0.1.1."
     assert lines[2] == (
-        f"  {begin}, for 2.000 s, staleness-bound: a new group of its step-0 weights would be due "
-        "by batch 0; the next batch to be chosen is 0, so 2 groups fit until batch 0, and 2 are "
-        "there already"
+        f"  {begin}, for 2.000 s, staleness-bound: a new group of its weights (made by 0 steps) "
+        "would be due by step 1; the next batch to be chosen is that of step 1, so 2 groups fit "
+        "until step 1, and 2 are there already"
     )
     assert lines[3].startswith(f"  {chosen}, for 0.700 s, staleness-bound: ")
-    assert "the next batch to be chosen is 1, so 0 groups fit until batch 0, and 0 are" in lines[3]
+    assert (
+        "the next batch to be chosen is that of step 2, so 0 groups fit until step 1, and 0"
+        in lines[3]
+    )
     assert lines[4] == (
         f"  {pull}, for 0.030 s, pulling: it loads v1 or newer (purpose newer), ordered by "
         f"#{bench.seq - 1}"
@@ -259,7 +262,7 @@ def test_what_it_waits_for_while_the_trainer_works(answer: Ask) -> None:
     bench.complete("0.0")
     ordered = bench.seq
     lines = answer(bench, "rollout-0", f"#{ordered}")
-    assert f"the trainer has been working on step 0 since #{ordered}" in lines[3]
+    assert f"the trainer has been working on step 1 since #{ordered}" in lines[3]
     assert lines[4] == "It lasts to the end of the log."
 
 
@@ -357,9 +360,9 @@ def test_a_step_that_waited_for_its_last_group(answer: Ask) -> None:
     bench.finish("0.0.1", num_tokens=42)
     bench.wait(50)
     bench.reward("0.0.1", 0.25)
-    lines = answer(bench, "step-0")
+    lines = answer(bench, "step-1")
     assert lines[0] == (
-        "Step 0 waited 1.550 s: the trainer was free at 0.500 s (#10), by trainer-ready of "
+        "Step 1 waited 1.550 s: the trainer was free at 0.500 s (#10), by trainer-ready of "
         f"trainer-0, and got its batch at {bench.last}, "
         "by trajectory-rewarded trajectory=0.0.1 of rollout-0."
     )
@@ -382,9 +385,9 @@ def test_a_step_that_waited_for_its_last_group(answer: Ask) -> None:
     assert lines[9].startswith("  started 0.000 s later")
     assert lines[10].endswith("42 tokens, stop") and "finished 1.500 s later" in lines[10]
     assert lines[11].endswith("by rollout-0, score 0.25") and "0.050 s later" in lines[11]
-    assert lines[12] == f"  chosen 0.000 s later (#{bench.seq}): for step 0"
+    assert lines[12] == f"  chosen 0.000 s later (#{bench.seq}): for step 1"
     assert "Group 0.1 was complete at 1.500 s" in lines[13]
-    assert answer(bench, "0") == lines
+    assert answer(bench, "1") == lines
 
 
 def test_a_step_that_did_not_wait(answer: Ask) -> None:
@@ -395,10 +398,10 @@ def test_a_step_that_did_not_wait(answer: Ask) -> None:
     bench.complete("0.0")
     bench.wait(600)
     bench.train()
-    lines = answer(bench, "1")
+    lines = answer(bench, "2")
     assert lines[0] == (
-        "Step 1 did not wait: its batch was complete when the trainer was free, at "
-        f"1.500 s (#{bench.seq - 1}) by step-completed version=1 step=0 of trainer-0."
+        "Step 2 did not wait: its batch was complete when the trainer was free, at "
+        f"1.500 s (#{bench.seq - 1}) by step-completed version=1 step=1 of trainer-0."
     )
     assert not any("not complete at first" in line for line in lines)
     assert "  chosen 0.600 s later" in lines[-1]
@@ -410,7 +413,7 @@ def test_a_step_for_which_room_had_to_come_free(answer: Ask) -> None:
     bench.train()
     bench.wait(100)
     bench.complete("0.1")
-    lines = answer(bench, "1")
+    lines = answer(bench, "2")
     assert "    rollout-0 had no room for it before" in lines
     assert lines[1].endswith("groups: 0 of 1 groups were complete, 1 were open")
 
@@ -421,7 +424,7 @@ def test_a_step_whose_trajectory_had_moved(answer: Ask) -> None:
     bench.complete("0.0", "0.1")
     if bench.state.batch is None:
         bench.complete(*bench.open_groups())
-    lines = answer(bench, "0")
+    lines = answer(bench, "1")
     assert "    it was placement 2: ask why the trajectory moved" in lines
 
 
@@ -434,7 +437,7 @@ def test_a_step_that_the_bound_held(answer: Ask) -> None:
     bench.complete("0.2")
     bench.wait(800)
     bench.complete("0.0")
-    lines = answer(bench, "1")
+    lines = answer(bench, "2")
     spells = [line for line in lines if ", for 0.800 s, " in line]
     assert len(spells) == 1
     assert "staleness-bound: the complete groups could not be taken" in spells[0]
@@ -449,7 +452,7 @@ def test_a_step_that_an_owed_publish_held(answer: Ask) -> None:
     bench.publish(1, 1)
     bench.load_all()
     bench.complete(bench.open_groups()[0])
-    lines = answer(bench, "1")
+    lines = answer(bench, "2")
     assert "for 0.900 s, publish: v1 was owed and had to be published first" in lines[1]
 
 
@@ -458,7 +461,7 @@ def test_a_step_that_the_strategy_held(answer: Ask) -> None:
     bench.complete("0.0")
     bench.wait(5000)
     assert bench.state.batch is not None
-    lines = answer(bench, "0")
+    lines = answer(bench, "1")
     assert any("for 5.000 s, strategy: the batch strategy had been asked" in x for x in lines)
 
 
@@ -484,7 +487,7 @@ def test_ids_that_nothing_has(answer: Ask) -> None:
     with pytest.raises(ConfigError, match="--at is a time for a replica"):
         answer(bench, "0.0.0", "3")
     bench.complete("0.0")
-    with pytest.raises(ConfigError, match="never ordered, the last one is step 0"):
+    with pytest.raises(ConfigError, match="never ordered, the last one is step 1"):
         answer(bench, "5")
     empty = ToldBench()
     with pytest.raises(ConfigError, match="it has none that was ready"):
