@@ -10,6 +10,9 @@ Why     `zmq.asyncio` costs six times as much per message as a non-blocking drai
 Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
 lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
 the same explicit id would be ignored without a word); who speaks is said inside the frames.
+
+When a server comes back, all clients connect at once. ZeroMQ lets 100 wait to be accepted; beyond
+that they try again, all of them, and of thousands some never get through.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import zmq
 
 from laminar.config import ConfigError
 from laminar.net.frames import FRAME_BYTES_MAX
+from laminar.net.session import PEERS_MAX
 
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
 DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
@@ -82,6 +86,7 @@ class _Socket:
             (zmq.MAXMSGSIZE, self._max_message),
             (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.BACKLOG, PEERS_MAX),
             (zmq.HEARTBEAT_IVL, PROBE_MS),
             (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS),
         ):

@@ -98,6 +98,7 @@ class Checks:
         self._recent.append(stamped)
         self.log_time.observe(stamped, self.world.scheduler.now)
         self.old_placement_has_no_effect(stamped, commands)
+        self.placement_is_raised(stamped, commands)
         self._note(stamped, commands)
         events, decisions = self._seen
         self._seen = (events + 1, decisions + len(commands))
@@ -108,6 +109,7 @@ class Checks:
         self.leases.observe(stamped, state)
         self._note_failure(stamped, state)
         self.waiting_leads_to_something(stamped, commands, state)
+        self.late_transfer_has_an_end(stamped, state)
         self._invariants(stamped, state)
         self._note_progress(state)
         self.world.marks.observe(stamped, commands, state)
@@ -180,6 +182,16 @@ class Checks:
             what = f"event {stamped.seq} is of placement {placement}, and was acted on"
             raise Violation("old_placement_has_no_effect", what, trajectory)
 
+    def placement_is_raised(self, stamped: Stamped, commands: list[Command]) -> None:
+        """Work that goes to an engine again has a number that it never had."""
+        for command in commands:
+            if not isinstance(command, cmd.GenerateTrajectory):
+                continue
+            _, newest = self._placed.get(command.trajectory, [(0, 0)])[-1]
+            if command.placement <= newest:
+                what = f"event {stamped.seq} places it as {command.placement}, after {newest}"
+                raise Violation("placement_is_raised", what, command.trajectory)
+
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
         if isinstance(event, ev.ActorJoined):
@@ -220,6 +232,17 @@ class Checks:
             if self._idle_waits > WAITS_MAX:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
+
+    def late_transfer_has_an_end(self, stamped: Stamped, state: State) -> None:
+        """A relay that did not get in time what its predecessor has is to be started again."""
+        kind, _, name = getattr(stamped.event, "timer", "").partition(":")
+        position = state.chain.index(name) if kind == "receive" and name in state.chain else 0
+        if not position or f"restart:{name}" in state.commands:
+            return
+        relay, before = state.relays[name], state.relays[state.chain[position - 1]]
+        if relay.newest < state.newest <= before.newest:
+            what = f"version {state.newest} did not come from {before.name}, and nobody acts"
+            raise Violation("late_transfer_has_an_end", what, name)
 
     # --- what goes over the wire ------------------------------------------------------------------
 

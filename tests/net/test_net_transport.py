@@ -1,13 +1,17 @@
 """Real sockets on loopback, under asyncio and uvloop."""
 
 import asyncio
+import contextlib
+import os
 import socket
+from pathlib import Path
 
 import pytest
 import uvloop
 import zmq
 
 from laminar.config import ConfigError
+from laminar.net.session import PEERS_MAX
 from laminar.net.transport import HIGH_WATER_MARK, ClientSocket, ServerSocket
 
 RUNNERS = [asyncio.run, uvloop.run]
@@ -56,6 +60,26 @@ def test_port_zero_gives_an_address_with_a_port(opened):
     host, _, port = server.address.rpartition(":")
     assert host == "tcp://127.0.0.1"
     assert int(port) > 0
+
+
+def test_all_clients_may_wait_to_be_accepted_at_the_same_time(opened):
+    """The kernel knows how many: in what it says of a socket that listens."""
+    server = opened(ServerSocket("127.0.0.1", 0))
+    port = int(server.address.rpartition(":")[2])
+    allowed = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert listening(port) == min(PEERS_MAX, allowed)
+
+
+def listening(port: int) -> int:
+    """How many connections to a port of this process may wait to be accepted."""
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as found:
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 1:
+                continue
+            if found.getsockname()[1] == port:
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                return int.from_bytes(info[28:32], "little")  # tcpi_sacked: the limit
+    raise AssertionError(f"nobody listens on {port}")
 
 
 def test_a_port_in_use_is_named_with_the_fix(opened):
