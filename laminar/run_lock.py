@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.program import typed
 from laminar.rundir import LOCK_FILE, PROCESSES_DIR
 
 MOVE_WAIT_S = 5.0
@@ -159,7 +160,7 @@ def in_use(run_dir: Path) -> str:
     """The sentence about a directory whose run lives."""
     living = holders(run_dir)
     who = describe(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
-    return f"run directory {run_dir} is in use by {who}; `laminar stop {run_dir}` ends a run"
+    return f"run directory {run_dir} is in use by {who}; `{typed('stop', run_dir)}` ends a run"
 
 
 def describe(living: list[Holder]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from laminar.config import Config, ConfigError, dumps, known_keys, load
+from laminar.config.foreign_keys import OTHERS, TRL, VERL
 
 ROOT = Path(__file__).parents[1]
 GOOD = ["model.name=m", "data.dataset=spell_backward"]
@@ -156,3 +158,27 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
     unknown.write_text("[rollout]\nreplica = 3\n")
     with pytest.raises(ConfigError, match=r"unknown\.toml.*rollout\.replicas"):
         load([unknown])
+
+
+@pytest.mark.parametrize("foreign", [*VERL, *TRL, *OTHERS])
+def test_a_key_of_another_system_is_answered_with_ours(foreign: str) -> None:
+    """By the table, whose answers exist and whose questions are no keys of ours."""
+    assert foreign not in known_keys()
+    for key in (foreign, foreign.replace("_", "-")):
+        with pytest.raises(ConfigError, match=r"^unknown key \S+; here it is (\S+)$") as refused:
+            load([], [f"{key}=8"])
+        assert str(refused.value).rpartition(" ")[2] in known_keys()
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("trainer.n_gpus_per_node", "rollout.replicas"),
+        ("num_generations", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
+        ("grpo.weight_decay", "optim.weight_decay"),
+    ],
+)
+def test_keys_that_users_of_verl_and_trl_type_first(foreign: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf" {re.escape(ours)}$"):
+        load([], [f"{foreign}=8"])

@@ -35,6 +35,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command
 from laminar.ports import AppendFile, DiskError
+from laminar.program import typed
 from laminar.rundir import EVENTS_DIR
 
 
@@ -129,7 +130,7 @@ def typed_command(record: DecisionRecord) -> Command:
 def _of_another_release(what: str, error: WireError) -> ConfigError:
     return ConfigError(
         f"{what} is of another release of laminar ({error}): "
-        "read the log with `laminar log dump --raw`"
+        f"read the log with `{typed('log', 'dump', '--raw')} RUN`"
     )
 
 
@@ -158,13 +159,14 @@ def replay_log(
             raise ConfigError(
                 f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
                 "segments), and this needs all of it: put the segments back from a copy, or see "
-                f"what is left with `laminar log replay {run_dir}` and `laminar log dump {run_dir}`"
+                f"what is left with `{typed('log', 'replay', run_dir)}` and "
+                f"`{typed('log', 'dump', run_dir)}`"
             )
         found = replay(disk, until=until, observer=observe)
     if must_be_identical and found.difference is not None:
         raise ConfigError(
             f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
-            f"`laminar log replay {run_dir}`, and use the release that wrote it"
+            f"`{typed('log', 'replay', run_dir)}`, and use the release that wrote it"
         )
     if found.difference is None and not found.machine.started:
         raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")

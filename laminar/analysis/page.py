@@ -16,6 +16,7 @@ from laminar.analysis.charts import Chart, Line, draw, draw_shares
 from laminar.analysis.headline import headline, share_correct, standard_error, troubles
 from laminar.analysis.page_data import PageData, Points
 from laminar.analysis.samples import Sample
+from laminar.program import typed
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
 GLANCE_CHARS = 110  #: of a response that is not opened
@@ -226,7 +227,7 @@ def _samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
         yield f"<h3>{escape(title)}</h3>"
         for sample in samples:
             yield from _sample(sample)
-    command = f"laminar samples {data.run_dir}"
+    command = typed("samples", data.run_dir)
     yield f'<p class="faint">All of it: <code>{escape(command)}</code></p>'
 
 

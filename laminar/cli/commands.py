@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from laminar.cli import (
     audit,
@@ -28,10 +29,18 @@ from laminar.cli.endings import exit_code
 
 def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
+    made.add_argument("--version", action="version", version=f"laminar {_version()}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (quickstart, init, train, stop, clean, samples, log, audit, report, sim):
         module.add_parser(subparsers)
     return made
+
+
+def _version() -> str:
+    try:
+        return metadata.version("laminar")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def run(words: Sequence[str] | None = None) -> int:

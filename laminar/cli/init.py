@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from laminar import exit_codes
 from laminar.cli.shipped import QUICKSTART_MODEL, REFERENCE_CONFIG
 from laminar.config import ConfigError
+from laminar.program import typed
 
 WORDS = ["apple", "bread", "cloud", "dream", "earth", "flame", "grass", "heart", "island", "jungle"]
 
@@ -89,8 +91,9 @@ def init(arguments: argparse.Namespace) -> int:
             f"{directory} cannot be written: {error.strerror}; name another directory"
         ) from None
     print(f"wrote {', '.join(str(directory / name) for name in files)}")
-    print(f"look  cd {directory} && laminar train -c run.toml --dry-run")
-    print("run   laminar train -c run.toml")
+    train = typed("train", "-c", "run.toml", at=directory)
+    print(f"look  cd {shlex.quote(str(directory))} && {train} --dry-run")
+    print(f"run   {train}")
     return exit_codes.COMPLETE
 
 

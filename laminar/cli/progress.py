@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from rich.table import Table
 from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
 from laminar.rundir import STATUS_FILE
 
+PACE_STEPS = 20
+"""The time that is left is told by the pace of so many steps."""
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, so that nobody wonders."""
 
@@ -37,6 +40,7 @@ class Progress:
         )
         self._due = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
         self._end = telemetry.outlet("end of the panel", lambda _: self._stop(), kept=1)
+        self._pace = Pace()
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said
         self._shown_at = time.monotonic()
@@ -136,11 +140,13 @@ class Progress:
     def _summary(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]
         reward, errors = status["reward"], status["reward_errors"]
+        left = self._pace.left(status["step"], total, time.monotonic())
         return "  ".join(
             [
                 f"[{time.monotonic() - self._started:5.0f} s]",
                 f"{status['phase']:<9}",
                 f"step {status['step']}" + (f"/{total}" if total else ""),
+                *([left] if left else []),
                 f"reward {reward:.3f}" if reward is not None else "reward -",
                 f"{status['tokens_per_s']:.0f} tok/s",
                 f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
@@ -154,13 +160,40 @@ class Progress:
         table.add_row("[bold]laminar[/bold]", self._summary(status))
         table.add_row("trainer", f"{status['trainer']}, {status['groups_ready']} groups ready")
         for name, replica in status["replicas"].items():
-            text = f"version {replica['version']}, {replica['running']} running, {replica['doing']}"
-            table.add_row(name, text)
+            waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
+            running = f"{replica['running']} running{waiting}"
+            table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for step, correct, total in status["evaluations"][-3:]:
             table.add_row(
                 "held-out", f"after step {step}: {correct}/{total} = {correct / total:.3f}"
             )
         return table
+
+
+class Pace:
+    """How long the steps that are left will take, at the pace of the last ones."""
+
+    def __init__(self) -> None:
+        self._done: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
+
+    def left(self, step: int, total: int, now: float) -> str:
+        """Words for it, or "" while nobody can know; `now` in seconds."""
+        if not step:  # what the start takes says nothing of the steps
+            return ""
+        if not self._done or step != self._done[-1][1]:
+            self._done.append((now, step))
+        (then, first), (last, _) = self._done[0], self._done[-1]
+        if step == first or step >= total:
+            return ""
+        per_step = (last - then) / (step - first)
+        return f"{_span(max((total - step) * per_step - (now - last), 0.0))} left"
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def failed_share(errors: dict[str, Any]) -> str:
@@ -170,9 +203,13 @@ def failed_share(errors: dict[str, Any]) -> str:
     return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
 
 
+def _more(waiting: int) -> str:
+    return f" +{waiting}" if waiting else ""
+
+
 def _replicas(status: dict[str, Any]) -> str:
     states = (
-        f"{name} v{r['version']} {r['running']} {r['doing']}"
+        f"{name} v{r['version']} {r['running']}{_more(r['waiting'])} {r['doing']}"
         for name, r in status["replicas"].items()
     )
     return " | ".join(states)

@@ -21,6 +21,7 @@ from typing import Any
 
 from laminar import exit_codes
 from laminar.config import ConfigError
+from laminar.program import typed
 from laminar.run_lock import Holder, RunLock, describe, holders
 from laminar.rundir import CONFIG_FILE, STATUS_FILE
 from laminar.weights.arena import sweep_arenas
@@ -150,7 +151,7 @@ def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
     if ended:
         print(f"{run_dir} has stopped{_progress(run_dir)}")
         return exit_codes.COMPLETE
-    again = "" if arguments.now else f"; `laminar stop {run_dir} --now` ends it at once"
+    again = "" if arguments.now else f"; `{typed('stop', run_dir, '--now')}` ends it at once"
     print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)
     return exit_codes.FAILED
 

@@ -24,12 +24,15 @@ from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
 from laminar.observe.logs import new_attempt
+from laminar.program import typed
 from laminar.run_lock import RunLock, holders, in_use, moving
 from laminar.rundir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     EXPORT_DIR,
+    METRICS_FILE,
     SUMMARY_FILE,
+    TENSORBOARD_DIR,
 )
 
 
@@ -62,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
     console.when_gone(
-        f"nobody reads the output any more; the run goes on, and `laminar stop {run_dir}` ends it"
+        f"nobody reads the output any more; the run goes on, and `{typed('stop', run_dir)}` ends it"
     )
     with contextlib.ExitStack() as ends:
         with Asked() as asked:  # before there is a directory: nothing is left half made
@@ -86,11 +89,12 @@ def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
         lines = [f"no summary: {error}"]
         lines += [f"the run FAILED   {over.reason}"] if over.reason else []
     except KeyboardInterrupt:
-        lines = [f"no summary: interrupted; the run is over, `laminar report {run_dir}` shows it"]
+        shown = typed("report", run_dir)
+        lines = [f"no summary: interrupted; the run is over, `{shown}` shows it"]
     console.lines(lines)
     console.end()
     if console.gone:
-        say("laminar", f"{run_dir} has ended with code {over.code}; `laminar report {run_dir}`")
+        say("laminar", f"{run_dir} has ended with code {over.code}; `{typed('report', run_dir)}`")
 
 
 def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -98,7 +102,7 @@ def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     try:
         write_summary(run_dir, summary)
     except ConfigError as error:
-        return [f"not kept         {error}; `laminar report {run_dir}` writes it"]
+        return [f"not kept         {error}; `{typed('report', run_dir)}` writes it"]
     return []
 
 
@@ -153,7 +157,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     elif failure:
         lines += [
             f"the run FAILED   {failure}",
-            f"what led to it   {run_dir}/logs/latest/*.jsonl; laminar log tail {run_dir}",
+            f"what led to it   {run_dir}/logs/latest/*.jsonl; {typed('log', 'tail', run_dir)}",
         ]
     evaluations = summary["evaluations"]
     if len(evaluations) > 1:
@@ -166,9 +170,10 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
         *_reward_errors(summary, run_dir),
-        f"look at          {run_dir / SUMMARY_FILE}, {run_dir}/metrics.jsonl, "
-        f"tensorboard --logdir {run_dir}/tensorboard",
-        f"and try          laminar log replay {run_dir}; laminar audit {run_dir}",
+        f"look at          {typed('report', run_dir)}; {typed('samples', run_dir)}",
+        f"figures          {run_dir / SUMMARY_FILE}, {run_dir / METRICS_FILE}, "
+        f"{run_dir / TENSORBOARD_DIR}",
+        f"and try          {typed('log', 'replay', run_dir)}; {typed('audit', run_dir)}",
     ]
     saved = len(list((run_dir / CHECKPOINTS_DIR).glob("step_*")))
     if saved:

@@ -18,28 +18,9 @@ from typing import Any, get_type_hints
 import msgspec
 import tomli_w
 
+from laminar.config.foreign_keys import ours
 from laminar.config.rules import CONFIG_CHARS_MAX, ConfigError, check_together, checked
 from laminar.config.tree import Config
-
-#: Keys that users of verl, TRL, slime and prime-rl type; the error names ours.
-FOREIGN_KEYS = {
-    "trainer.seed": "seed",
-    "model.path": "model.name",
-    "actor_rollout_ref.model.path": "model.name",
-    "actor_rollout_ref.rollout.n": "rollout.group_size",
-    "rollout.n": "rollout.group_size",
-    "data.batch_size": "data.train_batch_size",
-    "actor_rollout_ref.actor.optim.lr": "optim.lr",
-    "optim.learning_rate": "optim.lr",
-    "learning_rate": "optim.lr",
-    "max_steps": "trainer.total_training_steps",
-    "num_generations": "rollout.group_size",
-    "custom_reward_function.path": "reward.custom_reward_function.path",
-    "custom_reward_function.name": "reward.custom_reward_function.name",
-    "async.staleness_threshold": "async.max_staleness",
-    "max_staleness": "async.max_staleness",
-    "trainer.output_dir": "run.output_dir",
-}
 
 
 def known_keys() -> dict[str, Any]:
@@ -62,7 +43,7 @@ def known_keys() -> dict[str, Any]:
 def is_key(key: str) -> bool:
     """Whether `load` knows what is meant: a key, a section, or a key of another system."""
     keys = known_keys()
-    return key in keys or key in FOREIGN_KEYS or any(k.startswith(key + ".") for k in keys)
+    return key in keys or bool(ours(key)) or any(k.startswith(key + ".") for k in keys)
 
 
 def load(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -142,12 +123,12 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
     if any(k.startswith(key + ".") for k in keys):
         return f"{key} is a section, not a key; write {key}.NAME=VALUE"
-    near = FOREIGN_KEYS.get(key)
-    if near is None:
-        leaf = key.rsplit(".", 1)[-1]
-        same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
-        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-        near = (same_leaf or close or difflib.get_close_matches(key, keys, n=1, cutoff=0.0))[0]
+    if here := ours(key):
+        return f"unknown key {key}; here it is {here}"
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    near = (same_leaf or close or difflib.get_close_matches(key, keys, n=1, cutoff=0.0))[0]
     return f"unknown key {key}; the nearest key is {near}"
 
 

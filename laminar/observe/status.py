@@ -17,7 +17,7 @@ import msgspec
 
 from laminar.core.admission import refusal
 from laminar.core.roster import Kind
-from laminar.core.state import ENDED, State
+from laminar.core.state import ENDED, Replica, State
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
@@ -101,13 +101,20 @@ class StatusWriter:
             if kind is None or kind not in doing:
                 refused = refusal(state, replica)
                 doing[kind] = "pulling" if replica.loading else refused or "admitting"
+            placed, slots = len(replica.running), _slots(state, replica)
             shown[name] = {
                 "version": replica.version,
-                "running": len(replica.running),
+                "running": min(placed, slots),
+                "waiting": max(placed - slots, 0),
                 "doing": doing[kind],
                 "engine": self._gauges.of(name),
             }
         return shown
+
+
+def _slots(state: State, replica: Replica) -> int:
+    """What its engine runs at a time: a replica takes one group more, which waits for slots."""
+    return max(replica.capacity - state.settings.group_size, 1)
 
 
 def reward_errors(state: State) -> dict[str, Any] | None:

@@ -89,6 +89,7 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     except SafetensorError as error:  # its own name for a disk that fails
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
+    path.chmod((directory / "config.json").stat().st_mode)  # it is written for its owner alone
 
 
 def _sync(path: Path) -> None:

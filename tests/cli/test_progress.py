@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laminar.cli.progress import Progress
+from laminar.cli.progress import Pace, Progress
 from laminar.rundir import STATUS_FILE
 
 STATUS: dict[str, Any] = {
@@ -103,3 +103,23 @@ def test_a_terminal_that_fails_holds_nobody_up_and_gets_the_lines_that_follow(
     text = pane.getvalue()
     assert "first" in text and "third" in text
     assert "lines lost here: 1 ([Errno 5] Input/output error)" in text
+
+
+def test_the_time_that_is_left_follows_the_pace_of_the_last_steps() -> None:
+    pace = Pace()
+    assert [pace.left(0, 100, 5.0), pace.left(0, 100, 30.0), pace.left(1, 100, 35.0)] == [""] * 3
+    assert pace.left(1, 100, 90.0) == ""
+    for step in range(2, 41):
+        told = pace.left(step, 100, 35.0 + 2 * step)
+    assert told == "2.0 min left"
+    assert pace.left(40, 100, 155.0) == "80 s left"
+    assert pace.left(40, 100, 999.0) == "0 s left"
+    assert (pace.left(100, 100, 999.0), pace.left(101, 0, 999.0)) == ("", "")
+
+
+def test_what_waits_for_a_slot_is_not_said_to_run(tmp_path: Path) -> None:
+    doing = {"version": 3, "running": 64, "waiting": 8, "doing": "admitting"}
+    for terminal, said in ((True, "64 running, 8 waiting, admitting"), (False, "64 +8 admitting")):
+        assert said in show(tmp_path, terminal, {"replicas": {"rollout-0": doing}})
+    doing["waiting"] = 0
+    assert "rollout-0 v3 64 admitting" in show(tmp_path, False, {"replicas": {"rollout-0": doing}})

@@ -113,6 +113,22 @@ def test_status_tells_the_last_state(tmp_path: Path) -> None:
     }
 
 
+def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> None:
+    """A replica takes one group more than its engine runs."""
+    running = set()
+
+    def look(stamped: Stamped, commands: list[Command], state: State) -> None:
+        for name, shown in writer._replicas(state).items():
+            replica = state.replicas[name]
+            assert shown["running"] + shown["waiting"] == len(replica.running)
+            assert shown["running"] <= replica.capacity - state.settings.group_size
+            running.add((shown["running"], shown["waiting"]))
+
+    writer = StatusWriter(tmp_path, TELEMETRY)
+    feed(look, small_world())
+    assert any(waiting for _, waiting in running)
+
+
 def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
     """In the metrics of each step and in the status, with the first of them."""
     world = failing_reward()

@@ -56,6 +56,7 @@ def test_everything_a_user_needs_lies_beside_the_weights(
     assert end_ids(str(target), load_tokenizer(str(target))) == {5, 27}
     generation = json.loads((target / "generation_config.json").read_text())
     assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1
     with safe_open(target / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a dict
     config = json.loads((target / "config.json").read_text())

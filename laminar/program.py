@@ -1,0 +1,34 @@
+"""The command as it can be typed: hints name `laminar` as the shell of their reader finds it.
+
+Reads   PATH, the working directory, where this Python lies
+Gives   typed
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+NAME = "laminar"
+
+
+def typed(*words: object, at: Path = Path()) -> str:
+    """The command line that these words make, to be pasted in the directory `at`."""
+    return " ".join([_program(at), *(shlex.quote(str(word)) for word in words)])
+
+
+@cache
+def _program(at: Path) -> str:
+    """`laminar` where that is this one; else its path, from `at` if it is below."""
+    own = Path(sys.executable).parent / NAME
+    found = shutil.which(NAME)
+    if not own.is_file():
+        return NAME if found else f"{shlex.quote(sys.executable)} -m laminar.cli.main"
+    if found and os.path.samefile(found, own):
+        return NAME
+    relative = os.path.relpath(own, at)
+    return shlex.quote(str(own) if relative.startswith(os.pardir) else relative)
