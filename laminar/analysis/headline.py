@@ -22,6 +22,8 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     yield "outcome", _outcome(summary)
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
     yield "held-out correct", _held_out(summary["evaluations"])
+    if ranges := summary["eval_by_prompt_length"]:
+        yield "  by prompt length", "; ".join(map(range_line, ranges))
     yield "reward", _first_to_last(data, "reward/mean")
     yield "entropy (nats)", _first_to_last(data, "actor/entropy")
     yield "length (tokens)", _lengths(summary)
@@ -47,6 +49,18 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
         yield f"the coordinator was started {summary['coordinator_incarnations']} times"
+
+
+def range_line(found: Mapping[str, int]) -> str:
+    """The held-out score of prompts of one range of lengths, in the first and last evaluation."""
+    low, high = found["prompt_tokens_min"], found["prompt_tokens_max"]
+    tokens = f"{low}" if low == high else f"{low}-{high}"
+    shares = (
+        f"{found[f'{which}_correct'] / found[f'{which}_total']:.2f}"
+        for which in ("first", "last")
+        if found[f"{which}_total"]
+    )
+    return f"{tokens} tokens {' -> '.join(shares)} ({found['last_total']})"
 
 
 def share_correct(evaluation: Mapping[str, Any]) -> float:

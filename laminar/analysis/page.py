@@ -243,6 +243,9 @@ def _sample(sample: Sample) -> Iterator[str]:
     if row.reward_reason not in (None, "", "ok") or row.reward_detail:
         reason = f"{row.reward_reason} {row.reward_detail or ''}".strip()
         yield f'<div class="trouble">reward FAILED: {escape(reason)}</div>'
+    if sample.extras:
+        told = ", ".join(f"{name} {value}" for name, value in sample.extras.items())
+        yield f"<div>{escape(told)}</div>"
     for name, text in (
         ("prompt", sample.prompt),
         ("response", sample.response),

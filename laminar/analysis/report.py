@@ -24,6 +24,7 @@ from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.intervals import Intervals, intersect, union
 from laminar.analysis.ledger_book import TRUNCATED, Account
+from laminar.analysis.prompt_lengths import by_prompt_length
 from laminar.analysis.timeline import (
     Span,
     Steps,
@@ -86,6 +87,7 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
         **_outcome(state, milestones),
         **_lengths(account),
         **_rewards(state, account),
+        "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
         "tokens_per_s": tokens_per_s(steps.values()),
         **_timing(account, windows, milestones, trainers, pulls, steps, cut),
         "timelines_cut": cut,

@@ -27,7 +27,7 @@ from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.payload_files import DamageError
 from laminar.storage.rules import Row
-from laminar.storage.tables import Tables, Wanted
+from laminar.storage.tables import ALL, Tables, Wanted
 
 ROWS, PAYLOADS = 1024, 32
 """Of one read transaction: rows alone, and rows with all their tokens."""
@@ -54,6 +54,7 @@ class Sample(NamedTuple):
     prompt: str  #: as the model saw it, special tokens included
     response: str  #: likewise
     answer: Any  #: the right one, as the data has it
+    extras: m.Extras  #: what the reward functions gave besides the score
 
     @property
     def score(self) -> float | None:
@@ -89,6 +90,7 @@ class Sample(NamedTuple):
             "score": self.score,
             "reason": row.reward_reason,
             "exception": row.reward_detail or None,
+            "extras": self.extras,
             "length": row.num_tokens,
             "truncated": self.truncated,
             "version": row.weight_version,
@@ -125,7 +127,7 @@ def _wanted(path: Path, choice: Choice) -> Wanted:
             return Wanted.evaluated_after(choice.evaluation)
         if choice.name:
             wanted = Wanted.named(choice.name)
-            if not tables.newest(wanted, _LAST, 1):
+            if not tables.newest(wanted, limit=1):
                 raise ConfigError(
                     f"the store of {path.parent} has no trajectory or group {choice.name!r}: ids "
                     "look like 0.17.3 (pass 0, prompt 17, sibling 3), of an evaluation like e2.5.0"
@@ -155,11 +157,8 @@ def _spans(steps: list[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
 
 
-_LAST = 1 << 62  #: above every place of a row
-
-
 def _rows(path: Path, wanted: Wanted) -> Iterator[Row]:
-    before = _LAST
+    before = ALL
     while True:
         with books.open_tables(path) as tables:
             page = tables.newest(wanted, before, ROWS)
@@ -205,8 +204,8 @@ def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
     if not rows:
         return []
     with books.open_tables(path) as tables:
-        payloads = [_payload(tables, row) for row in rows]
-    return [_sample(row, *payload, decode) for row, payload in zip(rows, payloads, strict=True)]
+        payloads = [(*_payload(tables, row), tables.extras(row.id)) for row in rows]
+    return [_sample(row, decode, *payload) for row, payload in zip(rows, payloads, strict=True)]
 
 
 def _payload(tables: Tables, row: Row) -> tuple[bytes, bytes]:
@@ -221,13 +220,14 @@ def _payload(tables: Tables, row: Row) -> tuple[bytes, bytes]:
     return prompt, tokens
 
 
-def _sample(row: Row, prompt: bytes, tokens: bytes, decode: Decode) -> Sample:
+def _sample(row: Row, decode: Decode, prompt: bytes, tokens: bytes, extras: m.Extras) -> Sample:
     payload = m.decode_prompt(prompt)
     return Sample(
         row,
         decode(_ids(payload.prompt_ids)),
         decode(_ids(tokens)),
         msgspec.to_builtins(payload.ground_truth),
+        extras,
     )
 
 

@@ -70,10 +70,9 @@ def _page_data(run: Path) -> PageData:
 def lines(data: PageData) -> Iterator[str]:
     """The page without its charts."""
     yield f"{data.name}  ({data.run_dir})"
-    for name, text in headline(data):
-        yield f"  {name:<16}{text}"
-    for process, shares in data.summary["time_shares"].items():
-        yield f"  {process:<16}{_largest(shares)}"
+    shares = data.summary["time_shares"]
+    for name, text in [*headline(data), *((n, _largest(parts)) for n, parts in shares.items())]:
+        yield f"  {name:<20}{text}"
     for sentence in troubles(data.summary):
         yield f"  ! {sentence}"
     yield ""

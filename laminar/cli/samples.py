@@ -103,6 +103,8 @@ def lines(sample: Sample) -> Iterator[str]:
     row = sample.row
     yield f"{row.id}  {_told(sample)}"
     yield f"  score {_score(sample)}"
+    if sample.extras:
+        yield f"  {', '.join(f'{name} {_value(v)}' for name, v in sample.extras.items())}"
     cut = ", truncated" if sample.truncated else ""
     yield (
         f"  {row.num_tokens} tokens{cut}, by version {row.weight_version} (made by "
@@ -133,6 +135,10 @@ def _score(sample: Sample) -> str:
     reason = sample.row.reward_reason or "ok"
     failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
     return score + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
+
+
+def _value(value: float | str) -> str:
+    return printable(value) if isinstance(value, str) else f"{value:g}"
 
 
 def _block(title: str, text: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar import exit_codes
+from laminar.analysis.headline import range_line
 from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check
@@ -164,6 +165,8 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         of_what = " (the exported model)" if evaluations[-1]["final"] else ""
         first, last = summary["eval_first"], summary["eval_last"]
         lines.append(f"held-out score   {first:.3f} -> {last:.3f}{of_what}")
+        ranges = summary["eval_by_prompt_length"]
+        lines += [f"  by prompt      {range_line(found)}" for found in ranges]
     lines += [
         f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
         f"{summary['trajectories_trained']} trajectories trained, "

@@ -40,6 +40,9 @@ class StoredChunk(NamedTuple):
     file: str | None
 
 
+ALL = 1 << 62  #: above every place and every number of rows
+
+
 class Wanted(NamedTuple):
     """Which trajectories are wanted: one condition on the row."""
 
@@ -87,10 +90,12 @@ class Tables:
 
     def add_missing_columns(self) -> None:
         """Those that a database of an earlier release lacks."""
-        there = {found[1] for found in self._db.execute("PRAGMA table_info(trajectories)")}
         for name in LATER_COLUMNS:
-            if name not in there:
+            if name not in self._columns():
                 self._db.execute(f"ALTER TABLE trajectories ADD COLUMN {name} TEXT")
+
+    def _columns(self) -> set[str]:
+        return {found[1] for found in self._db.execute("PRAGMA table_info(trajectories)")}
 
     def meta(self) -> dict[str, str]:
         return dict(self._db.execute("SELECT key, value FROM meta"))
@@ -125,7 +130,7 @@ class Tables:
         sql = f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY id"
         return map(Row._make, self._db.execute(sql))
 
-    def newest(self, wanted: Wanted, before: int, limit: int) -> list[tuple[int, Row]]:
+    def newest(self, wanted: Wanted, before: int = ALL, limit: int = ALL) -> list[tuple[int, Row]]:
         """(place, row) of rows with a lower place, the latest to be opened first."""
         sql = (
             f"SELECT rowid, {ROW_COLUMNS} FROM trajectories WHERE ({wanted.condition}) "
@@ -175,7 +180,9 @@ class Tables:
         self._db.execute(sql, (score, text, encoded, trajectory_id))
 
     def extras(self, trajectory_id: str) -> Extras:
-        """What its reward function gave besides the score."""
+        """What its reward function gave besides the score; nothing in a database without it."""
+        if "extras" not in self._columns():
+            return {}
         sql = "SELECT extras FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
         return msgspec.json.decode(found[0], type=Extras) if found and found[0] else {}

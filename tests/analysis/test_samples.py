@@ -61,13 +61,15 @@ def fill(database, group, sibling, tokens, score, reason, detail, end_step) -> N
         end="evaluated" if held_out else "trained",
         step=end_step,
     )
+    extras = {"format": 0.5, "found": "\x1b[1m"} if group == "0.1" else {}
+    reward = m.RewardItem(**who, score=score, reason=reason, detail=detail, extras=extras)
     version = end_step if held_out else max(end_step - 1, 0)
     database.handle_batch(
         [
             m.Open(items=(open_(group, sibling, version),)),
             m.Append(items=(m.AppendItem(**who, offset=0, tokens=data, logprobs=logprobs),)),
             m.Finish(items=(m.FinishItem(**who, **finish),)),
-            m.PutRewards(items=(m.RewardItem(**who, score=score, reason=reason, detail=detail),)),
+            m.PutRewards(items=(reward,)),
             m.End(items=(end,)),
         ]
     )
@@ -135,6 +137,7 @@ def test_everything_about_one_answer(run: Path) -> None:
         "score": 0.0,
         "reason": "error",
         "exception": "KeyError: 'x' (reward.py:4)",
+        "extras": {},
         "length": 1,
         "truncated": False,
         "version": 10,
@@ -144,8 +147,17 @@ def test_everything_about_one_answer(run: Path) -> None:
     }
     (cut,) = find_samples(run, Choice(step=3, worst=1), decode)
     assert (cut.truncated, cut.step, cut.row.version_step) == (True, 3, 1)
+    assert cut.extras == {"format": 0.5, "found": "\x1b[1m"}
+    assert "  format 0.5, found \\x1b[1m" in list(lines(cut))
     (held_out,) = find_samples(run, Choice(evaluation=3), decode)
     assert (held_out.step, held_out.evaluation, held_out.score) == (None, 3, 1.0)
+
+
+def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
+    run_dir = made_store(tmp_path)
+    with sqlite3.connect(run_dir / "store.sqlite") as store:
+        store.execute("ALTER TABLE trajectories DROP COLUMN extras")
+    assert [sample.extras for sample in find_samples(run_dir, Choice(step=3), decode)] == [{}, {}]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +187,7 @@ def test_a_run_at_work_is_not_held_up(tmp_path: Path) -> None:
 
 def test_what_was_written_cannot_steer_the_terminal(run: Path) -> None:
     (sample,) = find_samples(run, Choice(name="0.0.1"), decode)
-    told = "\n".join(lines(Sample(sample.row, "two\nlines", decode([9]), "yes")))
+    told = "\n".join(lines(Sample(sample.row, "two\nlines", decode([9]), "yes", {})))
     assert "\x1b" not in told and "| \\x1b[2J" in told and "| two\n    | lines" in told
     assert "reward FAILED: error, KeyError: 'x' (reward.py:4)" in told
 
@@ -188,7 +200,8 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     assert code == 0
     assert [json.loads(line)["score"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
     code, out = cli("samples", run_dir, "-n", "1")
-    assert code == 0 and out.startswith("0.1.1  trained by step 3\n  score -1\n  6 tokens, trunc")
+    assert code == 0 and out.startswith("0.1.1  trained by step 3\n  score -1\n")
+    assert "\n  6 tokens, truncated, by version 11 (made by 1 steps) on rollout-1\n" in out
     code, out = cli("samples", run_dir, "--step", "9")
     assert code == 2 and out.endswith("there are steps 1, 3")
     (run_dir / "store.sqlite").unlink()

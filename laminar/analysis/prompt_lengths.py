@@ -1,0 +1,88 @@
+"""The held-out score by the length of the prompts: a mean over easy and hard ones hides both.
+
+Reads   RUN/store.sqlite (held-out prompts and answers), the rewards of the log
+Gives   by_prompt_length: for the first and the last evaluation, the correct answers of each length
+
+Prompts of equal length stay together, and each range has about a quarter of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from laminar.config import ConfigError
+from laminar.core.state import EvaluationResult
+from laminar.events.events import TrajectoryRewarded
+from laminar.ids import EVAL, TrajectoryId
+from laminar.rundir import STORE_FILE
+from laminar.storage import books
+from laminar.storage import messages as m
+from laminar.storage.rules import TOKEN_BYTES
+from laminar.storage.tables import Tables, Wanted
+
+RANGES = 4
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A held-out one."""
+
+    evaluation: int  #: its index
+    prompt_tokens: int
+    correct: bool
+
+
+def by_prompt_length(
+    run_dir: Path,
+    evaluations: Sequence[EvaluationResult],
+    rewarded: Mapping[TrajectoryId, TrajectoryRewarded],
+) -> list[dict[str, int]]:
+    """From the shortest to the longest; none where all have one length or nothing is evaluated."""
+    if not evaluations or not (run_dir / STORE_FILE).is_file():
+        return []
+    answers = _answers(run_dir, rewarded)
+    lengths = np.array(sorted(a.prompt_tokens for a in answers), dtype=np.int64)
+    found = []
+    for low, high in _ranges(lengths):
+        inside = [a for a in answers if low <= a.prompt_tokens <= high]
+        first = [a.correct for a in inside if a.evaluation == evaluations[0].index]
+        last = [a.correct for a in inside if a.evaluation == evaluations[-1].index]
+        counts = {"first_correct": sum(first), "first_total": len(first)}
+        counts |= {"last_correct": sum(last), "last_total": len(last)}
+        found.append({"prompt_tokens_min": low, "prompt_tokens_max": high, **counts})
+    return found
+
+
+def _ranges(lengths: Any) -> list[tuple[int, int]]:
+    """(shortest, longest) of each, both of them lengths that occur."""
+    if not len(lengths) or lengths[0] == lengths[-1]:
+        return []
+    quantiles = [i / RANGES for i in range(1, RANGES)]
+    tops = sorted({*np.quantile(lengths, quantiles, method="lower").tolist(), int(lengths[-1])})
+    parts = np.split(lengths, np.searchsorted(lengths, tops[:-1], side="right"))
+    return [(int(part[0]), int(part[-1])) for part in parts]
+
+
+def _answers(run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded]) -> list[Answer]:
+    found = []
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        tokens: dict[int, int] = {}
+        for _, row in tables.newest(Wanted.finished(EVAL)):
+            if row.row_index not in tokens:
+                tokens[row.row_index] = _prompt_tokens(tables, row.row_index)
+            reward = rewarded.get(TrajectoryId(row.id))
+            if row.end == "evaluated" and reward is not None:
+                index = int(row.group_id.partition(".")[0].removeprefix("e"))
+                found.append(Answer(index, tokens[row.row_index], reward.correct))
+    return found
+
+
+def _prompt_tokens(tables: Tables, row_index: int) -> int:
+    prompt = tables.prompt(EVAL, row_index)
+    if prompt is None:
+        raise ConfigError(f"the held-out prompt {row_index} is not in the store")
+    return len(m.decode_prompt(prompt).prompt_ids) // TOKEN_BYTES
