@@ -24,6 +24,7 @@ from laminar.cli.supervisor import Asked, Supervisor
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
+from laminar.engines.check import ask_vllm
 from laminar.observe.logs import new_attempt
 from laminar.program import typed
 from laminar.run_lock import RunLock, holders, in_use, moving
@@ -61,6 +62,8 @@ def train(arguments: argparse.Namespace) -> int:
             "under another name"
         )
     plan = check(config)
+    if arguments.dry_run:
+        ask_vllm(plan.config)
     console.lines(plan_lines(plan))
     show_trial(plan.reward, plan.config.reward, plan.trial, console)
     if arguments.dry_run:

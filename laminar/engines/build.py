@@ -32,16 +32,15 @@ async def start_engine(
 
     `seed` is for engines that draw by themselves; the embedded one draws from each request's.
     """
-    device = _device(config)
     if config.rollout.engine == "vllm":
         check_vllm(config)
         # Importing vLLM takes seconds, in which this process has heartbeats to send.
         start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm_start")
         engine: ReplicaEngine = await start.start_vllm(
-            config, _dtype(config, device), vocab_limit, seed, on_deltas
+            config, engine_dtype(config), vocab_limit, seed, on_deltas
         )
         return engine
-    torch_engine = await asyncio.to_thread(_torch_engine, config, device, vocab_limit)
+    torch_engine = await asyncio.to_thread(_torch_engine, config, vocab_limit)
     return EngineRunner(torch_engine, on_deltas, asyncio.get_running_loop())
 
 
@@ -51,8 +50,8 @@ def _device(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _torch_engine(config: Config, device: str, vocab_limit: int) -> TorchEngine:
-    rollout = config.rollout
+def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
+    rollout, device = config.rollout, _device(config)
     if device == "cpu":
         torch.set_num_threads(rollout.threads)
     try:
@@ -62,7 +61,7 @@ def _torch_engine(config: Config, device: str, vocab_limit: int) -> TorchEngine:
             hf_config,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=config.max_model_len,
-            dtype=getattr(torch, _dtype(config, device)),
+            dtype=getattr(torch, engine_dtype(config)),
             device=device,
             vocab_limit=min(vocab_limit, vocab),
         )
@@ -70,9 +69,9 @@ def _torch_engine(config: Config, device: str, vocab_limit: int) -> TorchEngine:
         raise ConfigError(f"model.name = {config.model.name!r}: {error}") from error
 
 
-def _dtype(config: Config, device: str) -> str:
-    """The type that the engine computes in."""
+def engine_dtype(config: Config) -> str:
+    """The type that the engine computes in on this machine, as torch names it."""
     for name in (config.rollout.dtype, config.weights.dtype):
         if name != "auto":
             return name
-    return "bfloat16" if device == "cuda" else "float32"
+    return "bfloat16" if _device(config) == "cuda" else "float32"

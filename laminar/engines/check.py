@@ -9,11 +9,18 @@ Without torch, except where a machine's GPUs have to be counted: it is asked bef
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, dumps
 from laminar.engines.checkpoint_files import check_weight_files
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
+
+ASK_S = 180.0
+"""For vLLM's import and a look at the model, on a machine that is busy."""
+TAKEN = b"taken"
+"""What vllm_check says when vLLM takes the configuration."""
 
 
 def check_engine(config: Config) -> None:
@@ -45,10 +52,37 @@ def check_vllm(config: Config) -> None:
         )
     size = config.rollout.vllm.tensor_parallel_size
     if size > 1:
-        import torch
-
-        gpus = torch.cuda.device_count()
+        gpus = count_gpus()
         if 0 < gpus < size:
             raise ConfigError(
-                f"rollout.vllm.tensor_parallel_size = {size}, but this machine has {gpus} GPUs"
+                f"rollout.vllm.tensor_parallel_size = {size} is more than the {gpus} GPUs of this "
+                "machine, and a replica has all of its GPUs on one; lower it"
             )
+
+
+def count_gpus() -> int:
+    import torch  # takes longer to load than all the rest
+
+    return torch.cuda.device_count()
+
+
+def ask_vllm(config: Config) -> None:
+    """What only vLLM can say: whether it runs this model, and knows the keys of `extra`. Takes as
+    long as its import; a run that is started hears the same from its first replica."""
+    if config.rollout.engine != "vllm":
+        return
+    command = [sys.executable, "-m", "laminar.engines.vllm_check"]
+    try:
+        asked = subprocess.run(
+            command, input=dumps(config).encode(), capture_output=True, timeout=ASK_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f'rollout.engine = "vllm", but vLLM has not been imported within {ASK_S:g} s; try '
+            '`python -c "import vllm"`'
+        ) from None
+    if asked.returncode != 0:
+        last = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f'rollout.engine = "vllm", but vLLM does not start here: {last}')
+    if asked.stdout != TAKEN:
+        raise ConfigError(asked.stdout.decode(errors="replace"))

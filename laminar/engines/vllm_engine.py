@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -111,7 +112,13 @@ class VllmEngine:
         self._scored = 0
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self._core = llm.engine_core.resources.engine_manager.processes[0]
         self._watcher = self._loop.create_task(self._watch())
+
+    async def begin(self) -> None:
+        """Once, before all else; EngineError when the core does not answer."""
+        call = self._llm.collective_rpc("laminar_begin", args=(self._vocab_limit,))
+        await self._within(RPC_S, "its first call", call)
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         accepted: asyncio.Future[None] = self._loop.create_future()
@@ -167,8 +174,7 @@ class VllmEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_life()
-        if not self._loaded:
-            raise EngineError("the engine has no weights; load some first")
+        self._need_weights()
         if request.request_id in self._running:
             raise EngineError(f"request {request.request_id} is already running; abort it first")
         check_request(request, self._max_model_len, self._vocab_limit)
@@ -189,7 +195,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, request.request_id):
                 self._take(request.request_id, output.outputs[0])
         except EngineDeadError:
-            self._fail("vLLM's engine core has died")
+            self._fail(self._death())
         except Exception as error:
             self._fail(f"vLLM gave up {request.request_id}: {type(error).__name__}: {error}")
 
@@ -247,8 +253,7 @@ class VllmEngine:
 
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._need_idle("score")
-        if not self._loaded:
-            raise EngineError("the engine has no weights; load some first")
+        self._need_weights()
         for index, ids in enumerate(sequences):
             check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
         rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
@@ -277,6 +282,10 @@ class VllmEngine:
         if self.failed.done():
             raise EngineError("the engine has stopped")
 
+    def _need_weights(self) -> None:
+        if not self._loaded:
+            raise EngineError("the engine has no weights; load some first")
+
     def _need_idle(self, what: str) -> None:
         self._need_life()
         if self._running:
@@ -286,13 +295,17 @@ class VllmEngine:
             )
 
     async def _within(self, seconds: float, what: str, call: Awaitable[T]) -> T:
-        """A call of the core, which may be dead or stand still."""
+        """A call of the core, which may be dead, stand still, or fail at it: EngineError."""
         try:
             return await asyncio.wait_for(_as_coroutine(call), seconds)
         except TimeoutError:
             self._fail(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
         except EngineDeadError:
-            self._fail("vLLM's engine core has died")
+            self._fail(self._death())
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM's engine core failed at {what}: {error}") from error
         raise EngineError(str(self.failed.exception()))
 
     async def _watch(self) -> None:
@@ -301,12 +314,21 @@ class VllmEngine:
             await asyncio.sleep(WATCH_S)
             still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
             if self._llm.errored:
-                self._fail("vLLM's engine core has died")
+                self._fail(self._death())
             elif self._running and still_s > STILL_S:
                 self._fail(
                     f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
                     f"{len(self._running)} requests to work on"
                 )
+
+    def _death(self) -> str:
+        """A sentence; the core's own words are in the output that it shares with this process."""
+        code = self._core.exitcode
+        if code is None or code >= 0:
+            return "vLLM's engine core has died; the reason is in this replica's output above"
+        name = signal.Signals(-code).name
+        memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"vLLM's engine core has died, killed by {name}{memory}"
 
     def _fail(self, why: str) -> None:
         """Once: nobody waits for an answer that cannot come."""

@@ -14,7 +14,8 @@ def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
         return ""
     from vllm import AsyncEngineArgs
 
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    fields = dataclasses.fields(AsyncEngineArgs)
+    known = [field.name for field in fields if not field.name.startswith("_")]
     for key in extra:
         if key in ours:
             return f"rollout.vllm.extra.{key} is decided by the settings of rollout; leave it out"

@@ -25,11 +25,12 @@ from laminar.parent_death import die_with_parent
 
 os.environ.update({k: os.environ.get(k, v) for k, v in CPU_ENVIRONMENT.items()})
 
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from laminar.engines.vllm_engine import RPC_S, Gauges, VllmEngine
+from laminar.engines.vllm_engine import Gauges, VllmEngine
 
 WORKER = "laminar.engines.vllm_worker.LaminarWorker"
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -65,18 +66,25 @@ async def start_vllm(
         max_model_len=config.max_model_len,
         vocab_limit=vocab_limit,
     )
-    await asyncio.wait_for(llm.collective_rpc("laminar_mask", args=(vocab_limit,)), RPC_S)
+    await engine.begin()
     return engine
 
 
-def _start(config: Config, dtype: str, seed: int, gauges: Any) -> AsyncLLM:
+def engine_config(config: Config, dtype: str, seed: int) -> Any:
+    """Ours as vLLM's own; ConfigError for what it cannot run. Starts nothing."""
+    arguments = _arguments(config, dtype, seed)
     try:
-        vllm_config = AsyncEngineArgs(**_arguments(config, dtype, seed)).create_engine_config()
-        _check_kv(config, vllm_config)
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(
             f"vLLM cannot run model.name = {config.model.name!r} as configured: {_first(error)}"
         ) from error
+    _check_kv(config, vllm_config)
+    return vllm_config
+
+
+def _start(config: Config, dtype: str, seed: int, gauges: Any) -> AsyncLLM:
+    vllm_config = engine_config(config, dtype, seed)
     if current_platform.is_cpu():  # create_engine_config has set it to spawn
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     try:
@@ -148,6 +156,8 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
 
 
 def _first(error: BaseException) -> str:
-    """The sentence of an error that may be pages long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:400]
+    """The sentence of an error that may be pages long, and may begin with how many it is about."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = (lines[0] if lines else type(error).__name__).removeprefix("Value error, ")
+    return line.partition(". ")[0][:400]

@@ -11,6 +11,8 @@ last step the head would go on giving the logits of the former weights.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import torch
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
 from laminar.engines.weight_file import MappedWeights
 from laminar.parent_death import die_with_parent
+
+SHARED_MEMORY = Path("/dev/shm")
 
 die_with_parent()  # a core without its replica would hold its memory for ever
 
@@ -29,8 +33,10 @@ class LaminarWorker:
     model_config: Any
     vllm_config: Any
 
-    def laminar_mask(self, vocab_limit: int) -> None:
-        """From now on ids at or above `vocab_limit` have no mass, in sampling and in scores."""
+    def laminar_begin(self, vocab_limit: int) -> None:
+        """Once, when all ranks have come up: from now on ids at or above `vocab_limit` have no
+        mass, in sampling and in scores, and nothing of this engine outlives it."""
+        _remove_names()
         model = self.model_runner.get_model()
         compute_logits = model.compute_logits
 
@@ -75,6 +81,14 @@ class LaminarWorker:
         missing = names - set(loaded) if loaded is not None else set()
         if missing:
             raise EngineError(f"the version has nothing for {', '.join(sorted(missing)[:5])}")
+
+
+def _remove_names() -> None:
+    """Of the memory that ranks on CPU share: all have it mapped, and vLLM (0.32) never removes it,
+    so every engine would leave 8 MB a rank, however it ends."""
+    name = os.environ.get("VLLM_DIST_IDENT")
+    for path in SHARED_MEMORY.glob(f"{name}-*") if name else ():
+        path.unlink(missing_ok=True)
 
 
 def _pack_head_again(model: Any) -> None:

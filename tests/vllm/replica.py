@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -136,6 +137,17 @@ class Replica:
     def core_pid(self) -> int:
         """Of the engine core, a child of this process."""
         return int(self.engine._llm.engine_core.resources.engine_manager.processes[0].pid)
+
+
+def shared_memory(core: int) -> set[Path]:
+    """What a core and its workers have mapped in /dev/shm, under the names that it had."""
+    found = set()
+    for process in (psutil.Process(core), *psutil.Process(core).children(recursive=True)):
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            name = line[73:].removesuffix(" (deleted)")
+            if name.startswith("/dev/shm/"):
+                found.add(Path(name))
+    return found
 
 
 def greedy(model: Any, count: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:

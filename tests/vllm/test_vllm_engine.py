@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,9 @@ from tests.vllm.replica import (
     config_of,
     greedy,
     model_of,
+    shared_memory,
     tensors_of,
+    write_version,
 )
 
 pytestmark = pytest.mark.vllm
@@ -37,7 +42,15 @@ def distribution(model: torch.nn.Module, ids: list[int], temperature: float = 1.
     return torch.log_softmax(logits / temperature, -1)
 
 
-@pytest.mark.parametrize(("tied", "ranks"), [(True, 1), (False, 1), (True, 2), (False, 2)])
+@pytest.mark.parametrize(
+    ("tied", "ranks"),
+    [
+        pytest.param(True, 1, marks=pytest.mark.vllm_ci),
+        (False, 1),
+        pytest.param(True, 2, marks=pytest.mark.vllm_ci),
+        (False, 2),
+    ],
+)
 async def test_after_each_load_greedy_output_is_that_of_the_loaded_weights(
     tmp_path: Path, tied: bool, ranks: int
 ) -> None:
@@ -86,6 +99,7 @@ async def test_samples_have_the_log_probs_of_the_tempered_softmax_and_no_masked_
     await replica.engine.close()
 
 
+@pytest.mark.vllm_ci
 async def test_what_is_aborted_here_goes_on_there(tmp_path: Path) -> None:
     """Token for token as if nothing had happened, and nothing of it arrives any more."""
     model = model_of(1)
@@ -152,21 +166,47 @@ async def test_what_cannot_be_done_is_refused_alone(tmp_path: Path) -> None:
     assert replica.engine.failed.result() is None
 
 
-async def test_a_core_that_is_killed_is_noticed_and_named(tmp_path: Path) -> None:
+@pytest.mark.vllm_ci
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_core_that_is_killed_is_noticed_and_named(tmp_path: Path, ranks: int) -> None:
+    """And leaves nothing in shared memory, which its ranks have, however the engine ends."""
     model = model_of(1)
-    replica = await Replica.start(tmp_path, config_of(tmp_path, model))
+    config = config_of(tmp_path, model, f"rollout.vllm.tensor_parallel_size={ranks}")
+    replica = await Replica.start(tmp_path, config)
     await replica.load(tensors_of(model))
     await replica.generate("a", limit=128)
     await replica.until("a", 5)
+    shared = shared_memory(replica.core_pid())
+    assert bool(shared) == (ranks > 1)
     killed = time.monotonic()
     os.kill(replica.core_pid(), signal.SIGKILL)
-    with pytest.raises(EngineError, match="engine core has died"):
+    with pytest.raises(EngineError, match="engine core has died, killed by SIGKILL, as the kernel"):
         await asyncio.wait_for(asyncio.shield(replica.engine.failed), 5.0)
     print(f"noticed after {time.monotonic() - killed:.2f} s")
     for call in (replica.generate("b"), replica.load(tensors_of(model))):
         with pytest.raises(EngineError, match="has stopped"):
             await call
     await asyncio.wait_for(replica.engine.close(), 20.0)
+    deadline = time.monotonic() + 10
+    while any(path.exists() for path in shared) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    assert not [path for path in shared if path.exists()]
+
+
+async def test_what_the_core_fails_at_is_named(tmp_path: Path) -> None:
+    """Out of memory, say: the call ends with the reason, and the core lives."""
+    model = model_of(1)
+    replica = await Replica.start(tmp_path, config_of(tmp_path, model))
+    source = write_version(tmp_path / "v", tensors_of(model))
+    with pytest.raises(
+        EngineError, match=r"core failed at a load of weights: .*unsupported operand"
+    ):
+        await replica.engine.load(dataclasses.replace(source, nbytes="a lot"))  # type: ignore[arg-type]
+    await replica.load(tensors_of(model))
+    await replica.generate("a", limit=20)
+    await replica.ended("a")
+    assert replica.tokens["a"] == greedy(model, 20)
+    await replica.engine.close()
 
 
 async def test_a_core_that_stands_still_is_noticed(
@@ -189,10 +229,10 @@ async def test_a_core_that_stands_still_is_noticed(
     with pytest.raises(EngineError, match=r"ended no step for \d+ s with 1 requests"):
         await asyncio.wait_for(asyncio.shield(working.engine.failed), 10.0)
     for replica in (working, loading):
-        os.kill(replica.core_pid(), signal.SIGKILL)
         await asyncio.wait_for(replica.engine.close(), 20.0)
 
 
+@pytest.mark.vllm_ci
 def test_the_core_ends_with_its_replica(tmp_path: Path) -> None:
     """Also when the replica had no time to say so."""
     script = f"""
@@ -218,19 +258,32 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("changes", "overrides", "message"),
     [
-        (["rollout.vllm.kv_cache_bytes=4096"], "kv_cache_bytes = 4096 cannot hold one sequence"),
-        (["rollout.vllm.extra={swap_spac=1}"], "swap_spac is not an argument of vLLM"),
-        (["rollout.vllm.extra={max_num_seqs=1}"], "is decided by the settings of rollout"),
+        ({}, ["kv_cache_bytes=4096"], "kv_cache_bytes = 4096 cannot hold one sequence"),
+        (
+            {},
+            ["extra={max_log_len=1}"],
+            "max_log_len is not an argument of vLLM; the nearest is max_model_len",
+        ),
+        ({}, ["extra={max_num_seqs=1}"], "is decided by the settings of rollout"),
+        ({}, ["extra={quantization='none'}"], "Unknown quantization method: none"),
+        ({}, ["tensor_parallel_size=3"], r"heads \(2\) must be divisible by .*size \(3\)"),
+        ({"architectures": ["Foo"]}, [], r"architectures \['Foo'\] are not supported for now$"),
+        ({"model_type": "foo"}, [], "has model type `foo` but Transformers does not recognize"),
     ],
 )
 async def test_a_mistake_is_one_sentence(
-    tmp_path: Path, overrides: list[str], message: str
+    tmp_path: Path, changes: dict[str, Any], overrides: list[str], message: str
 ) -> None:
+    """Of vLLM's own words, which go on for pages, the one that says what is wrong."""
+    settings = [f"rollout.vllm.{override}" for override in overrides]
+    config = config_of(tmp_path, model_of(1), *settings)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | changes))
     with pytest.raises(ConfigError, match=message) as caught:
-        await Replica.start(tmp_path, config_of(tmp_path, model_of(1), *overrides))
-    assert "\n" not in str(caught.value)
+        await Replica.start(tmp_path, config)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.long
