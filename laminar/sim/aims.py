@@ -30,6 +30,7 @@ from laminar.sim.relay_aims import (
     RelayHoldsUp,
     RelayInTransfer,
     RelayWhilePublishing,
+    TransferNeverEnds,
 )
 from laminar.sim.version_aims import (
     CheckpointOutdated,
@@ -147,8 +148,8 @@ class DrainInPhase(Aim):
 AIMS: dict[str, type[Aim]] = {
     aim.kind: aim
     for aim in (
-        LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, DrainInPhase,
-        PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion, EvictedVersion,
-        CheckpointOutdated, EvaluationStalls,
+        LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, TransferNeverEnds,
+        DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
+        EvictedVersion, CheckpointOutdated, EvaluationStalls,
     )
 }  # fmt: skip

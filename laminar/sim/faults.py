@@ -116,6 +116,8 @@ class Faults:
         self._stalled: dict[str, bool] = {}
         self.differs_next = False
         """The trainer's next publish that it was told to make has other bytes."""
+        self.sticks_next = False  #: the next transfer along the chain does
+        self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
         self._aims = [] if calm else self._aimed(config)
         if not calm:
             self._draw_later(config)
@@ -232,7 +234,17 @@ class Faults:
 
     def sticks(self) -> bool:
         """A relay that is connected to its successor sends nothing more."""
+        if self.sticks_next and not self.healed:
+            self.sticks_next = False
+            return True
         return self._wedges("transfer-sticks", RECEIVE_TIMEOUT_MS)
+
+    def long_step_s(self) -> float:
+        """By how much the trainer's next step takes longer."""
+        long_s, self.step_longer_s = self.step_longer_s, 0.0
+        if long_s:
+            self._wedged_for(round(long_s * 1000))
+        return long_s
 
     def dead_for_good(self, process: SimProcess) -> bool:
         """Its node gives up on it."""

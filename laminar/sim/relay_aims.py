@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING
 
 from laminar.core.buffering import batch_size, trainer_idle
+from laminar.core.relays import RECEIVE_TIMEOUT_MS
 from laminar.core.state import EXPORTING, RUNNING, State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
@@ -110,6 +111,27 @@ class RelayHoldsUp(Aim):
         self.done = self._relay not in state.relays or self._relay == state.chain[-1]
         process = self.world.processes[self._relay]
         self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
+
+
+class TransferNeverEnds(Aim):
+    """A relay sends its successor nothing more, and the trainer's next step takes longer than
+    anybody waits for that version: else the run would end without it."""
+
+    kind = "transfer-never-ends"
+    share = 0.3
+
+    def __init__(self, faults: Faults, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._asked = False
+
+    def look(self, state: State) -> None:
+        if not self._asked:
+            ripe = state.phase == RUNNING and len(state.chain) > 1
+            self._asked = self.faults.sticks_next = ripe and self.now >= self.from_ns
+        elif not self.faults.sticks_next:
+            self.done = True
+            self.struck()
+            self.faults.step_longer_s = 1.5 * RECEIVE_TIMEOUT_MS / 1000
 
 
 class PublishDiffers(Aim):

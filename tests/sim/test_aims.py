@@ -20,6 +20,7 @@ MOMENTS = (
     ("relay-lost-publishing", 67, "ActorFailed -> ExportModel"),
     ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
     ("relay-holds-up-transfers", 3, "WeightsReceived -> ForwardWeights"),
+    ("transfer-never-ends", 3, "TimerFired -> RestartActor"),
     ("drain-in-phase", 19, "WeightsPublished -> AbortTrajectories"),
     ("drain-in-phase", 4, "StepCompleted -> PullWeights"),
     ("publish-differs", 0, "WeightsPublished -> RestartActor"),

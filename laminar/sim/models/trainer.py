@@ -82,6 +82,7 @@ class Trainer(Idle):
     def _train(self, command: cmd.TrainStep, rows: tuple[Row, ...]) -> None:
         self.world.checks.batch_fetched(command, rows)
         duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
+        duration += self.world.faults.long_step_s()
         self.process.compute(duration, self._trained, command)
 
     def _trained(self, command: cmd.TrainStep) -> None:
