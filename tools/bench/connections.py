@@ -10,7 +10,7 @@ one of the store (net/rpc.py), or a coordinator process that takes them for repl
 
 accepted_seconds    from the first connection until every client had its Welcome
 kept                clients that had one and the same link for all of --seconds
-unheard_seconds     the longest that a client did not hear the server, looked at five times a second
+unheard_seconds     the longest that a client did not hear the server, looked at twice a second
 server_cpu_percent  of one core, while they were only kept
 turned_away         what the client after the last is told; only when --clients is all there may be
 """
@@ -45,7 +45,7 @@ from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT_MS, LEASE_MS = 1_000, 5_000  #: the defaults of a run
-ROUND_S = 0.2
+ROUND_S = 0.5
 """A process looks at all of its clients once in this time."""
 WAIT_S = 300.0
 START_S = 30.0
