@@ -133,6 +133,12 @@ RUNS = (
         {"reward_scope": "group"},
     ),
     Recipe(
+        "engine_differs",
+        "the trainer leaves out rows, or whole batches, that did not come from their version",
+        ("engine-differs",),
+        ("dropped:mismatch",),
+    ),
+    Recipe(
         "hangs",
         "trajectories hang, and batches wait for them",
         ("hangs", "replica-slow"),

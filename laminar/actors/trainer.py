@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 
 import numpy as np
@@ -29,6 +30,7 @@ from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.ids import TrajectoryId
 from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
 from laminar.storage import messages as store
 from laminar.tasks.rewards import numbers_of
@@ -37,6 +39,7 @@ from laminar.training.batching import TrainSample
 from laminar.training.export import export_hf
 from laminar.training.learner import Learner, StepResult
 from laminar.training.metrics import by_origin
+from laminar.training.mismatch import Origin
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.weights import manifest as mf
 
@@ -135,6 +138,7 @@ class Trainer:
             num_tokens=result.num_tokens,
             digest=result.digest,
             metrics=metrics,
+            left_out=_left_out(result),
         )
         self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
         await self.checkpoints.save_if_due(command.version, command.step + 1, order.cause)
@@ -188,8 +192,26 @@ def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
         "changed": result.changed,
         "digest": result.digest,
         "ids": list(command.trajectories),
+        "left_out": list(result.left_out),
     }
     return json.dumps(line).encode()
+
+
+def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
+    """By origin; the wire has no number that is not finite."""
+    rows: dict[Origin, list[TrajectoryId]] = {}
+    for sample_id, origin in result.left_out.items():
+        rows.setdefault(origin, []).append(TrajectoryId(sample_id))
+    return tuple(
+        ev.LeftOut(
+            replica=replica,
+            version=version,
+            diff=suspect.diff if math.isfinite(suspect.diff) else -1.0,
+            limit=suspect.limit,
+            trajectories=tuple(rows[replica, version]),
+        )
+        for (replica, version), suspect in result.suspects.items()
+    )
 
 
 def _device(name: str) -> str:

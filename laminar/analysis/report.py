@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from laminar.analysis import figures
@@ -36,12 +37,16 @@ from laminar.analysis.timeline import (
 )
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
+from laminar.core.buffering import MISMATCH
 from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.ids import TRAIN
 from laminar.rundir import COORDINATOR_FILE, SUMMARY_FILE
+
+LEFT_OUT_SHOWN = 32
+"""Replicas and versions whose rows were left out; the log has all."""
 
 
 class Milestones:
@@ -124,6 +129,7 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "staleness_max": state.staleness_max,
         "trajectories_trained": trained,
         "groups_dropped": dict(state.ledger.groups.dropped),
+        "trajectories_left_out": state.ledger.trajectories.dropped.get(MISMATCH, 0),
         "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
         "coordinator_incarnations": milestones.coordinators,
     }
@@ -143,6 +149,7 @@ def _lengths(account: Account) -> dict[str, Any]:
         **_percentiles("generated_response_length", generated),
         "truncated_share": reasons.count(TRUNCATED) / len(reasons) if reasons else None,
         "mismatch_kl_mean": _mismatch(account),
+        "left_out": _left_out(account),
     }
 
 
@@ -160,6 +167,16 @@ def _rewards(state: State, account: Account) -> dict[str, Any]:
 
 def _percentiles(name: str, values: list[int]) -> dict[str, float | None]:
     return {f"{name}_p{q}": float(np.percentile(values, q)) if values else None for q in (50, 99)}
+
+
+def _left_out(account: Account) -> list[dict[str, Any]]:
+    """The first replicas and versions whose rows were not trained."""
+    return [
+        {"step": number, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
+        for number, step in account.steps.items()
+        if step.completed is not None
+        for part in step.completed.left_out
+    ][:LEFT_OUT_SHOWN]
 
 
 def _mismatch(account: Account) -> float | None:

@@ -23,13 +23,14 @@ from laminar.rundir import TRAINER_BOOK_FILE
 
 
 class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the trainer consumed in one step."""
+    """What the trainer consumed in one step, and what of that it did not train."""
 
     step: int
     version: int
     changed: bool
     digest: str
     ids: list[TrajectoryId]
+    left_out: list[TrajectoryId] = []
 
 
 def read_book(run_dir: Path) -> tuple[list[BookLine], list[str]]:
@@ -96,7 +97,12 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
         problems.append(
             f"trainer: step {step_number(line.step)} was reported otherwise than it was entered"
         )
-    if sorted(line.ids) != latest.trained(line.step):
+    told = {name for part in report.left_out for name in part.trajectories}
+    if told != set(line.left_out):
+        problems.append(
+            f"trainer: step {step_number(line.step)} left out other ids than it reported"
+        )
+    if sorted(set(line.ids) - told) != latest.trained(line.step):
         problems.append(
             f"trainer: the ledger ended other ids as trained by step {step_number(line.step)}"
         )

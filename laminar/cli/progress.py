@@ -99,10 +99,13 @@ class Progress:
         return status
 
     def _tell_trouble(self, status: dict[str, Any]) -> None:
-        """Once: the first failure of the reward, and why a run ends before its time."""
+        """Once each: the first failure of the reward, answers that were left out, and why a run
+        ends before its time."""
         errors = status["reward_errors"]
         if errors and errors["first"]:
             self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+        for line in status["left_out"]:
+            self._tell_once(line, f"MISMATCH: {line}")
         if status["failure"]:
             self._tell_once("failure", f"the run ends: {status['failure']}")
 

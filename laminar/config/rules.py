@@ -69,6 +69,7 @@ MINIMA: dict[str, float] = {
     "algorithm.clip_ratio_low": 0,
     "algorithm.clip_ratio_high": 0,
     "algorithm.clip_ratio_c": 1,
+    "algorithm.rollout_correction.mismatch_limit": 0,
     "optim.lr": 0,
     "optim.weight_decay": 0,
     "optim.clip_grad": 0,

@@ -115,6 +115,9 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
     bypass_mode: bool = False  #: true: ratio to the behaviour policy, no second weight
     rollout_is: str = "token"  #: token | none
     rollout_is_threshold: float = 2.0  #: cap of the importance weight
+    #: nats per token at equal weights; rows of a replica and version whose log-probs differ from
+    #: the trainer's by more, age allowed for, are left out; 0: 1e-3 for float32, 0.1 for bfloat16
+    mismatch_limit: float = 0.0
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):

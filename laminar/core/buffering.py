@@ -15,15 +15,23 @@ from laminar import ids
 from laminar.core import publishing
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.lookup import remove_ready
-from laminar.core.siblings import end_group, float_of, scored_members, unchosen_less
+from laminar.core.siblings import (
+    drop_scored,
+    end_group,
+    float_of,
+    scored_members,
+    unchosen_less,
+)
 from laminar.core.state import RUNNING, Batch, Group, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.events.base import STRATEGY
 from laminar.ids import GroupId
 
 PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
+MISMATCH = "mismatch"  #: why the trainer leaves out what it was given
 TRAIN_TIMEOUT_MS = 7_200_000
 """Two hours for one batch: above what a large model takes, below a night of silence."""
 
@@ -191,17 +199,24 @@ def _train(turn: Turn, groups: list[Group]) -> None:
     turn.touch_all()
 
 
-def step_completed(turn: Turn) -> None:
-    """The batch is trained: its groups end, staleness is counted."""
+def step_completed(turn: Turn, left_out: tuple[ev.LeftOut, ...]) -> None:
+    """The batch is trained, but for what was left out: its groups end, staleness is counted."""
     state = turn.state
     batch = state.batch
     assert batch is not None
+    untrained = {member for part in left_out for member in part.trajectories}
     for group_id in batch.groups:
         group = state.groups[group_id]
-        for member in scored_members(state, group):
+        scored = scored_members(state, group)
+        trained = [member for member in scored if member not in untrained]
+        for member in trained:
             staleness = batch.step - state.trajectories[member].step
             state.staleness_sum += staleness
             state.staleness_max = max(state.staleness_max, staleness)
+        if not trained:
+            end_group(turn, group, "dropped", MISMATCH, -1)
+            continue
+        drop_scored(turn, group, [m for m in scored if m in untrained], MISMATCH)
         end_group(turn, group, "trained", "", batch.step)
     state.batch = None
     state.completed += 1

@@ -221,7 +221,7 @@ def on_step_completed(turn: Turn, event: ev.StepCompleted) -> None:
         return turn.ignore("repeat")
     ordered = turn.done("train")
     assert ordered is not None, "a batch is outstanding as long as the trainer has it"
-    buffering.step_completed(turn)
+    buffering.step_completed(turn, event.left_out)
     publishing.expect_version(turn, event.version, ordered.cause)
     turn.touch_all()
 

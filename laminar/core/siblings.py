@@ -104,6 +104,11 @@ def drop_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     sibling_done(turn, group)
 
 
+def drop_scored(turn: Turn, group: Group, members: list[TrajectoryId], reason: str) -> None:
+    """Rewarded siblings of a batch end as dropped, before their group ends."""
+    _end(turn, group, [turn.state.trajectories[m] for m in members], "dropped", reason, -1)
+
+
 def _score_the_others(turn: Turn, group: Group) -> None:
     """A group-scored reward that waited for the dropped sibling can begin."""
     state = turn.state

@@ -160,7 +160,17 @@ class TrainerReady(Event, frozen=True, kw_only=True):
     weights_bytes: int
 
 
-class StepCompleted(Event, frozen=True, kw_only=True):
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows of a batch that were not trained: their engine had other weights than they name."""
+
+    replica: str
+    version: int
+    diff: float  #: mean |log p(trainer) - log p(engine)| of their tokens, nats; -1: not finite
+    limit: float  #: what weights of their age may differ by; nats
+    trajectories: tuple[TrajectoryId, ...]
+
+
+class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The optimizer has consumed one batch and the trainer's own book has it on disk."""
 
     step: int  #: index from 0
@@ -170,6 +180,7 @@ class StepCompleted(Event, frozen=True, kw_only=True):
     num_tokens: int
     digest: str  #: xxh3_128 of the ids of the batch, in order
     metrics: dict[str, float]
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class PublishSkipped(Event, frozen=True, kw_only=True):

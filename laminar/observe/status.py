@@ -9,6 +9,7 @@ For live progress and for people on a cluster who have no terminal on the run.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 from laminar.core.admission import refusal
 from laminar.core.roster import Kind
 from laminar.core.state import ENDED, Replica, State
+from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
@@ -26,6 +28,8 @@ from laminar.rundir import STATUS_FILE
 
 INTERVAL_S = 0.4
 """Less than a replica's interval between two gauges, so that each of them is seen."""
+LEFT_OUT_SHOWN = 16
+"""Replicas and versions whose rows were left out; the log has all."""
 
 
 class StatusWriter:
@@ -45,6 +49,7 @@ class StatusWriter:
         self._rate = 0.0
         self.last_metrics: dict[str, float] = {}
         self._gauges = LatestGauges()
+        self.left_out: deque[str] = deque(maxlen=LEFT_OUT_SHOWN)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._clock()
@@ -52,6 +57,8 @@ class StatusWriter:
         metrics = getattr(stamped.event, "metrics", None)
         if metrics:
             self.last_metrics = metrics
+        if isinstance(stamped.event, ev.StepCompleted):
+            self.left_out += map(left_out_line, stamped.event.left_out)
         if now - self._written >= INTERVAL_S or state.phase == ENDED or metrics:
             self._write(now, state)
 
@@ -87,6 +94,7 @@ class StatusWriter:
             "export": state.export_path,
             "failure": state.failure or state.drained_for,
             "reward_errors": reward_errors(state),
+            "left_out": list(self.left_out),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
@@ -115,6 +123,15 @@ class StatusWriter:
 def _slots(state: State, replica: Replica) -> int:
     """What its engine runs at a time: a replica takes one group more, which waits for slots."""
     return max(replica.capacity - state.settings.group_size, 1)
+
+
+def left_out_line(part: ev.LeftOut) -> str:
+    """Whose rows were not trained, and why."""
+    return (
+        f"{len(part.trajectories)} answers of {part.replica} with version {part.version} were left "
+        f"out: its log-probs differ from the trainer's by {part.diff:.3g} a token, where "
+        f"{part.limit:.3g} is the most that weights of that age can differ by"
+    )
 
 
 def reward_errors(state: State) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ state itself (core/invariants.py) are called from here as well.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -414,9 +415,9 @@ class Checks:
                 what = f"{row.id} of step {step} is in batch {command.step}"
                 raise Violation("staleness_within_bound", what, row.id)
 
-    def trained(self, command: cmd.TrainStep) -> None:
+    def trained(self, command: cmd.TrainStep, left_out: Collection[str]) -> None:
         """at_most_one_trained."""
-        for trajectory in command.trajectories:
+        for trajectory in (t for t in command.trajectories if t not in left_out):
             if trajectory in self.book:
                 what = f"{trajectory} is in batch {self.book[trajectory]} and in {command.step}"
                 raise Violation("at_most_one_trained", what, trajectory)

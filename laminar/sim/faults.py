@@ -56,6 +56,9 @@ DEADLINES_MS: dict[type[Command], int] = {
 tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
+ENGINE_DIFFERS = "engine-differs"
+OWN_RATES = {REWARD_ERRORS: (0.1, 0.3, 1.0), ENGINE_DIFFERS: (0.02, 0.1, 1.0)}
+"""Drawn from streams of their own."""
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
     "disk-full-for-good": 0.1,
@@ -121,7 +124,7 @@ class Faults:
         self._aims = [] if calm else self._aimed(config)
         if not calm:
             self._draw_later(config)
-            self._draw_reward_errors(config)
+            self._draw_own_rates(config)
 
     def _aimed(self, config: FaultConfig) -> list[Aim]:
         """Each draws from a stream of its own, so that a new one shifts nobody else's luck."""
@@ -145,14 +148,14 @@ class Faults:
                     self.active.append(kind)
                     self.every_s[kind] = _pick(chance, config.every_s)
 
-    def _draw_reward_errors(self, config: FaultConfig) -> None:
-        """From a stream of its own, too."""
-        kind = REWARD_ERRORS
-        chance = self._chance(kind)
-        share = config.share * (1.0 if config.menu else RARE[kind])
-        if kind in (config.menu or KINDS) and chance.random() < share:
-            self.active.append(kind)
-            self.rates[kind] = chance.choice([0.1, 0.3, 1.0])
+    def _draw_own_rates(self, config: FaultConfig) -> None:
+        """Each from a stream of its own, too."""
+        for kind, rates in OWN_RATES.items():
+            chance = self._chance(kind)
+            share = config.share * (1.0 if config.menu else RARE.get(kind, 1.0))
+            if kind in (config.menu or KINDS) and chance.random() < share:
+                self.active.append(kind)
+                self.rates[kind] = chance.choice(rates)
 
     def begin(self) -> None:
         """Make the weather, and plan the first fault of each kind."""
@@ -260,6 +263,10 @@ class Faults:
     def reward_reason(self) -> str:
         """What the user's function makes of one answer."""
         return "error" if self._strikes(REWARD_ERRORS) else "ok"
+
+    def engine_differs(self) -> bool:
+        """The trainer finds that this row did not come from the weights that it names."""
+        return self._strikes(ENGINE_DIFFERS)
 
     def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
         """A bad prompt stays bad."""
@@ -440,5 +447,5 @@ def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
 
 
 UNAIMED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
-KINDS: tuple[str, ...] = (*UNAIMED, *LATER, REWARD_ERRORS, *AIMS)
+KINDS: tuple[str, ...] = (*UNAIMED, *LATER, *OWN_RATES, *AIMS)
 STRIKES = RECURRING | LATER

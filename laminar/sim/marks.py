@@ -24,8 +24,8 @@ _MOVE_NAMES = {
 }
 
 DROP_REASONS = (
-    "bad-logprobs", "batch-wait", "end-of-data", "quarantined", "replica-lost", "restarted",
-    "run-ended", "too-few-scored", "unscored",
+    "bad-logprobs", "batch-wait", "end-of-data", "mismatch", "quarantined", "replica-lost",
+    "restarted", "run-ended", "too-few-scored", "unscored",
 )  # fmt: skip
 IGNORED_REASONS = (
     "fenced", "late", "old-incarnation", "old-placement", "old-process", "repeat",

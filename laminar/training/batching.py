@@ -57,6 +57,11 @@ class TrainSample:
             )
 
     @property
+    def origin(self) -> tuple[str, int]:
+        """Replica and weight version."""
+        return self.replica, self.weight_version
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)

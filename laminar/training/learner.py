@@ -7,14 +7,16 @@ A step is one consumed batch: advantages per group, one or more mini-batches of 
 optimizer update each. Gradients are summed over micro-batches with coefficients of the whole
 mini-batch, so that the memory budget decides how a batch is split and nothing else. An update
 without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
-and follow its old momentum all the same. The step is a function of samples, weights and optimizer
-state; on a CPU with one thread a redone step gives the same bytes.
+and follow its old momentum all the same. Before the first update the rows are held against what
+their engine said of them; those of an engine with other weights (mismatch.py) are taken away, and
+the step is made as if they had never been in the batch. The step is a function of samples, weights,
+optimizer state and earlier steps; on a CPU with one thread a redone step gives the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,19 +37,22 @@ from laminar.training.batching import (
 )
 from laminar.training.losses import BatchCounts, gather_targets, log_softmax_at
 from laminar.training.metrics import (
-    Mismatch,
     TokenFigures,
     batch_metrics,
     mismatch_by_origin,
     reward_by_version,
     token_metrics,
 )
+from laminar.training.mismatch import Mismatch, MismatchLimits, Origin, Suspect, rounding_of
 from laminar.training.model import LoadedPolicy
-from laminar.training.objective import ObjectiveConfig, objective, score
+from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.schedule import check_schedule, learning_rate
 
 NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
 NON_FINITE = "non-finite-gradient"
+MISMATCH = "mismatch"  #: no row of the batch came from the weights that it names
+MOVEMENT_ROWS = 8
+"""Of each batch, scored before and after its updates: a few hundredths of the step's work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,9 @@ class StepResult:
     step: int
     updates: tuple[Update, ...]
     metrics: dict[str, float]
-    mismatch: dict[tuple[str, int], Mismatch]  #: by (replica, weight version)
+    mismatch: dict[Origin, Mismatch]  #: of the whole batch
+    suspects: dict[Origin, Suspect]  #: whose rows were left out
+    left_out: dict[str, Origin]  #: by sample id
     reward_by_version: dict[int, tuple[float, int]]  #: mean reward and samples
     num_tokens: int  #: response tokens consumed
     digest: str  #: xxh3_128 of the ids of the samples, in order
@@ -88,6 +95,16 @@ class _MiniBatch:
     counts: BatchCounts  #: masked sequences included
     has_signal: bool
     micros: list[MicroBatch]  #: of the sequences that are trained
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Mini-batches, and all that can be known of them before the first update."""
+
+    minis: list[_MiniBatch]
+    proximal: list[list[Tensor | None]]
+    figures: TokenFigures  #: with one mini-batch all there are, else only the mismatch
+    losses: tuple[float, float | None] | None  #: of the one mini-batch, whose gradient is there
 
 
 class Learner:
@@ -114,6 +131,7 @@ class Learner:
         self._objective = ObjectiveConfig(
             config.algorithm, config.data.max_response_length, _compute_dtype(config, policy.device)
         )
+        self._limits = MismatchLimits(rounding_of(config, self._objective.compute_dtype))
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
             policy.model.parameters(),
@@ -130,27 +148,32 @@ class Learner:
         a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
         """
         self._check(samples)
-        samples = with_advantages(samples, self.config.algorithm)
-        lr = learning_rate(self.config.optim, step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        minis = [self._prepare(m) for m in mini_batches(samples, self.config.mini_batch_groups)]
-        proximal = self._proximal(minis)
-        figures = TokenFigures()
-        updates = tuple(
-            self._update(mini, scores, figures)
-            for mini, scores in zip(minis, proximal, strict=True)
-        )
+        self._set_learning_rate(step)
+        batch = self._batch(samples)
+        mismatch = mismatch_by_origin(batch.figures, samples)
+        made = {s.weight_version: s.version_step for s in samples}
+        suspects = self._limits.suspects(mismatch, made, step)
+        left_out = {s.sample_id: s.origin for s in samples if s.origin in suspects}
+        trained = [s for s in samples if s.sample_id not in left_out]
+        if left_out:
+            batch = self._batch(trained)
+        updates, figures = self._updates(batch, trained, step)
         return StepResult(
             step=step,
             updates=updates,
-            metrics=batch_metrics(samples, step)
+            metrics=batch_metrics(with_advantages(samples, self.config.algorithm, left_out), step)
             | token_metrics(figures)
             | _update_metrics(updates)
-            | {"actor/lr": lr},
-            mismatch=mismatch_by_origin(figures, samples),
+            | {
+                "actor/lr": self.optimizer.param_groups[0]["lr"],
+                "mismatch/left_out": float(len(left_out)),
+                "mismatch/moved": self._limits.moved_by(step),
+            },
+            mismatch=mismatch,
+            suspects=suspects,
+            left_out=left_out,
             reward_by_version=reward_by_version(samples),
-            num_tokens=sum(mini.counts.tokens for mini in minis),
+            num_tokens=sum(len(s.response_ids) for s in samples),
             digest=ids_digest(samples),
         )
 
@@ -215,24 +238,59 @@ class Learner:
             ],
         )
 
-    def _proximal(self, minis: list[_MiniBatch]) -> list[list[Tensor | None]]:
-        """Scores with the weights at the start of the step, per mini- and micro-batch.
+    def _batch(self, samples: Sequence[TrainSample]) -> _Batch:
+        """Everything before the first update: with one mini-batch that includes its gradient.
 
-        None where the current score is that score: with one mini-batch. Bypass mode has no use
-        for it. The same micro-batches are used as in training, so that the ratio of the first
-        mini-batch is exactly 1.
+        With several, the scores at the start of the step are taken; the same micro-batches are used
+        as in training, so that the ratio of the first mini-batch is exactly 1.
         """
-        if len(minis) == 1 or self.config.algorithm.rollout_correction.bypass_mode:
-            return [[None] * len(mini.micros) for mini in minis]
-        dtype = self._objective.compute_dtype
-        return [[score(self.policy, micro, dtype) for micro in mini.micros] for mini in minis]
+        ready = with_advantages(samples, self.config.algorithm)
+        minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
+        figures = TokenFigures()
+        if len(minis) == 1:  # the current score is the one at the start of the step
+            proximal: list[list[Tensor | None]] = [[None] * len(minis[0].micros)]
+            losses = self._accumulate(minis[0], proximal[0], figures)
+            return _Batch(minis, proximal, figures, losses)
+        proximal = [[self._proximal(micro, figures) for micro in mini.micros] for mini in minis]
+        return _Batch(minis, proximal, figures, None)
 
-    def _update(
-        self, mini: _MiniBatch, proximal: list[Tensor | None], figures: TokenFigures
-    ) -> Update:
-        """Accumulate the gradient of one mini-batch and apply it, unless it is to be skipped."""
-        self.optimizer.zero_grad(set_to_none=True)
-        pg_loss, kl_loss = self._accumulate(mini, proximal, figures)
+    def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
+        scores = score(self.policy, micro, self._objective.compute_dtype)
+        figures.add(micro, engine_mismatch(scores, micro.behaviour))
+        return scores
+
+    def _updates(
+        self, batch: _Batch, samples: Sequence[TrainSample], step: int
+    ) -> tuple[tuple[Update, ...], TokenFigures]:
+        """Make the updates and measure how far they move the policy."""
+        if not batch.minis:
+            self._limits.moved(step, 0.0)
+            return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures
+        few = samples[:: -(-len(samples) // MOVEMENT_ROWS)]
+        moves = any(mini.has_signal for mini in batch.minis)
+        before = self._log_probs(few) if moves else None
+        figures = batch.figures if batch.losses else TokenFigures()
+        updates = tuple(
+            self._update(mini, batch.losses or self._accumulate(mini, scores, figures))
+            for mini, scores in zip(batch.minis, batch.proximal, strict=True)
+        )
+        distance = 0.0
+        if before is not None and any(u.skipped_reason is None for u in updates):
+            distance = float((self._log_probs(few) - before).abs().mean())
+        self._limits.moved(step, distance)
+        return updates, figures
+
+    def _log_probs(self, samples: Sequence[TrainSample]) -> Tensor:
+        """Of all response tokens, with the current weights."""
+        budget = self.config.trainer.micro_batch_tokens
+        parts = micro_batches([s.length for s in samples], budget)
+        micros = (collate([samples[i] for i in rows], self.policy.device) for rows in parts)
+        return torch.cat(
+            [score(self.policy, micro, self._objective.compute_dtype) for micro in micros]
+        )
+
+    def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
+        """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
         reason: str | None = NO_SIGNAL
         norm = 0.0
         if mini.has_signal:
@@ -242,12 +300,13 @@ class Learner:
             reason = None if math.isfinite(norm) else NON_FINITE
         if reason is None:
             self.optimizer.step()
-        return Update(mini.sample_ids, reason, norm, pg_loss, kl_loss)
+        return Update(mini.sample_ids, reason, norm, *losses)
 
     def _accumulate(
         self, mini: _MiniBatch, proximal: list[Tensor | None], figures: TokenFigures
     ) -> tuple[float, float | None]:
         """Forward and, with signal, backward over all micro-batches; policy and KL loss."""
+        self.optimizer.zero_grad(set_to_none=True)
         pg_loss, kl_loss = 0.0, None if self.reference is None else 0.0
         with torch.set_grad_enabled(mini.has_signal):
             for micro, scores in zip(mini.micros, proximal, strict=True):
@@ -262,13 +321,24 @@ class Learner:
                     kl_loss += float(part.kl_loss)
         return pg_loss, kl_loss
 
+    def _set_learning_rate(self, step: int) -> None:
+        lr = learning_rate(self.config.optim, step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
 
 def with_advantages(
-    samples: Sequence[TrainSample], algorithm: AlgorithmConfig
+    samples: Sequence[TrainSample],
+    algorithm: AlgorithmConfig,
+    left_out: Container[str] = frozenset(),
 ) -> list[TrainSample]:
-    """The samples in their order, each with the advantage within its group."""
-    found: dict[str, float] = {}
-    for siblings in by_group(samples).values():
+    """The samples in their order, each with the advantage within its group.
+
+    Those that are left out have 0, and are in no baseline.
+    """
+    found: dict[str, float] = {s.sample_id: 0.0 for s in samples}
+    trained = [s for s in samples if s.sample_id not in left_out]
+    for siblings in by_group(trained).values():
         advantages = group_advantages(
             [s.reward for s in siblings],
             estimator=algorithm.adv_estimator,

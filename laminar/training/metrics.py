@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.training.batching import MicroBatch, TrainSample
+from laminar.training.mismatch import Mismatch, Origin
 
 Column = NDArray[np.float64]  # one number per sample
 
@@ -45,14 +45,6 @@ EXTRAS_SHOWN = 64
 """A function that gives each answer names of its own is no reason for a megabyte of metrics."""
 #: metrics that are also given by quarter of the samples, shortest responses first
 BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
-
-
-class Mismatch(NamedTuple):
-    """Trainer against engine over the trained tokens of one replica and version."""
-
-    mean_abs_diff: float
-    mean_k3: float
-    tokens: int
 
 
 class TokenFigures:
@@ -147,13 +139,13 @@ def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
 
 def mismatch_by_origin(
     figures: TokenFigures, samples: Sequence[TrainSample]
-) -> dict[tuple[str, int], Mismatch]:
-    """(replica, weight version) -> mismatch, over the samples that were trained."""
+) -> dict[Origin, Mismatch]:
+    """Of the samples that have figures: a masked one has none."""
     by_id = {s.sample_id: s for s in samples}
-    rows: dict[tuple[str, int], list[int]] = {}
+    rows: dict[Origin, list[int]] = {}
     for row, sample_id in enumerate(figures.sample_ids):
         sample = by_id[sample_id]
-        rows.setdefault((sample.replica, sample.weight_version), []).append(row)
+        rows.setdefault(sample.origin, []).append(row)
     found = {}
     for origin, chosen in rows.items():
         picked = np.array(chosen, dtype=np.intp)
@@ -174,7 +166,7 @@ def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, 
 
 
 def by_origin(
-    mismatch: Mapping[tuple[str, int], Mismatch], rewards: Mapping[int, tuple[float, int]]
+    mismatch: Mapping[Origin, Mismatch], rewards: Mapping[int, tuple[float, int]]
 ) -> dict[str, float]:
     """Flat metrics of the largest mismatches and of the newest versions, ORIGINS_SHOWN each.
 
@@ -188,7 +180,7 @@ def by_origin(
     return figures | ({"by_origin/left_out": float(left_out)} if left_out else {})
 
 
-def _size(origin: tuple[tuple[str, int], Mismatch]) -> float:
+def _size(origin: tuple[Origin, Mismatch]) -> float:
     """What is no number is the worst."""
     k3 = origin[1].mean_k3
     return k3 if math.isfinite(k3) else math.inf

@@ -78,7 +78,7 @@ def objective(
     trainer = log_probs.detach() if proximal is None else proximal
 
     losses, figures = _policy_losses(log_probs, trainer, micro, algorithm)
-    figures |= _mismatch(trainer, micro.behaviour)
+    figures |= engine_mismatch(trainer, micro.behaviour)
     figures["entropy"] = entropy.detach()
 
     coefficients = token_coefficients(
@@ -121,7 +121,7 @@ def _policy_losses(
     return term.loss * weight, figures
 
 
-def _mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
+def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
     """How far the trainer's score of the tokens is from what the engine recorded.
 
     On stale data this contains the policy's own movement since the tokens were sampled.

@@ -38,10 +38,13 @@ CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
 Log = list[tuple[Stamped, list[Command]]]
 
 
-def world_log() -> Log:
-    """Three steps, two evaluations, some siblings that could not be scored, repeated events."""
+def world_log(leave_out: float = 0.0) -> Log:
+    """Three steps, two evaluations, some siblings that could not be scored, repeated events.
+
+    `leave_out`: share of the rows of batches that the trainer leaves out.
+    """
     config = settings(total_steps=3, test_freq=2)
-    faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=0.0)
+    faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=0.0, leave_out=leave_out)
     world = World(config, num_train=30, num_eval=4, faults=faults, seed=3).run()
     ordered = {
         c.step: c for _, commands in world.log for c in commands if isinstance(c, cmd.TrainStep)
@@ -191,6 +194,11 @@ def _prompt(index: int) -> m.PromptPayload:
 
 
 def write_book(run_dir: Path, log: Log) -> None:
+    left_out = {
+        s.event.step: [t for part in s.event.left_out for t in part.trajectories]
+        for s, _ in log
+        if isinstance(s.event, ev.StepCompleted)
+    }
     lines = [
         {
             "step": command.step,
@@ -198,6 +206,7 @@ def write_book(run_dir: Path, log: Log) -> None:
             "changed": True,
             "digest": ids_digest(list(command.trajectories)),
             "ids": list(command.trajectories),
+            "left_out": left_out.get(command.step, []),
         }
         for _, commands in log
         for command in commands

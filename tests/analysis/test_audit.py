@@ -15,6 +15,7 @@ import pytest
 from laminar.analysis import trainer_book
 from laminar.analysis.audit import audit
 from laminar.analysis.ledger_book import Account, ledger_problems
+from laminar.analysis.report import summary_of
 from laminar.core.machine import Machine
 from laminar.core.state import Trajectory
 from laminar.events import commands as cmd
@@ -200,6 +201,30 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     assert trainer_book.book_problems([line], account, account) == []
     (note,) = trainer_book.unreported([line], account)
     assert "came when the run had failed" in note
+
+
+def test_rows_that_were_left_out_close_the_books(tmp_path: Path) -> None:
+    """They are in the batch, in no other book as trained, and named in the summary."""
+    make_run(tmp_path / "run", world_log(leave_out=0.4))
+    found = audit(tmp_path / "run")
+    assert (found.problems, found.notes) == ([], [])
+    (row,) = (row for row in found.ledger if row.name == "dropped: mismatch")
+    assert row.trajectories > 5
+    summary = summary_of(tmp_path / "run")
+    assert summary["trajectories_left_out"] == row.trajectories
+    told = summary["left_out"]
+    assert sum(part["trajectories"] for part in told) == row.trajectories
+    first = {"replica": "rollout-0", "version": 0, "diff": 0.5, "limit": 0.1}
+    assert told[0].items() >= first.items() and {part["step"] for part in told} <= {0, 1, 2}
+
+
+def test_a_trainer_that_trained_what_it_says_it_left_out_is_found(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", world_log(leave_out=0.4))
+    book = tmp_path / "run" / "trainer_book.jsonl"
+    lines = [json.loads(line) | {"left_out": []} for line in book.read_text().splitlines()]
+    book.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    problems = audit(tmp_path / "run").problems
+    assert "trainer: step 1 left out other ids than it reported" in problems
 
 
 def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ STATUS: dict[str, Any] = {
     "evaluations": [],
     "failure": "",
     "reward_errors": None,
+    "left_out": [],
     "silent_nodes": [],
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
@@ -51,6 +52,12 @@ def test_why_a_run_ends_before_its_time_is_told_once(tmp_path: Path) -> None:
 
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     assert "FAILED" not in show(tmp_path, False, {}, {"step": 4})
+
+
+def test_each_replica_and_version_that_is_left_out_is_told_once(tmp_path: Path) -> None:
+    first, second = ("8 answers of rollout-1 with version 7", "3 answers of rollout-1 [version 8]")
+    text = show(tmp_path, False, {"left_out": [first]}, {"left_out": [first, second]})
+    assert [text.count(f"MISMATCH: {line}") for line in (first, second)] == [1, 1]
 
 
 def test_a_silent_node_is_told_once_and_when_it_is_heard_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ Unlike the random world it answers nothing by itself: a test tells one story, st
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.ids import GroupId, TrajectoryId
-from tests.core.world_parts import settings
+from tests.core.world_parts import rows_left_out, settings
 
 C = TypeVar("C", bound=Command)
 MS = 1_000_000  #: nanoseconds
@@ -288,8 +288,9 @@ class Bench:
 
     # --- steps and ends -----------------------------------------------------------------------
 
-    def train(self, *, publish: bool = True) -> list[Command]:
-        """The trainer completes its batch; its weights are published, or not yet."""
+    def train(self, *, publish: bool = True, left_out: Sequence[str] = ()) -> list[Command]:
+        """The trainer completes its batch, some rows of it untrained; its weights are published,
+        or not yet."""
         batch = self.state.batch
         assert batch is not None, "the trainer has no batch"
         done = ev.StepCompleted(
@@ -300,6 +301,7 @@ class Bench:
             num_tokens=1,
             digest="",
             metrics={},
+            left_out=(rows_left_out(left_out),) if left_out else (),
         )
         commands = self.say("trainer-0", done)
         return commands + (self.publish(batch.version, batch.step + 1) if publish else [])

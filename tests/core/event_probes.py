@@ -19,6 +19,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.ids import ActorName, GroupId, TrajectoryId
+from tests.core.world_parts import rows_left_out
 
 NUMBERS = (-(2**63), -1, 0, 1, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "0.0.0", "no such thing")
@@ -53,7 +54,7 @@ def _spoil(value: Any, chance: random.Random) -> Any:
         return chance.choice((*NUMBERS, value - 1, value + 1))
     if isinstance(value, str):
         return chance.choice(TEXTS)
-    if isinstance(value, tuple) and value and isinstance(value[0], ev.EndedTrajectory):
+    if isinstance(value, tuple) and value and isinstance(value[0], ev.EndedTrajectory | ev.LeftOut):
         return tuple(spoiled(row, chance) for row in value)
     if isinstance(value, tuple) and value:
         return chance.choice(NUMBER_LISTS if isinstance(value[0], int) else GROUP_LISTS)
@@ -185,6 +186,18 @@ def _step_completed(state: State, peer: str) -> Iterator[Event]:
     for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
         yield ev.StepCompleted(
             step=s, version=v, changed=True, reason="", num_tokens=1, digest="", metrics={}
+        )
+    groups = [state.groups[g].members for g in batch.groups] if batch else []
+    for rows in (groups[0][:1], groups[0]) if groups else ():
+        yield ev.StepCompleted(
+            step=step,
+            version=version,
+            changed=True,
+            reason="",
+            num_tokens=1,
+            digest="",
+            metrics={},
+            left_out=(rows_left_out(rows),),
         )
 
 

@@ -43,6 +43,7 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         hang=choose([0, 0, 0.02]),
         train_s=choose([0.1, 1, 5]),
     )
+    faults.leave_out = random.Random(f"left out {seed}").choice([0, 0, 0.1, 0.6])
     replicas = choose([1, 2, 3])
     nodes = choose(range(1, replicas + 1))
     faults.lose_relay_every_s = choose([0, 0, 6, 20])

@@ -92,6 +92,29 @@ def test_group_with_too_few_rewards_is_dropped_whole() -> None:
     assert bench.state.ledger.tokens.dropped == {"unscored": 20, "too-few-scored": 10}
 
 
+def test_what_the_trainer_leaves_out_is_dropped_and_its_siblings_are_trained() -> None:
+    """A row that did not come from its version is not trained, and no book says that it was."""
+    bench = begun()
+    bench.complete("0.0")
+    bench.train(left_out=["0.0.1"])
+    bench.write_ends()
+    ledger = bench.state.ledger
+    assert (ledger.trajectories.trained, ledger.trajectories.dropped) == (2, {"mismatch": 1})
+    assert (ledger.groups.trained, ledger.groups.dropped) == (1, {})
+    assert (ledger.tokens.trained, ledger.tokens.dropped) == (20, {"mismatch": 10})
+
+
+def test_a_group_that_is_left_out_whole_is_dropped_and_its_step_counts() -> None:
+    bench = begun()
+    bench.complete("0.0")
+    bench.train(left_out=["0.0.0", "0.0.1", "0.0.2", "of no batch"])
+    bench.write_ends()
+    state = bench.state
+    assert (state.completed, state.staleness_sum, state.ledger.groups.trained) == (1, 0, 0)
+    assert state.ledger.groups.dropped == {"mismatch": 1}
+    assert state.ledger.trajectories.dropped == {"mismatch": 3}
+
+
 def test_sibling_that_fails_while_it_generates_frees_its_place() -> None:
     """Its replica is told to stop the others only when the group is given up."""
     bench = begun()

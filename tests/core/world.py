@@ -41,6 +41,7 @@ from tests.core.world_parts import (
     Silence,
     Start,
     Wake,
+    rows_left_out,
 )
 
 
@@ -280,7 +281,8 @@ class World:
         self._feed(process, item.version)
 
     def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
-        self.trained.extend(command.trajectories)
+        left_out = self._left_out(command)
+        self.trained.extend(t for t in command.trajectories if t not in left_out)
         seconds = 0.3 + self.faults.train_s * self.random.uniform(0.5, 1.5)
         if self.random.random() < self.faults.skip_publish:
             skipped = ev.PublishSkipped(version=command.version, step=command.step + 1, reason="")
@@ -296,10 +298,17 @@ class World:
             num_tokens=1,
             digest="",
             metrics={},
+            left_out=(rows_left_out(left_out),) if left_out else (),
         )
         self.later(process, seconds, done)
         if self.random.random() < self.faults.save:
             self._save(process, seconds + 0.2, command.version, command.step + 1)
+
+    def _left_out(self, command: cmd.TrainStep) -> tuple[TrajectoryId, ...]:
+        """Rows that the trainer does not train, from a generator of their own."""
+        share, rows = self.faults.leave_out, command.trajectories
+        draw = random.Random(f"left out {self.settings.seed} {command.step}").random
+        return tuple(t for t in rows if draw() < share) if share else ()
 
     def _save(self, process: Process, seconds: float, version: int, step: int) -> None:
         """The last two checkpoints are kept."""

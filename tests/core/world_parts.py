@@ -6,11 +6,14 @@ Gives   plain data; the behaviour is in world.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.events.base import Settings
+from laminar.ids import TrajectoryId
 
 SECOND = 1_000_000_000  #: nanoseconds
 
@@ -40,6 +43,12 @@ def settings(**changes: Any) -> Settings:
     return Settings(**(values | changes))
 
 
+def rows_left_out(rows: Sequence[str]) -> ev.LeftOut:
+    """As the trainer reports them; whose they are decides nothing."""
+    names = tuple(map(TrajectoryId, rows))
+    return ev.LeftOut(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
+
+
 @dataclass
 class Faults:
     """Probabilities per opportunity, and mean virtual seconds."""
@@ -53,6 +62,7 @@ class Faults:
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
     skip_publish: float = 0.0
+    leave_out: float = 0.0  #: the trainer finds that a row did not come from its version
     save: float = 0.0  #: share of steps after which a checkpoint is written
     damage_checkpoint: float = 0.0
     fail_sibling: float = 0.0  #: its reward cannot be worked out

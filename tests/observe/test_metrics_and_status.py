@@ -145,6 +145,15 @@ def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
     assert counts[-1] <= told["by_reason"]["error"] < told["answers"]
 
 
+def test_rows_that_were_left_out_are_named_with_replica_and_version(tmp_path: Path) -> None:
+    world = World(settings(total_steps=3), faults=Faults(leave_out=0.4), seed=3).run()
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
+    told = json.loads((tmp_path / "status.json").read_text())["left_out"]
+    assert len(told) == 3
+    assert all("of rollout-0 with version 0 were left out" in line for line in told)
+    assert all("differ from the trainer's by 0.5 a token, where 0.1 is" in line for line in told)
+
+
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), small_world())
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from laminar.sim.aims import AIMS
-from laminar.sim.faults import FATAL_ROLES, KINDS, ONCE, RATES, REWARD_ERRORS, WEATHER, WEDGES
+from laminar.sim.faults import (
+    FATAL_ROLES,
+    KINDS,
+    ONCE,
+    OWN_RATES,
+    RATES,
+    REWARD_ERRORS,
+    WEATHER,
+    WEDGES,
+)
 from laminar.sim.run import Outcome, run_seed
 from laminar.sim.strikes import EXITS, RECURRING, SILENCES
 from laminar.sim.world import World
@@ -20,7 +29,7 @@ def run(kind: str, seed: int = 3) -> Outcome:
 
 @pytest.mark.parametrize(
     "kind",
-    [*RECURRING, *SILENCES, *EXITS, *RATES, REWARD_ERRORS, *WEDGES, "drain", "machine-lost"],
+    [*RECURRING, *SILENCES, *EXITS, *RATES, *OWN_RATES, *WEDGES, "drain", "machine-lost"],
 )
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     outcomes = [run(kind, seed) for seed in (3, 4, 5)]
@@ -61,7 +70,7 @@ def test_rewards_that_fail_end_some_runs_and_not_others() -> None:
 
 
 def test_menu_is_complete() -> None:
-    drawn = {*RECURRING, *SILENCES, *EXITS, *RATES, REWARD_ERRORS, *WEDGES, *WEATHER, *ONCE}
+    drawn = {*RECURRING, *SILENCES, *EXITS, *RATES, *OWN_RATES, *WEDGES, *WEATHER, *ONCE}
     assert set(KINDS) == {*drawn, *AIMS}
 
 

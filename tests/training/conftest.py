@@ -68,6 +68,7 @@ def make_config() -> Callable[..., Config]:
                 "optim.lr": 0.0,
                 "optim.weight_decay": 0.0,
                 "optim.clip_grad": 0.0,
+                "algorithm.rollout_correction.mismatch_limit": 1e9,
             }
             | (flat or {})
         )

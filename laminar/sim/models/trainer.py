@@ -13,6 +13,7 @@ from typing import NamedTuple
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.ids import TrajectoryId
 from laminar.sim.models import relay as r
 from laminar.sim.models import store as s
 from laminar.sim.models.idle import Idle
@@ -43,6 +44,7 @@ class Trainer(Idle):
         self.slot = -1
         self.asking = False
         self.digest = "w0"
+        self._left_out: tuple[TrajectoryId, ...] = ()  #: of the batch that was trained last
         self._other = ""  #: added to the digest when the weights are handed over with other bytes
         self._relay, self._store = "relay-0", "store-0"
         self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._loaded)
@@ -86,7 +88,11 @@ class Trainer(Idle):
         self.process.compute(duration, self._trained, command)
 
     def _trained(self, command: cmd.TrainStep) -> None:
-        changed = self.chance.random() >= UNCHANGED
+        self._left_out = tuple(
+            row for row in command.trajectories if self.world.faults.engine_differs()
+        )
+        all_left_out = len(self._left_out) == len(command.trajectories)
+        changed = self.chance.random() >= UNCHANGED and not all_left_out
         if changed:
             self.digest = f"w{command.step + 1}"
         if self.slot >= 0 and not self.world.faults.publish_fails():
@@ -107,7 +113,8 @@ class Trainer(Idle):
         self._completed(command, changed)
 
     def _completed(self, command: cmd.TrainStep, changed: bool) -> None:
-        self.world.checks.trained(command)
+        left_out = self._left_out
+        self.world.checks.trained(command, left_out)
         completed = ev.StepCompleted(
             step=command.step,
             version=command.version,
@@ -116,6 +123,13 @@ class Trainer(Idle):
             num_tokens=len(command.trajectories),
             digest=self.digest,
             metrics={},
+            left_out=(
+                *(
+                    ev.LeftOut(replica="rollout-0", version=0, diff=1.0, limit=0.5, trajectories=p)
+                    for p in (left_out[::2], left_out[1::2])
+                    if p
+                ),
+            ),
         )
         self.process.emit(completed)
         freq, step = self.scenario.save_freq, command.step + 1

@@ -1,0 +1,85 @@
+"""Which rows did not come from the weights that their version names: they are left out of a step.
+
+Reads   the mismatch per (replica, weight version) of a batch, before the optimizer touches anything
+Gives   Suspect: an origin whose rows are not to be trained
+
+A probe proves that weights have arrived. It cannot see keys and values that were kept from older
+weights, or a wrong temperature: the log-probs of the sampled tokens can. With the weights that
+generated a row, the trainer would score it as the engine did, up to rounding. The trainer has moved
+on since; how far is measured, on a few rows of every batch scored before and after its updates. By
+the triangle inequality honest rows differ by no more than rounding and the sum of these movements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from laminar.config import Config
+
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats per token; what was measured is in docs/training.md."""
+MOVEMENT_FACTOR = 3.0
+"""The rows of the measurement are few, and not those that are judged."""
+FEW_TOKENS = 4.0
+"""The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n)."""
+
+Origin = tuple[str, int]
+"""(replica, weight version)."""
+
+
+class Mismatch(NamedTuple):
+    """Trainer against engine over the trained tokens of one replica and version."""
+
+    mean_abs_diff: float
+    mean_k3: float
+    tokens: int
+
+
+class Suspect(NamedTuple):
+    """The mean |log p(trainer) - log p(engine)| of an origin, and what it may be; nats."""
+
+    diff: float
+    limit: float
+
+
+class MismatchLimits:
+    """How far trainer and engine may differ, by the age of the weights that generated."""
+
+    def __init__(self, rounding: float) -> None:
+        """`rounding`: of equal weights, nats per token."""
+        self._rounding = rounding
+        self._moved: dict[int, float] = {}
+
+    def moved(self, step: int, distance: float) -> None:
+        """The updates of `step` changed the log-probs by so much; nats per token."""
+        self._moved[step] = distance
+
+    def moved_by(self, step: int) -> float:
+        return self._moved[step]
+
+    def suspects(
+        self, mismatch: Mapping[Origin, Mismatch], made: Mapping[int, int], step: int
+    ) -> dict[Origin, Suspect]:
+        """The origins that differ too much at `step`; `made`: version -> steps that it has seen."""
+        found = {}
+        for origin, figure in mismatch.items():
+            limit = self._limit(made[origin[1]], step, figure.tokens)
+            if not figure.mean_abs_diff <= limit:  # nan, too
+                found[origin] = Suspect(figure.mean_abs_diff, limit)
+        return found
+
+    def _limit(self, made: int, step: int, tokens: int) -> float:
+        """A step of which nothing is known, as it was another process's, may have moved any way."""
+        distance = sum(self._moved.get(s, math.inf) for s in range(made, step))
+        return (self._rounding + MOVEMENT_FACTOR * distance) * (1 + FEW_TOKENS / math.sqrt(tokens))
+
+
+def rounding_of(config: Config, compute: torch.dtype) -> float:
+    """The user's limit, or that of the less precise of trainer and engine."""
+    given = config.algorithm.rollout_correction.mismatch_limit
+    rough = compute == torch.bfloat16 or "bfloat16" in (config.weights.dtype, config.rollout.dtype)
+    return given or ROUNDING["bfloat16" if rough else "float32"]

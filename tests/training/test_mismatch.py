@@ -1,0 +1,158 @@
+"""Rows of an engine with other weights than they name: found before a step, and left out of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laminar.training.batching import TrainSample
+from laminar.training.learner import MISMATCH, Learner
+from laminar.training.mismatch import (
+    FEW_TOKENS,
+    MOVEMENT_FACTOR,
+    ROUNDING,
+    Mismatch,
+    MismatchLimits,
+    Suspect,
+    rounding_of,
+)
+
+Make = Callable[..., Any]
+LIMIT = {"algorithm.rollout_correction.mismatch_limit": 1e-3, "optim.lr": 1e-2}
+SICK = ("rollout-1", 4)
+
+
+def honest(learner: Learner, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples as an engine with the learner's weights would have recorded them."""
+    found = []
+    for s in samples:
+        ids = [*s.prompt_ids.tolist(), *s.response_ids.tolist()]
+        scores = learner.score([ids], s.temperature)[0][len(s.prompt_ids) - 1 :]
+        found.append(replace(s, logprobs=np.array(scores, np.float32)))
+    return found
+
+
+def sickened(samples: Sequence[TrainSample], off: float = 0.3) -> list[TrainSample]:
+    return [
+        replace(s, logprobs=s.logprobs - np.float32(off)) if s.origin == SICK else s
+        for s in samples
+    ]
+
+
+def weights(learner: Learner) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in learner.policy.model.parameters()]
+
+
+@pytest.mark.parametrize("minis", [1, 2])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_step_is_what_it_would_be_had_the_bad_rows_never_been_in_the_batch(
+    minis: int, bypass: bool, make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """Baselines, counts and gradient: all are of the rows that remain."""
+    config = make_config(
+        LIMIT
+        | {
+            "algorithm.ppo_mini_batch_size": 4 // minis,
+            "data.train_batch_size": 4,
+            "algorithm.rollout_correction.bypass_mode": bypass,
+        }
+    )
+    with_them, without = (Learner(config, make_policy(0)) for _ in range(2))
+    samples = honest(with_them, make_samples(groups=4))
+    found = with_them.train_step(sickened(samples), 4)
+    expected = without.train_step([s for s in samples if s.origin != SICK], 4)
+    assert all(map(torch.equal, weights(with_them), weights(without)))
+    assert found.updates == expected.updates and found.changed
+    assert found.metrics["actor/entropy"] == expected.metrics["actor/entropy"]
+    assert list(found.suspects) == [SICK] and set(found.left_out.values()) == {SICK}
+    assert set(found.left_out) == {s.sample_id for s in samples if s.origin == SICK}
+    assert found.suspects[SICK].diff == pytest.approx(0.3, abs=1e-4)
+    assert found.metrics["mismatch/left_out"] == len(found.left_out)
+    assert found.mismatch.keys() == {s.origin for s in samples}
+    assert found.digest != expected.digest, "it was consumed"
+
+
+def test_a_batch_of_bad_rows_only_changes_nothing(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    learner = Learner(make_config(LIMIT | {"optim.weight_decay": 0.1}), make_policy())
+    learner.train_step(honest(learner, make_samples(seed=1)), 4)
+    before = weights(learner)
+    samples = make_samples(replica=SICK[0], weight_version=SICK[1], version_step=5)
+    result = learner.train_step(sickened(honest(learner, samples)), 5)
+    assert (result.changed, result.skipped_reason) == (False, MISMATCH)
+    assert all(map(torch.equal, weights(learner), before))
+    assert len(result.left_out) == len(samples) and result.metrics["mismatch/moved"] == 0
+    assert all(math.isfinite(v) for v in result.metrics.values())
+    assert learner.train_step(honest(learner, make_samples(version_step=5)), 6).left_out == {}
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-2])
+def test_rows_may_be_as_far_off_as_the_trainer_has_moved_since(
+    lr: float, make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """Three steps late, whatever a step is; rows of the newest weights may not."""
+    learner = Learner(make_config(LIMIT | {"optim.lr": lr}), make_policy())
+    old = honest(learner, make_samples(version_step=0, weight_version=0))
+    for step in range(3):
+        fresh = make_samples(seed=step + 1, version_step=step, weight_version=step)
+        assert learner.train_step(honest(learner, fresh), step).left_out == {}
+    newest = [replace(s, weight_version=3, version_step=3) for s in old]
+    ids = [replace(s, sample_id=f"x{s.sample_id}", group_id=f"x{s.group_id}") for s in newest]
+    result = learner.train_step([*old, *ids], 3)
+    drift = result.mismatch["rollout-0", 0].mean_abs_diff
+    assert drift > ROUNDING["float32"]
+    assert set(result.suspects) == {("rollout-0", 3), ("rollout-1", 3)}
+
+
+def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
+    limits = MismatchLimits(0.01)
+    for step, distance in ((0, 0.1), (1, 0.0), (2, 0.2)):
+        limits.moved(step, distance)
+    tokens = 10_000
+    few = 1 + FEW_TOKENS / math.sqrt(tokens)
+    expected = {
+        0: (0.01 + MOVEMENT_FACTOR * 0.3) * few,
+        1: (0.01 + MOVEMENT_FACTOR * 0.2) * few,
+        2: (0.01 + MOVEMENT_FACTOR * 0.2) * few,
+        3: 0.01 * few,
+    }
+    for made, limit in expected.items():
+        for diff, is_suspect in ((limit * 0.999, False), (limit * 1.001, True), (math.nan, True)):
+            figure = {("rollout-0", 7): Mismatch(diff, 0.0, tokens)}
+            found = limits.suspects(figure, {7: made}, 3)
+            assert bool(found) is is_suspect
+            if found and diff == diff:
+                assert found == {("rollout-0", 7): Suspect(diff, pytest.approx(limit))}
+
+
+def test_few_tokens_and_an_unknown_step_prove_nothing() -> None:
+    limits = MismatchLimits(0.01)
+    limits.moved(1, 0.0)
+    one_token = {("rollout-0", 7): Mismatch(0.04, 0.0, 1)}
+    assert not limits.suspects(one_token, {7: 2}, 2)
+    assert limits.suspects({("rollout-0", 7): Mismatch(0.04, 0.0, 1_000)}, {7: 2}, 2)
+    assert not limits.suspects({("rollout-0", 7): Mismatch(9.0, 0.0, 1_000)}, {7: 0}, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "compute", "rounding"),
+    [
+        ({}, torch.float32, ROUNDING["float32"]),
+        ({}, torch.bfloat16, ROUNDING["bfloat16"]),
+        ({"weights.dtype": "bfloat16"}, torch.float32, ROUNDING["bfloat16"]),
+        ({"rollout.dtype": "bfloat16"}, torch.float32, ROUNDING["bfloat16"]),
+        ({"algorithm.rollout_correction.mismatch_limit": 0.02}, torch.bfloat16, 0.02),
+    ],
+)
+def test_the_less_precise_side_decides_the_rounding(
+    keys: dict[str, Any], compute: torch.dtype, rounding: float, make_config: Make
+) -> None:
+    unset = {"algorithm.rollout_correction.mismatch_limit": 0.0}
+    assert rounding_of(make_config(unset | keys), compute) == rounding
