@@ -172,7 +172,7 @@ def _percentiles(name: str, values: list[int]) -> dict[str, float | None]:
 def _left_out(account: Account) -> list[dict[str, Any]]:
     """The first replicas and versions whose rows were not trained."""
     return [
-        {"step": number, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
+        {"step": number + 1, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
         for number, step in account.steps.items()
         if step.completed is not None
         for part in step.completed.left_out
