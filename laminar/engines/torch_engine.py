@@ -4,10 +4,12 @@ Reads   GenerateRequests; Hugging Face tensors
 Gives   one TokenDelta per running sequence and step
 
 Running sequences occupy slots 0 .. n - 1 without holes (the last one moves into a freed slot), so
-each step is one forward pass over neighbouring cache rows. Requests that arrive with the same
-tokens, as a group's siblings do, are prefilled once and get copies of the cache. Sampling is
-counter-based: a sequence that moves to another replica of the same weights continues with the
-very same tokens (float32; reduced precision rounds differently from one batch to another).
+each step is one forward pass over neighbouring cache rows. Attention runs over spans of rows of
+similar length (spans.py): a step costs what its rows hold, not the longest row for each. Requests
+that arrive with the same tokens, as a group's siblings do, are prefilled once and get copies of the
+cache. Sampling is counter-based: a sequence that moves to another replica of the same weights
+continues with the very same tokens (float32; reduced precision rounds differently from one batch
+to another).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from laminar.engines.protocol import (
 )
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.sampling import uniforms
-from laminar.engines.torch_model import DecoderModel, round_up
+from laminar.engines.spans import Lengths, Spans
+from laminar.engines.torch_model import DecoderModel
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
@@ -81,6 +84,7 @@ class TorchEngine:
             dtype=dtype,
             device=torch.device(device),
         )
+        self._spans = Spans(self._model.call_cost)
         self._loaded = False
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
@@ -185,6 +189,7 @@ class TorchEngine:
             siblings.setdefault(request.prompt_ids + request.done_ids, []).append(request)
         if not siblings:
             return
+        self._spans.rows_changed()
         sources = {s.request.prompt_ids: slot for slot, s in enumerate(self._active)}
         fresh = sorted((ids for ids in siblings if ids not in sources), key=len, reverse=True)
         first = len(self._active)
@@ -202,18 +207,27 @@ class TorchEngine:
     def _decode(self) -> tuple[list[int], list[float]]:
         """One forward pass over all running sequences; the sampled ids and their log-probs."""
         n = len(self._active)
-        lengths = np.fromiter((s.length for s in self._active), np.int64, n)
+        lengths = self._in_order()
         last_ids = np.fromiter((s.last_id for s in self._active), np.int64, n)
         seeds = np.fromiter((s.request.seed for s in self._active), np.uint64, n)
         temperatures = np.fromiter((s.request.temperature for s in self._active), np.float64, n)
         device = self._model.device
         integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(device)
         reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(device)
-        hidden = self._model.forward(
-            integers[0, :, None], integers[1, :, None], 0, round_up(int(lengths.max()))
-        )
+        spans = self._spans.of(lengths)
+        hidden = self._model.forward(integers[0, :, None], integers[1, :, None], 0, spans)
         tokens, logprobs = choose(self._model.logits(hidden[:, 0]), reals[0], reals[1])
         return tokens.tolist(), logprobs.tolist()
+
+    def _in_order(self) -> Lengths:
+        """The lengths of the running rows, which are moved before where that pays."""
+        lengths = np.fromiter((s.length for s in self._active), np.int64, len(self._active))
+        order = self._spans.order(lengths)
+        if order is None:
+            return lengths
+        self._model.cache.reorder(order, (lengths - 1).tolist())
+        self._active = [self._active[slot] for slot in order]
+        return lengths[order]
 
     def _emit(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
         self._need_finite(logprobs)
@@ -236,6 +250,7 @@ class TorchEngine:
 
     def _release(self, slot: int) -> None:
         """Free a slot; the last running sequence moves into it."""
+        self._spans.rows_changed()
         last = self._active.pop()
         if slot < len(self._active):
             self._model.cache.copy(len(self._active), slot, 1, last.length - 1)

@@ -5,9 +5,10 @@ Gives   hidden states and logits; the cache rows of the slots it ran over
 
 One forward pass serves prefill, decode and scoring: n rows of L tokens, row r being slot
 first + r. Rows are always neighbouring slots, so that the cache is read as a view, without a
-gather. The heads of a group that share one key head are folded into the query length, because
-fused attention kernels then read each key once and no repeated copy is made. Q, K, V and
-gate, up are one matrix each: a small model's step is bound by the number of kernels.
+gather; each span of them (spans.py) is one attention call over its own number of positions. The
+heads of a group that share one key head are folded into the query length, because fused attention
+kernels then read each key once and no repeated copy is made. Q, K, V and gate, up are one matrix
+each: a small model's step is bound by the number of kernels.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from torch import Tensor
 
 from laminar.engines.hf_config import ModelSpec
 from laminar.engines.protocol import EngineError
+from laminar.engines.spans import Span, round_up
 
 _HINT = "the model's parameters under their Hugging Face names (a tied head only once)"
 
-KV_ROUND = 64  #: attention runs over a multiple of this many cache positions
-
-
-def round_up(length: int) -> int:
-    return -(-length // KV_ROUND) * KV_ROUND
+CALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Keys and values that are read in the time that one more attention call takes beside its reads."""
 
 
 @dataclass(slots=True)
@@ -144,6 +143,18 @@ class KVCache:
         for cache in (self.k, self.v):
             cache[:, first : first + count, :, :length] = cache[:, source, None, :, :length]
 
+    def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
+        """Give each slot what slot order[slot] holds, `lengths` of these positions by old slot."""
+        sources = {slot: source for slot, source in enumerate(order) if slot != source}
+        while sources:
+            slot = first = next(iter(sources))
+            kept = slice(0, lengths[first])
+            k, v = self.k[:, first, :, kept].clone(), self.v[:, first, :, kept].clone()
+            while (source := sources.pop(slot)) != first:
+                self.copy(source, slot, 1, lengths[source])
+                slot = source
+            self.k[:, slot, :, kept], self.v[:, slot, :, kept] = k, v
+
 
 class DecoderModel:
     """A Qwen2, Qwen3 or Llama decoder over the slots of one cache."""
@@ -165,27 +176,29 @@ class DecoderModel:
         self.cache = KVCache(spec, slots, positions, dtype, device)
         self.cos, self.sin = (table.to(device, dtype) for table in _rope_tables(spec, positions))
         self._steps = torch.arange(positions, device=device)
+        position_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        #: cached positions of one layer that are read in the time of one more attention call
+        self.call_cost = CALL_BYTES[device.type] // position_bytes
         kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
         self._head_kind = torch.tensor(kinds, device=device)
 
-    def forward(self, ids: Tensor, positions: Tensor, first: int, kv_len: int) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
         """Run `ids` [n, L] at `positions` ([n, L], or [1, L] for all rows) in n slots.
 
         Keys and values are written to the cache, and each token attends to the positions up to
-        its own; kv_len, a multiple of KV_ROUND, is above every position. Gives the normalised
-        hidden states [n, L, H].
+        its own. `spans` cover the n rows; the kv_len of each, a multiple of KV_ROUND, is above
+        every position of its rows. Gives the normalised hidden states [n, L, H].
         """
         rows = self._steps[: ids.shape[0], None] + first
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-        mask = self._mask(positions, kv_len)
+        masks = [self._mask(positions[_rows_of(span, positions)], span.kv_len) for span in spans]
         x = F.embedding(ids, self.weights.embed)
-        span = slice(first, first + ids.shape[0])
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
             keys, values = self.cache.k[index], self.cache.v[index]
             keys[rows, :, positions] = k
             values[rows, :, positions] = v
-            attended = self._attend(q, keys[span, :, :kv_len], values[span, :, :kv_len], mask)
+            attended = self._attend(q, keys[first:], values[first:], spans, masks)
             x = x + F.linear(attended, layer.o)
             gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -217,7 +230,8 @@ class DecoderModel:
                 part = torch.tensor(row[start:end])
                 padded[: len(part)] = part
             positions = self._steps[None, start:end]
-            yield start, self.forward(ids.to(self.device), positions, first, round_up(end))
+            spans = [Span(0, count, round_up(end))]
+            yield start, self.forward(ids.to(self.device), positions, first, spans)
             start = end
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -248,15 +262,36 @@ class DecoderModel:
         q, k = torch.split(qk, [heads, kv_heads], dim=2)
         return q, k, v
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """q [n, L, h, D] over keys and values [n, k, T, D]; gives [n, L, h * D]."""
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        spans: Sequence[Span],
+        masks: Sequence[Tensor],
+    ) -> Tensor:
+        """q [n, L, h, D] over keys and values [n or more, k, T, D]; gives [n, L, h * D]."""
         n, length, heads, size = q.shape
         kv_heads = self.spec.num_kv_heads
         q = q.view(n, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, -1, size)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        parts = [
+            F.scaled_dot_product_attention(
+                q[first:stop],
+                keys[first:stop, :, :kv_len],
+                values[first:stop, :, :kv_len],
+                attn_mask=mask,
+            )
+            for (first, stop, kv_len), mask in zip(spans, masks, strict=True)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         out = out.view(n, kv_heads, -1, length, size).permute(0, 3, 1, 2, 4)
         return out.reshape(n, length, heads * size)
+
+
+def _rows_of(span: Span, positions: Tensor) -> slice:
+    """Of the positions of a span's rows; all rows may share one."""
+    return slice(span.first, span.stop) if positions.shape[0] > 1 else slice(0, 1)
 
 
 def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from engine_models import (
     MAX_LEN,
     VOCAB,
@@ -19,7 +20,7 @@ from engine_models import (
 )
 
 from laminar.engines.protocol import EngineError, GenerateRequest
-from laminar.engines.torch_model import DecoderModel
+from laminar.engines.torch_model import CALL_BYTES, DecoderModel
 
 MODEL = build("qwen2")
 
@@ -42,6 +43,16 @@ def assert_same(got: Output, expected: Output) -> None:
     assert got.reason == expected.reason
 
 
+@pytest.fixture(params=["one span", "many spans", "rows move"])
+def spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How attention cuts the rows; a tiny model alone would always have them in one span."""
+    if request.param != "one span":
+        monkeypatch.setitem(CALL_BYTES, "cpu", 0)
+    if request.param == "rows move":
+        monkeypatch.setattr("laminar.engines.spans.MOVE_COST", 0)
+
+
+@pytest.mark.usefixtures("spans")
 def test_a_mixed_batch_gives_each_request_what_it_gets_alone() -> None:
     rng = random.Random(0)
     requests = [random_request(rng, f"r{i}") for i in range(20)]
@@ -51,6 +62,7 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone() -> None:
         assert_same(together[item.request_id], run_one(alone, item))
 
 
+@pytest.mark.usefixtures("spans")
 def test_random_adds_and_aborts_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("laminar.engines.torch_engine.PREFILL_CHUNK", 48)
     rng = random.Random(1)
@@ -143,6 +155,40 @@ def test_a_stop_id_on_the_last_allowed_token_is_a_stop() -> None:
     token = run_one(engine, request("a", (1, 2), limit=1)).tokens[0]
     out = run_one(engine, request("a", (1, 2), limit=1, stop=frozenset({token})))
     assert out.reason == "stop"
+
+
+def test_a_row_costs_the_positions_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CALL_BYTES, "cpu", 0)
+    read: list[int] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(q: torch.Tensor, keys: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read.append(keys.shape[0] * keys.shape[2])
+        return attend(q, keys, *args, **kwargs)
+
+    engine = engine_of(MODEL, slots=8)
+    for row in range(8):
+        engine.add(request(f"r{row}", (row,) * (130 if row == 4 else 10), limit=20))
+    engine.step()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    engine.step()
+    assert sum(read) == 3 * (7 * 64 + 192), "three layers"
+
+
+def test_rows_that_move_keep_what_they_hold() -> None:
+    model = engine_of(MODEL, slots=6)._model
+    rng = random.Random(5)
+    for _ in range(20):
+        lengths = [rng.randrange(1, 40) for _ in range(6)]
+        model.cache.k.normal_()
+        model.cache.v.normal_()
+        k, v = model.cache.k.clone(), model.cache.v.clone()
+        order = rng.sample(range(6), 6)
+        model.cache.reorder(order, lengths)
+        for slot, source in enumerate(order):
+            held = slice(0, lengths[source])
+            assert torch.equal(model.cache.k[:, slot, :, held], k[:, source, :, held])
+            assert torch.equal(model.cache.v[:, slot, :, held], v[:, source, :, held])
 
 
 class Spy:

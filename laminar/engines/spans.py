@@ -1,0 +1,105 @@
+"""Which neighbouring cache rows share an attention call: short rows do not pay for long ones.
+
+Reads   the lengths of the rows in slot order; what one more call costs, in cached positions
+Gives   spans of neighbouring rows; whether moving the rows is worth its copies
+
+Attention over a span reads its longest row's positions for each of its rows. All rows of a decode
+step grow by one token, so what a cut saves stays the same until rows come or go: a plan is made
+then, and only the spans' lengths are taken anew in each step. Rows of about one length are one
+span. Long rows that lie scattered among short ones cannot be cut off cheaply; the rows are put in
+order once the steps have read as many positions in vain as that would copy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lengths = NDArray[np.int64]
+
+KV_ROUND = 64  #: attention runs over a multiple of this many cache positions
+MOVE_COST = 3  #: a position that moves is read and written, which takes thrice as long as a read
+
+
+def round_up(length: int) -> int:
+    return -(-length // KV_ROUND) * KV_ROUND
+
+
+class Span(NamedTuple):
+    """Neighbouring rows of a batch; its row 0 lies in the first slot."""
+
+    first: int
+    stop: int
+    kv_len: int  #: cache positions that attention runs over, a multiple of KV_ROUND
+
+
+def plan(lengths: Lengths, call_cost: int) -> list[int]:
+    """First rows of the spans, from 0 upward: each cut saves more than `call_cost` positions."""
+    cuts = [0]
+    pending = [(0, len(lengths))]
+    while pending:
+        first, stop = pending.pop()
+        cut = _best_cut(lengths[first:stop], call_cost)
+        if cut:
+            cuts.append(first + cut)
+            pending += [(first, first + cut), (first + cut, stop)]
+    return sorted(cuts)
+
+
+def _best_cut(lengths: Lengths, call_cost: int) -> int:
+    """Rows before the best cut; 0 when none saves more than `call_cost`."""
+    rows, longest = len(lengths), int(lengths.max())
+    if rows * longest - int(lengths.sum()) <= call_cost:
+        return 0
+    before = np.maximum.accumulate(lengths[:-1])
+    behind = np.maximum.accumulate(lengths[:0:-1])[::-1]
+    counts = np.arange(1, rows)
+    costs = counts * before + (rows - counts) * behind
+    best = int(costs.argmin())
+    return best + 1 if rows * longest - int(costs[best]) > call_cost else 0
+
+
+def cost(lengths: Lengths, firsts: list[int], call_cost: int) -> int:
+    """Positions that a step reads for each layer and key head, its calls included."""
+    counts = np.diff([*firsts, len(lengths)])
+    return int((counts * np.maximum.reduceat(lengths, firsts)).sum()) + call_cost * len(firsts)
+
+
+class Spans:
+    """The plan of one engine's running rows."""
+
+    def __init__(self, call_cost: int) -> None:
+        self._call_cost = call_cost
+        self._firsts: list[int] = []  # none: rows came or went
+        self._excess = 0  # positions that a step reads more than with its rows in order
+        self._lost = 0  # the same, summed over the steps since they were put in order
+
+    def rows_changed(self) -> None:
+        self._firsts = []
+
+    def of(self, lengths: Lengths) -> list[Span]:
+        """The spans of a step over rows of these lengths."""
+        if not self._firsts:
+            self._plan(lengths)
+        self._lost += self._excess
+        kv_lens = map(round_up, np.maximum.reduceat(lengths, self._firsts).tolist())
+        stops = [*self._firsts[1:], len(lengths)]
+        return [Span(*span) for span in zip(self._firsts, stops, kv_lens, strict=True)]
+
+    def order(self, lengths: Lengths) -> list[int] | None:
+        """The rows, longest first, when the steps have lost what moving them would cost."""
+        if self._lost == 0 or self._lost <= MOVE_COST * int(lengths.sum()):
+            return None
+        self._lost = 0
+        self.rows_changed()
+        return np.argsort(-lengths, kind="stable").tolist()
+
+    def _plan(self, lengths: Lengths) -> None:
+        self._firsts, self._excess = plan(lengths, self._call_cost), 0
+        if len(lengths) * int(lengths.max()) - int(lengths.sum()) > self._call_cost:
+            ordered = np.sort(lengths)[::-1]
+            here = cost(lengths, self._firsts, self._call_cost)
+            there = cost(ordered, plan(ordered, self._call_cost), self._call_cost)
+            self._excess = max(here - there, 0)
