@@ -81,6 +81,7 @@ def test_the_async_section_keeps_its_name() -> None:
         (["algorithm.loss_agg_mode=mean"], ["mean", "token-mean"]),
         ([*GOOD, "rollout.top_p=0.9"], ["rollout.top_p", "0.9"]),
         ([*GOOD, "rollout.temperature=0"], ["rollout.temperature"]),
+        ([*GOOD, "rollout.val_kwargs.n=4"], ["rollout.val_kwargs.n = 4", "val_kwargs.temperature"]),
         ([*GOOD, "rollout.max_num_seqs=4"], ["rollout.max_num_seqs", "rollout.group_size"]),
         ([*GOOD, "rollout.group_size=1"], ["rollout.group_size", "2 siblings"]),
         ([*GOOD, "algorithm.ppo_mini_batch_size=5"], ["ppo_mini_batch_size", "divide"]),

@@ -152,7 +152,8 @@ class Rollout:
         )
 
     def _temperature(self, purpose: str) -> float:
-        return 0.0 if purpose == ids.EVAL else self.config.rollout.temperature
+        rollout = self.config.rollout
+        return rollout.val_kwargs.temperature if purpose == ids.EVAL else rollout.temperature
 
     def _opened(
         self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult

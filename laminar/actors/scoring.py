@@ -18,17 +18,18 @@ from transformers import PreTrainedTokenizerBase
 
 from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
-from laminar.core.siblings import bits_of
+from laminar.core.scores import bits_of
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.ids import EVAL
 from laminar.rundir import reward_log
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
-from laminar.tasks.rewards import RewardCall, RewardResult
+from laminar.tasks.rewards import RewardCall, RewardResult, numbers_of
 
 CORRECT = 1.0
 """Several datasets give partial credit to wrong answers: correct means the full score."""
@@ -105,7 +106,7 @@ class Scorer:
             command.items, rows, results, reply.results, strict=True
         ):
             if stored.answer in ("ok", "already"):
-                self._rewarded(order, item, row, stored, result.detail)
+                self._rewarded(order, item, row, stored, result)
             elif stored.answer == "refused":
                 self._failed(order, item, "store-refused", stored.reason)
 
@@ -115,9 +116,9 @@ class Scorer:
         item: cmd.Placed,
         row: m.Trajectory,
         stored: m.RewardResult,
-        detail: str,
+        result: RewardResult,
     ) -> None:
-        """`detail` is of this attempt; where the store had a reward, that one stays."""
+        """`result` is of this attempt; where the store had a reward, that one stays."""
         reason = stored.reward_reason or "ok"
         if stored.score is None:
             return self._failed(order, item, "unscored", "no reward function could score it")
@@ -129,7 +130,9 @@ class Scorer:
             correct=stored.score >= CORRECT and not truncated,
             reason=reason,
             num_tokens=len(row.tokens) // 4,
-            detail="" if reason == "ok" else self._first(order, item, reason, detail),
+            detail="" if reason == "ok" else self._first(order, item, reason, result.detail),
+            truncated=truncated,
+            extras=numbers_of(result.extras) if row.purpose == EVAL else {},
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, score=stored.score)
 

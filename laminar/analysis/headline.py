@@ -1,7 +1,7 @@
 """A run in a dozen lines: what came out, what it cost, and what went wrong on the way.
 
 Reads   PageData
-Gives   headline: (name, text) pairs; troubles: sentences; share_correct, standard_error
+Gives   headline: (name, text) pairs; troubles: sentences
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from laminar.analysis.evaluations import beside, is_shaped, score, share
 from laminar.analysis.page_data import PageData
 
 ENDS_SHARE = 0.1
@@ -21,7 +22,7 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     summary = data.summary
     yield "outcome", _outcome(summary)
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
-    yield "held-out correct", _held_out(summary["evaluations"])
+    yield from _held_out(summary["evaluations"])
     if ranges := summary["eval_by_prompt_length"]:
         yield "  by prompt length", "; ".join(map(range_line, ranges))
     yield "reward", _first_to_last(data, "reward/mean")
@@ -63,16 +64,6 @@ def range_line(found: Mapping[str, int]) -> str:
     return f"{tokens} tokens {' -> '.join(shares)} ({found['last_total']})"
 
 
-def share_correct(evaluation: Mapping[str, Any]) -> float:
-    return float(evaluation["correct"] / evaluation["total"]) if evaluation["total"] else 0.0
-
-
-def standard_error(evaluation: Mapping[str, Any]) -> float:
-    """Of the share of correct answers, each prompt answered once: sqrt(p (1 - p) / n)."""
-    share = share_correct(evaluation)
-    return math.sqrt(share * (1 - share) / evaluation["total"]) if evaluation["total"] else 0.0
-
-
 def _outcome(summary: Mapping[str, Any]) -> str:
     if summary["exit_code"] is None:
         return "not ended"
@@ -81,13 +72,19 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return "stopped in good order" if summary["interrupted"] else "complete"
 
 
-def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The first and the last; where the reward is shaped, the mean score beside what is right."""
     if not evaluations:
-        return "not evaluated"
+        yield "held-out correct", "not evaluated"
+        return
     ends = [evaluations[0], evaluations[-1]][: len(evaluations)]
-    told = [f"{share_correct(e):.1%} ± {standard_error(e):.1%}" for e in ends]
-    of = f"{evaluations[-1]['total']} prompts"
-    return f"{' -> '.join(told)} ({of}; ± is the standard error)"
+    last = evaluations[-1]
+    of = f"{last['total']} answers; ± is the standard error"
+    yield "held-out correct", f"{' -> '.join(map(share, ends))} ({of})"
+    if any(map(is_shaped, ends)):
+        yield "held-out score", f"{' -> '.join(map(score, ends))} (mean)"
+    if parts := beside(last):
+        yield "last evaluation", ", ".join(parts)
 
 
 def _first_to_last(data: PageData, key: str) -> str:

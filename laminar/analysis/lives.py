@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laminar.analysis.history import WallClock
-from laminar.core.siblings import float_of
+from laminar.core.scores import float_of
 from laminar.core.state import State
 from laminar.core.transitions import GENERATED, RUNNING
 from laminar.events import commands as cmd

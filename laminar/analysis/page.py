@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from laminar.analysis.charts import Chart, Line, draw, draw_shares
-from laminar.analysis.headline import headline, share_correct, standard_error, troubles
+from laminar.analysis.evaluations import is_shaped
+from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page_data import PageData, Points
 from laminar.analysis.samples import Sample
 from laminar.program import typed
@@ -84,7 +85,7 @@ def html(runs: Sequence[PageData]) -> str:
         *_figures(runs),
         *_troubles(runs),
         "<h2>Learning</h2>",
-        *_grid([_held_out(runs), *(_figure(runs, *figure) for figure in FIGURES)]),
+        *_grid([*_held_out(runs), *(_figure(runs, *figure) for figure in FIGURES)]),
         *_extras(runs),
         "<h2>Lengths and staleness</h2>",
         *_grid([*_lengths(runs), *(_staleness(data, runs) for data in runs)]),
@@ -130,16 +131,27 @@ def _troubles(runs: Sequence[PageData]) -> Iterator[str]:
 # --- learning -----------------------------------------------------------------------------------
 
 
-def _held_out(runs: Sequence[PageData]) -> str:
+def _held_out(runs: Sequence[PageData]) -> list[str]:
+    """What is right; where a reward is shaped, the mean score, too."""
+    right = _evaluated(runs, "share", 100)
+    title = "Held-out answers that are correct, ± standard error"
+    charts = [draw(Chart(title, STEPS, "% of the answers", right, y_range=(0, 100)))]
+    if any(is_shaped(told) for data in runs for told in data.summary["evaluations"]):
+        title = "Held-out answers: mean score, ± standard error"
+        charts.append(draw(Chart(title, STEPS, "score", _evaluated(runs, "score", 1))))
+    return charts
+
+
+def _evaluated(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
+    """One figure of every evaluation that has it."""
     lines = []
     for data in runs:
-        found = data.summary["evaluations"]
-        steps = [float(e["step"]) for e in found]
-        shares = [100 * share_correct(e) for e in found]
-        errors = [100 * standard_error(e) for e in found]
-        lines.append(Line(data.name, steps, shares, errors, marks=True))
-    title = "Held-out answers that are correct, ± standard error"
-    return draw(Chart(title, STEPS, "% of the prompts", lines, y_range=(0, 100)))
+        found = [told for told in data.summary["evaluations"] if told[key] is not None]
+        steps = [float(told["step"]) for told in found]
+        values = [factor * told[key] for told in found]
+        errors = [factor * (told[f"{key}_se"] or 0.0) for told in found]
+        lines.append(Line(data.name, steps, values, errors, marks=True))
+    return lines
 
 
 def _figure(

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.siblings import float_of
+from laminar.core.scores import float_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event

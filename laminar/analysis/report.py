@@ -38,6 +38,7 @@ from laminar.analysis.timeline import (
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
 from laminar.core.buffering import MISMATCH
+from laminar.core.held_out import facts
 from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
@@ -104,17 +105,8 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
 
 def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     """How the run went, from the state at its end."""
-    evaluations = [
-        {
-            "step": e.step,
-            "version": e.version,
-            "correct": e.correct,
-            "total": e.total,
-            "final": e.final,
-        }
-        for e in state.evaluations
-    ]
-    results = [e.correct / e.total for e in state.evaluations]
+    evaluations = [facts(result) for result in state.evaluations]
+    results = [told["share"] for told in evaluations]
     trained = state.ledger.trajectories.trained
     return {
         "exit_code": state.exit_code if state.phase == ENDED else None,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from laminar.analysis.evaluations import held_out
 from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
 from laminar.rundir import STATUS_FILE
 
@@ -133,10 +134,8 @@ class Progress:
         if key == self._shown and now - self._shown_at < QUIET_S:
             return
         if len(status["evaluations"]) > self._shown[1]:
-            step, correct, total = status["evaluations"][-1]
-            self._print_line(
-                f"held-out after step {step}: {correct}/{total} = {correct / total:.3f}"
-            )
+            told = status["evaluations"][-1]
+            self._print_line(f"held-out after step {told['step']}: {held_out(told)}")
         self._shown, self._shown_at = key, now
         self._print_line(f"{self._summary(status)}  {_replicas(status)}")
 
@@ -166,10 +165,8 @@ class Progress:
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             running = f"{replica['running']} running{waiting}"
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
-        for step, correct, total in status["evaluations"][-3:]:
-            table.add_row(
-                "held-out", f"after step {step}: {correct}/{total} = {correct / total:.3f}"
-            )
+        for told in status["evaluations"][-3:]:
+            table.add_row("held-out", f"after step {told['step']}: {held_out(told)}")
         return table
 
 

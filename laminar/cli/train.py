@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar import exit_codes
+from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import range_line
 from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.endings import say
@@ -163,11 +164,8 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
             f"the run FAILED   {failure}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; {typed('log', 'tail', run_dir)}",
         ]
-    evaluations = summary["evaluations"]
-    if len(evaluations) > 1:
-        of_what = " (the exported model)" if evaluations[-1]["final"] else ""
-        first, last = summary["eval_first"], summary["eval_last"]
-        lines.append(f"held-out score   {first:.3f} -> {last:.3f}{of_what}")
+    lines += _held_out(summary["evaluations"])
+    if len(summary["evaluations"]) > 1:
         ranges = summary["eval_by_prompt_length"]
         lines += [f"  by prompt      {range_line(found)}" for found in ranges]
     lines += [
@@ -187,6 +185,18 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     if (run_dir / EXPORT_DIR).is_dir():
         lines.append(f"model            {run_dir / EXPORT_DIR}")
     return lines
+
+
+def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:
+    """From the first evaluation to the last; a shaped reward has its mean score beside it."""
+    if len(evaluations) < 2:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    of_what = " (the exported model)" if last["final"] else ""
+    shaped = is_shaped(first) or is_shaped(last)
+    lines = [f"held-out score   {score(first)} -> {score(last)}{of_what}"] if shaped else []
+    name = "held-out right   " if shaped else "held-out score   "
+    return [*lines, f"{name}{share(first)} -> {share(last)}{of_what}"]
 
 
 def _reward_errors(summary: dict[str, Any], run_dir: Path) -> list[str]:

@@ -57,6 +57,8 @@ MINIMA: dict[str, float] = {
     "rollout.groups_per_version": 0,
     "rollout.progress_interval_ms": 10,
     "rollout.threads": 1,
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.temperature": 0,
     "rollout.vllm.tensor_parallel_size": 1,
     "rollout.vllm.kv_cache_bytes": 0,
     "rollout.vllm.gpu_memory_utilization": 0.01,
@@ -101,6 +103,7 @@ MINIMA: dict[str, float] = {
 #: Largest legal value, likewise.
 MAXIMA: dict[str, float] = {
     "run.nodes": 254,  # of 127.0.0.1, 127.0.0.2, ...
+    "rollout.val_kwargs.n": 1_024,
     "coordinator.port": 65_535,
 }
 INT_MAX = (1 << 63) - 1
@@ -229,7 +232,13 @@ def _check_sampling(c: Config) -> None:
     if c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature = {c.rollout.temperature} must be above 0 for training; "
-            "evaluation is greedy anyway"
+            "rollout.val_kwargs.temperature = 0 makes evaluation greedy"
+        )
+    val = c.rollout.val_kwargs
+    if val.n > 1 and val.temperature <= 0:
+        raise ConfigError(
+            f"rollout.val_kwargs.n = {val.n} greedy answers to a prompt would all be the same: set "
+            "rollout.val_kwargs.temperature above 0, or n = 1"
         )
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     for name, value in neutral.items():

@@ -59,6 +59,13 @@ class VllmConfig(Section, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}  #: further arguments of vLLM's engine by their own names
 
 
+class ValKwargsConfig(Section, frozen=True, kw_only=True):
+    """How held-out prompts are answered."""
+
+    n: int = 1  #: answers to each held-out prompt
+    temperature: float = 0.0  #: of their sampling; 0: greedy
+
+
 class RolloutConfig(Section, frozen=True, kw_only=True):
     engine: str = "torch"  #: torch: embedded, for Qwen2, Qwen3, Llama | vllm: docs/engines.md
     replicas: int = 2  #: engines of each machine; each is a process
@@ -66,7 +73,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_num_seqs: int = 64  #: trajectories that one replica runs at a time
     max_model_len: int = 0  #: 0: max_prompt_length + max_response_length
     groups_per_version: int = 0  #: 0: max_num_seqs / group_size
-    temperature: float = 1.0  #: of training responses; evaluation is greedy
+    temperature: float = 1.0  #: of training responses
     top_p: float = 1.0  #: only 1: the trainer could not mirror a filter
     top_k: int = 0  #: only 0, likewise
     min_p: float = 0.0  #: only 0, likewise
@@ -75,6 +82,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
+    val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
 
 

@@ -80,6 +80,7 @@ def settings_of(config: Config) -> Settings:
         start_timeout_ms=int(config.coordinator.start_timeout_s * 1000),
         stall_ms=STALL_MS,
         disk_wait_ms=int(config.coordinator.disk_wait_s * 1000),
+        eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
     )
 

@@ -15,13 +15,8 @@ from laminar import ids
 from laminar.core import publishing
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.lookup import remove_ready
-from laminar.core.siblings import (
-    drop_scored,
-    end_group,
-    float_of,
-    scored_members,
-    unchosen_less,
-)
+from laminar.core.scores import float_of
+from laminar.core.siblings import drop_scored, end_group, scored_members, unchosen_less
 from laminar.core.state import RUNNING, Batch, Group, State
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd

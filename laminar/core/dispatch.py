@@ -61,6 +61,7 @@ def open_group(
     deadline: int,
     size: int,
     attempt: int = 1,
+    sample: int = 0,
 ) -> None:
     """Create a group and place all its siblings."""
     state = turn.state
@@ -74,6 +75,7 @@ def open_group(
         order=state.next_order,
         members=members,
         unfinished=size,
+        sample=sample,
     )
     state.next_order += 1
     state.ledger.groups.issued += 1

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, greedy, all on one version, without stopping the rollouts.
+"""Evaluation: held-out prompts, all on one version, without stopping the rollouts.
 
 Reads   weight versions as they are published and loaded; settings
 Writes  state.evaluation, state.evaluation_due, state.evaluations
@@ -15,9 +15,10 @@ from collections.abc import Collection
 from itertools import chain
 
 from laminar import ids
-from laminar.core import siblings
+from laminar.core import held_out, siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import open_group
+from laminar.core.held_out import HeldOut
 from laminar.core.roster import Kind
 from laminar.core.state import (
     ENDED,
@@ -32,6 +33,7 @@ from laminar.core.state import (
 )
 from laminar.core.turn import Turn
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 
 
 def version_published(turn: Turn, version: int, step: int, previous_step: int) -> None:
@@ -57,17 +59,24 @@ def _begin_if_due(turn: Turn, replica: Replica) -> None:
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
+    total = state.num_eval * _answers(state)
     state.evaluation = Evaluation(
         index=state.next_evaluation,
         version=replica.version,
         step=replica.step,
         final=replica.version == state.exported,
-        queue=list(range(state.num_eval)),
-        total=state.num_eval,
+        queue=list(range(total)),
+        total=total,
+        held_out=HeldOut() if state.settings.eval_answers else None,
     )
     state.next_evaluation += 1
     state.evaluation_due = -1
     _pin(turn, replica.version)
+
+
+def _answers(state: State) -> int:
+    """To each held-out prompt; each is a group of its own."""
+    return max(state.settings.eval_answers, 1)
 
 
 def _may_evaluate(state: State) -> bool:
@@ -178,29 +187,48 @@ def plan_evaluation(turn: Turn, replica: Replica) -> None:
         group_id = ids.eval_group(evaluation.index, position)
         if attempt > 1:  # the store has a row of that name that ended as dropped
             group_id = ids.GroupId(f"{group_id}-{attempt}")
-        open_group(turn, replica, group_id, position, ids.EVAL, -1, 1, attempt)
+        row, sample = divmod(position, _answers(turn.state))
+        open_group(turn, replica, group_id, row, ids.EVAL, -1, 1, attempt, sample)
 
 
-def group_evaluated(turn: Turn, group: Group, correct: bool) -> None:
+def group_evaluated(turn: Turn, group: Group, event: ev.TrajectoryRewarded) -> None:
     """One held-out answer is scored."""
-    evaluation = turn.state.evaluation
-    assert evaluation is not None, group
-    evaluation.done += 1
-    evaluation.correct += correct
-    if evaluation.done == evaluation.total:
-        _finish(turn, evaluation)
+    evaluation = _running(turn, group)
+    evaluation.correct += event.correct
+    if evaluation.held_out is not None:
+        held_out.count(evaluation.held_out, group.row_index, event)
+    _one_done(turn, evaluation)
 
 
 def group_lost(turn: Turn, group: Group) -> None:
     """A lost evaluation answer runs again, whole, on the same version."""
-    evaluation = turn.state.evaluation
-    assert evaluation is not None, group
-    evaluation.queue.append(group.row_index)
+    position = group.row_index * _answers(turn.state) + group.sample
+    _running(turn, group).queue.append(position)
     turn.touch_all()
 
 
+def group_given_up(turn: Turn, group: Group) -> None:
+    """It was lost too often: the evaluation ends without it."""
+    evaluation = _running(turn, group)
+    if evaluation.held_out is not None:
+        evaluation.held_out.missing += 1
+    _one_done(turn, evaluation)
+
+
+def _running(turn: Turn, group: Group) -> Evaluation:
+    evaluation = turn.state.evaluation
+    assert evaluation is not None, group
+    return evaluation
+
+
+def _one_done(turn: Turn, evaluation: Evaluation) -> None:
+    evaluation.done += 1
+    if evaluation.done == evaluation.total:
+        _finish(turn, evaluation)
+
+
 def _finish(turn: Turn, evaluation: Evaluation) -> None:
-    state = turn.state
+    state, held = turn.state, evaluation.held_out
     state.evaluations.append(
         EvaluationResult(
             index=evaluation.index,
@@ -209,6 +237,7 @@ def _finish(turn: Turn, evaluation: Evaluation) -> None:
             final=evaluation.final,
             total=evaluation.total,
             correct=evaluation.correct,
+            figures=held_out.figures(held, _answers(state)) if held is not None else None,
         )
     )
     state.evaluation = None

@@ -278,7 +278,7 @@ def on_trajectory_rewarded(turn: Turn, event: ev.TrajectoryRewarded) -> None:
     group = state.groups[trajectory.group]
     siblings.sibling_done(turn, group)
     if group.purpose == EVAL:
-        evaluation.group_evaluated(turn, group, event.correct)
+        evaluation.group_evaluated(turn, group, event)
     reward_errors.count(turn, group.purpose, event.reason, event.detail)
 
 

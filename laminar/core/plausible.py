@@ -11,6 +11,7 @@ such an event as "impossible" and changes nothing. What should have come instead
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from laminar.core.state import State
@@ -92,8 +93,13 @@ def _finished(state: State, event: ev.TrajectoryFinished) -> bool:
 
 
 def _rewarded(state: State, event: ev.TrajectoryRewarded) -> bool:
-    """The score is a finite float64."""
-    return 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
+    """The score is a finite float64, and so is every figure beside it.
+
+    An older log, which counted no tokens here, may have any number of them.
+    """
+    finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
+    counted = _count(event.num_tokens) or not state.settings.eval_answers
+    return finite and counted and all(map(isfinite, event.extras.values()))
 
 
 _CHECKS: dict[type[Event], Callable[[State, Any], bool]] = {

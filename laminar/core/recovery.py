@@ -25,7 +25,7 @@ DEATHS_MAX = 3
 WAITS_MAX = 3
 """Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
 EVALUATION_ATTEMPTS_MAX = 3
-"""A held-out answer that fails three times counts as wrong."""
+"""A held-out answer that was lost so often is missing: an evaluation always ends."""
 
 
 def replica_lost(turn: Turn, name: str) -> None:
@@ -67,7 +67,7 @@ def fail_sibling(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     if trajectory.attempt < EVALUATION_ATTEMPTS_MAX:
         evaluation.group_lost(turn, group)
     else:
-        evaluation.group_evaluated(turn, group, correct=False)
+        evaluation.group_given_up(turn, group)
 
 
 def plan_lost(turn: Turn) -> None:

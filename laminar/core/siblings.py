@@ -10,8 +10,6 @@ store, and only when the store has answered do the books move: until then it cou
 
 from __future__ import annotations
 
-import struct
-
 from laminar import ids
 from laminar.core.dispatch import leave_engine
 from laminar.core.lookup import add_ready, assign, close_trajectory, remove_lost, remove_ready
@@ -225,13 +223,3 @@ def members(state: State, group_id: GroupId) -> list[Trajectory]:
 def scored_members(state: State, group: Group) -> list[TrajectoryId]:
     """Siblings that ended with a reward; the dropped ones are not in the baseline either."""
     return [t.id for t in members(state, group.id) if t.status == REWARDED]
-
-
-def bits_of(score: float) -> int:
-    """The float64 of a score as an integer: how the core and the log keep it."""
-    return int.from_bytes(struct.pack("<d", score), "little")
-
-
-def float_of(bits: int) -> float:
-    score: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
-    return score

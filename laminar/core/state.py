@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from laminar.core.held_out import HeldOut, HeldOutFigures
 from laminar.core.ledger import Ledger
 from laminar.core.lookup import Lookup
 from laminar.events.base import Settings
@@ -130,6 +131,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     end: str = ""  #: once it is ending: trained | evaluated | dropped
     end_reason: str = ""
     mixed: bool = False  #: a sibling started over on another version
+    sample: int = 0  #: which of the answers to its held-out prompt
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -141,7 +143,7 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Held-out prompts, greedy, all on one version."""
+    """Held-out prompts, all on one version; a position is row * answers to each + which of them."""
 
     index: int
     version: int
@@ -152,6 +154,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempts: dict[int, int] = {}  #: of positions that were lost and run again
     done: int = 0
     correct: int = 0
+    held_out: HeldOut | None = None  #: None: by the settings of an older log, only right or wrong
 
 
 class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -159,8 +162,9 @@ class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     version: int
     step: int
     final: bool
-    total: int
+    total: int  #: answers asked for
     correct: int
+    figures: HeldOutFigures | None = None
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):

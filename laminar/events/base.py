@@ -79,6 +79,9 @@ class Settings(
     #: and none is counted
     max_error_permille: int = -1
     disk_wait_ms: int = 0  #: how long the store may wait for room on its disk
+    #: to each held-out prompt; 0: one, of which only right or wrong is kept, and one that was lost
+    #: three times is wrong
+    eval_answers: int = 0
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -348,6 +348,9 @@ class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     reason: str  #: ok | error | timeout | not-a-number | wrong-length
     num_tokens: int
     detail: str = ""  #: what went wrong; only of a replica's first failures, the store has all
+    truncated: bool = False  #: the engine stopped at the length limit
+    #: of a held-out answer: figures beside the score, by name
+    extras: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 ALL_EVENTS: tuple[type[Event], ...] = (

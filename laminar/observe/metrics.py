@@ -15,8 +15,10 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from laminar.config import ConfigError
+from laminar.core import held_out
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -76,11 +78,8 @@ class MetricsWriter:
             self._write(stamped, event.step + 1, self._step(stamped, event, state))
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
-            result = state.evaluations[-1]
-            share = result.correct / result.total
-            kind = "export" if result.final else "policy"
-            figures = {f"val-core/{kind}/acc/mean@1": share, _EVALUATION: result.version}
-            self._write(stamped, result.step, figures)
+            told = held_out.facts(state.evaluations[-1])
+            self._write(stamped, told["step"], _evaluation(told))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
         """The trainer's figures, and what only the coordinator knows."""
@@ -124,6 +123,24 @@ class MetricsWriter:
             # a name per version would be a tag per step
             shown = {n: value for n, value in figures.items() if not n.startswith("by_origin/")}
             self._board.put(Scalars(step, time.time(), shown))
+
+
+def _evaluation(told: dict[str, Any]) -> dict[str, float]:
+    """Under verl's names where it has one; what has no basis is left out."""
+    n, folder = told["answers_per_prompt"], f"val-core/{'export' if told['final'] else 'policy'}"
+    figures = {
+        f"acc/mean@{n}": told["share"],
+        "acc/se": told["share_se"],
+        f"score/mean@{n}": told["score"],
+        "score/se": told["score_se"],
+        "response_length/mean": told["mean_length"],
+        "response_length/clip_ratio": told["truncated_share"],
+        "missing": told["missing"],
+        **({f"acc/pass@{n}": told["passed"]} if n > 1 else {}),
+        **{f"reward_extra/{name}": value for name, value in told["extras"].items()},
+    }
+    known = {f"{folder}/{name}": value for name, value in figures.items() if value is not None}
+    return {_EVALUATION: told["version"], **known}
 
 
 def _reward_errors(state: State) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from laminar.core.admission import refusal
+from laminar.core.held_out import facts
 from laminar.core.roster import Kind
 from laminar.core.state import ENDED, Replica, State
 from laminar.events import events as ev
@@ -89,7 +90,7 @@ class StatusWriter:
             "groups_ready": len(state.ready),
             "trainer": "training" if state.batch else "waiting",
             "replicas": self._replicas(state),
-            "evaluations": [[e.step, e.correct, e.total] for e in state.evaluations],
+            "evaluations": [facts(result) for result in state.evaluations],
             "evaluating": state.evaluation is not None,
             "export": state.export_path,
             "failure": state.failure or state.drained_for,

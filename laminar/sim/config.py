@@ -38,6 +38,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     total_steps: Ints = (0, 6)  #: 0: until the data ends
     num_train: Ints = (20, 40)  #: prompts
     num_eval: Ints = (0, 5)
+    eval_answers: Ints = 1  #: to each of them
     test_freq: Ints = (0, 2)
     save_freq: Ints = (0, 0, 1, 2)
     max_ckpt_to_keep: Ints = (1, 2, 3)

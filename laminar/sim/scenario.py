@@ -75,7 +75,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     """The world of this seed."""
     chance = stream(seed, "scenario")
 
-    def pick(value: T | tuple[T, ...]) -> T:
+    def pick(value: T | tuple[T, ...], chance: random.Random = chance) -> T:
         return chance.choice(value) if isinstance(value, tuple) else value
 
     work, time = config.work, config.time
@@ -100,6 +100,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         start_timeout_ms=START_TIMEOUT_MS,
         stall_ms=pick(work.stall_ms),
         max_error_permille=MAX_ERROR_PERMILLE,
+        eval_answers=pick(work.eval_answers, stream(seed, "answers")),
     )
     replicas = pick(work.replicas)
     return Scenario(

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
-from laminar.core.siblings import bits_of
+from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId

@@ -20,7 +20,7 @@ import numpy as np
 from laminar.analysis.trainer_book import ids_digest
 from laminar.coordinator.system import RealDisk
 from laminar.core.machine import LOGIC_VERSION, Machine
-from laminar.core.siblings import float_of
+from laminar.core.scores import float_of
 from laminar.core.state import digest
 from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord

@@ -15,7 +15,7 @@ import pytest
 from laminar.analysis import export as tables
 from laminar.analysis.export import export
 from laminar.config import ConfigError
-from laminar.core.siblings import float_of
+from laminar.core.scores import float_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.analysis.conftest import Cli

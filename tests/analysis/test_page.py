@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from laminar.analysis.headline import headline, standard_error, troubles
+from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page import html
 from laminar.analysis.page_data import PageData, page_data
 from laminar.analysis.report import summarize
@@ -64,7 +64,7 @@ def test_figures_are_those_of_the_run(run: Path) -> None:
     told = dict(headline(data))
     assert told["outcome"] == "complete"
     assert told["reward"] == "0.25 -> 0.75 (first and last step)"
-    assert told["held-out correct"].startswith("100.0% ± 0.0% -> 100.0% ± 0.0% (4 prompts")
+    assert told["held-out correct"].startswith("1.000 ± 0.000 -> 1.000 ± 0.000 (4 answers")
     seconds, rate = data.rates.generated
     assert sum(rate) * data.summary["seconds"] / len(seconds) == pytest.approx(30)
     trained = sum(data.rates.trained[1]) * data.summary["seconds"] / len(seconds)
@@ -72,13 +72,6 @@ def test_figures_are_those_of_the_run(run: Path) -> None:
     assert sum(len(xs) for xs, _ in data.lengths.trained.values()) > 0
     for shares in data.staleness.values():
         assert sum(shares.values()) == pytest.approx(1)
-
-
-def test_the_standard_error_is_that_of_a_share() -> None:
-    assert standard_error({"correct": 32, "total": 128}) == pytest.approx(
-        (0.25 * 0.75 / 128) ** 0.5
-    )
-    assert standard_error({"correct": 0, "total": 0}) == 0
 
 
 def test_what_went_wrong_is_told(run: Path) -> None:

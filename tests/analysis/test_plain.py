@@ -5,7 +5,7 @@ from __future__ import annotations
 from laminar.analysis.phrases import brief
 from laminar.analysis.plain import plain
 from laminar.analysis.story import describe
-from laminar.core.siblings import bits_of
+from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from laminar.analysis.evaluations import held_out
 from laminar.cli.progress import Pace, Progress
+from laminar.cli.train import _held_out
 from laminar.rundir import STATUS_FILE
 
 STATUS: dict[str, Any] = {
@@ -130,3 +132,46 @@ def test_what_waits_for_a_slot_is_not_said_to_run(tmp_path: Path) -> None:
         assert said in show(tmp_path, terminal, {"replicas": {"rollout-0": doing}})
     doing["waiting"] = 0
     assert "rollout-0 v3 64 admitting" in show(tmp_path, False, {"replicas": {"rollout-0": doing}})
+
+
+TOLD = {
+    "step": 20, "version": 20, "final": False, "correct": 96, "total": 128, "missing": 0,
+    "share": 0.75, "share_se": 0.0384, "score": 0.75, "score_se": 0.0384,
+    "answers_per_prompt": 1, "passed": 0.75, "mean_length": 11.2, "truncated_share": 0.0,
+    "extras": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_evaluation_is_one_line(tmp_path: Path, terminal: bool) -> None:
+    text = show(tmp_path, terminal, {}, {"evaluations": [TOLD]})
+    assert "96/128 right = 0.750 ± 0.038, 11 tokens" in text and "mean score" not in text
+
+
+def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> None:
+    """No answer is right, and it learns all the same."""
+    changes = {"correct": 0, "share": 0.0, "share_se": 0.0, "score": 0.412, "score_se": 0.02}
+    changes |= {"answers_per_prompt": 4, "passed": 0.0, "truncated_share": 0.25, "missing": 3}
+    assert held_out(TOLD | changes) == (
+        "0/125 right = 0.000 ± 0.000, mean score 0.412 ± 0.020, pass@4 0.000, 11 tokens, "
+        "25.0% truncated, 3 missing"
+    )
+
+
+def test_an_evaluation_without_answers_has_no_share() -> None:
+    nothing = dict.fromkeys(("share", "share_se", "score", "score_se", "passed", "mean_length"))
+    gone = TOLD | nothing | {"truncated_share": None, "correct": 0, "missing": 128}
+    assert held_out(gone) == "0/0 right = -, 128 missing"
+
+
+def test_the_last_lines_show_the_score_with_its_error() -> None:
+    later = TOLD | {"final": True, "share": 0.9, "share_se": 0.02, "score": 0.9}
+    assert _held_out([TOLD]) == []
+    assert _held_out([TOLD, later]) == [
+        "held-out score   0.750 ± 0.038 -> 0.900 ± 0.020 (the exported model)"
+    ]
+    shaped = [TOLD | {"share": 0.0, "share_se": 0.0}, later | {"share": 0.0, "share_se": 0.0}]
+    assert _held_out(shaped) == [
+        "held-out score   0.750 ± 0.038 -> 0.900 ± 0.038 (the exported model)",
+        "held-out right   0.000 ± 0.000 -> 0.000 ± 0.000 (the exported model)",
+    ]

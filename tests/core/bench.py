@@ -254,17 +254,25 @@ class Bench:
         return self.say(t.replica, finished)
 
     def reward(
-        self, trajectory: str, score: float = 1.0, reason: str = "ok", detail: str = ""
+        self,
+        trajectory: str,
+        score: float = 1.0,
+        reason: str = "ok",
+        detail: str = "",
+        truncated: bool = False,
+        **extras: float,
     ) -> list[Command]:
         t = self.trajectory(trajectory)
         rewarded = ev.TrajectoryRewarded(
             trajectory=t.id,
             placement=t.placement,
             score_bits=bits_of(score),
-            correct=score >= 1,
+            correct=score >= 1 and not truncated,
             reason=reason,
             num_tokens=t.num_tokens,
             detail=detail,
+            truncated=truncated,
+            extras=extras,
         )
         return self.say(t.replica, rewarded)
 

@@ -66,7 +66,10 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
     faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
     permille = choose([500, 1000]) if faults.fail_reward else -1
-    world.settings = msgspec.structs.replace(world.settings, max_error_permille=permille)
+    answers = random.Random(f"answers {seed}").choice([0, 1, 3])
+    world.settings = msgspec.structs.replace(
+        world.settings, max_error_permille=permille, eval_answers=answers
+    )
     return world
 
 

@@ -19,12 +19,21 @@ from tests.core.world import World
 from tests.core.world_parts import Process
 
 
-def trained() -> Bench:
+def trained(**changes: object) -> Bench:
     """Two groups are in training, two more are generated."""
-    bench = Bench(max_staleness=1)
+    bench = Bench(max_staleness=1, **changes)
     bench.start()
     bench.complete(*bench.open_groups()[:2])
     return bench
+
+
+def rewarded(**changes: object) -> ev.TrajectoryRewarded:
+    fields = {"score_bits": 0, "correct": False, "reason": "ok", "num_tokens": 5}
+    return ev.TrajectoryRewarded(
+        trajectory=TrajectoryId("0.2.0"),
+        placement=1,
+        **(fields | changes),  # type: ignore[arg-type]
+    )
 
 
 def step(number: int, version: int) -> ev.StepCompleted:
@@ -67,22 +76,14 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
                 trajectory=TrajectoryId("0.2.0"), placement=1, num_tokens=-5, finish_reason="stop"
             ),
         ),
-        (
-            "rollout-0",
-            ev.TrajectoryRewarded(
-                trajectory=TrajectoryId("0.2.0"),
-                placement=1,
-                score_bits=0x7FF0 << 48,
-                correct=True,
-                reason="ok",
-                num_tokens=5,
-            ),
-        ),
+        ("rollout-0", rewarded(score_bits=0x7FF0 << 48)),
+        ("rollout-0", rewarded(num_tokens=-1)),
+        ("rollout-0", rewarded(extras={"acc": float("nan")})),
     ],
 )
 def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: Event) -> None:
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
-    bench = trained()
+    bench = trained(eval_answers=1)
     state = bench.state
     before = state.newest, state.lookup.held, state.owed, state.batch
     assert bench.say(sender, event) == []

@@ -112,18 +112,6 @@ def test_lost_answers_run_again_on_the_same_version() -> None:
     assert bench.state.ledger.groups.dropped == {"replica-lost": 2}
 
 
-def test_answer_that_fails_three_times_counts_as_wrong() -> None:
-    """The reward worker cannot score one held-out answer: two more tries, then it is wrong. An
-    evaluation always ends."""
-    bench = evaluated(num_eval=1, val_before_train=True)
-    bench.start()
-    for group in ("e0.0", "e0.0-2", "e0.0-3"):
-        bench.finish(f"{group}.0")
-        bench.fail(f"{group}.0", "reward-worker-lost")
-    result = bench.state.evaluations[0]
-    assert (result.total, result.correct) == (1, 0)
-
-
 def test_version_gone_before_it_was_pinned_moves_to_the_newest() -> None:
     """The only replica with the version dies, and the relay had evicted it before the pin came:
     the evaluation begins again, all of it, on the newest version."""

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from laminar.core import siblings
+from laminar.core import scores
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.bench import Bench, bits_of, only
@@ -152,9 +152,9 @@ def test_score_is_kept_as_the_bits_of_its_float() -> None:
 
 @pytest.mark.parametrize("score", [0.0, -0.0, 0.1, -1e300, 5e-324])
 def test_scores_keep_every_bit(score: float) -> None:
-    bits = siblings.bits_of(score)
+    bits = scores.bits_of(score)
     assert bits == bits_of(score)
-    assert struct.pack("<d", siblings.float_of(bits)) == struct.pack("<d", score)
+    assert struct.pack("<d", scores.float_of(bits)) == struct.pack("<d", score)
 
 
 def test_failure_of_the_last_prompt_ends_the_data() -> None:

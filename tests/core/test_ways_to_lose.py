@@ -119,14 +119,15 @@ def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
 
 @every_way
 def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way) -> None:
-    """It counts as wrong, and the version is unpinned."""
+    """It is missing, and the version is unpinned."""
     bench = Bench(total_steps=0, num_train=0, num_eval=1, val_before_train=True, capacity=2)
     bench.start()
     again(bench, way)
     again(bench, way)
     commands = way(bench, REPLICA)
     assert [c.version for c in only(cmd.PinVersion, commands)] == [-1]
-    assert bench.state.evaluations[0].correct == 0
+    figures = bench.state.evaluations[0].figures
+    assert figures is not None and figures.missing == 1
 
 
 @pytest.mark.parametrize("way", WAYS_OF_ALL)

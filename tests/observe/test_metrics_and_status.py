@@ -98,6 +98,22 @@ def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
     assert (shares[0], shares[-1]) == (0, 6)
 
 
+def test_an_evaluation_has_its_score_its_error_and_its_lengths(tmp_path: Path) -> None:
+    """In the metrics, in the status; of several answers to a prompt also whether one is right."""
+    world = World(settings(test_freq=2, eval_answers=3), num_eval=4, seed=3).run()
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
+    first, *_, last = [line for line in lines(tmp_path) if "val/version" in line]
+    names = {name.removeprefix("val-core/policy/") for name in first if name.startswith("val-")}
+    assert names == {
+        "acc/mean@3", "acc/se", "acc/pass@3", "score/mean@3", "score/se", "response_length/mean",
+        "response_length/clip_ratio", "missing",
+    }  # fmt: skip
+    assert last["val-core/export/response_length/mean"] == 10.0
+    told = json.loads((tmp_path / "status.json").read_text())["evaluations"]
+    assert (told[0]["total"], told[0]["share"]) == (12, first["val-core/policy/acc/mean@3"])
+
+
 def test_status_tells_the_last_state(tmp_path: Path) -> None:
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     status = json.loads((tmp_path / "status.json").read_text())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from laminar import ids
-from laminar.core.siblings import bits_of
+from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -310,6 +310,7 @@ class Rollout(Idle):
                     correct=score >= 1.0 and row.finish_reason != "length",
                     reason=reason,
                     num_tokens=row.num_tokens,
+                    truncated=row.finish_reason == "length",
                 )
                 self.process.emit(rewarded)
 

@@ -1,0 +1,171 @@
+"""A replica's scorer between reward function and coordinator: what each reply becomes.
+
+The pool gives what the test says, the store answers what the test says; no worker is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from laminar.actors.scoring import Scorer
+from laminar.core.scores import bits_of
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import GroupId, TrajectoryId
+from laminar.storage import messages as m
+from laminar.tasks.reward_pool import RewardWorkerLost
+from laminar.tasks.rewards import RewardCall, RewardResult
+from tests.actors.parts import FakeHost
+
+RIGHT = RewardResult(1.0, extras={"acc": 1.0, "pred": "seven"})
+PROMPT = msgspec.msgpack.encode(
+    {"prompt": "q", "ground_truth": "a", "columns": {}, "data_source": "s", "prompt_ids": b""}
+)
+
+
+class Store:
+    """It has every trajectory as `row` says, and answers every reward as `reply` says."""
+
+    def __init__(self, row: dict[str, Any], reply: dict[str, Any]) -> None:
+        self.row, self.reply = row, reply
+        self.asked: list[m.PutRewards] = []
+
+    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.Trajectory]:
+        fields = {field.name: None for field in msgspec.structs.fields(m.Trajectory)}
+        fields |= {"purpose": "train", "finish_reason": "stop", "version_step": 4, "row_index": 0}
+        fields |= {"tokens": b"\5\0\0\0\7\0\0\0", "prompt": PROMPT} | self.row
+        return [m.Trajectory(**(fields | {"trajectory_id": name})) for name in ids]
+
+    async def ask(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
+        self.asked.append(request)
+        results = []
+        for item in request.items:
+            stored = {"answer": "ok", "score": item.score, "reward_reason": item.reason}
+            results.append(m.RewardResult(trajectory_id=item.trajectory_id, **stored | self.reply))
+        return m.PutRewardsReply(results=tuple(results))
+
+
+class Pool:
+    """Gives the same result for every completion, or raises."""
+
+    def __init__(self, result: RewardResult | Exception) -> None:
+        self.result = result
+        self.calls: list[RewardCall] = []
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        self.calls.append(call)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return [self.result] * len(call.completions)
+
+
+class Scored:
+    """One command to score, carried out."""
+
+    def __init__(self, run_dir: Path, result: RewardResult | Exception) -> None:
+        self.host = FakeHost(run_dir, "rollout-0", "reward.kind=math")
+        self.pool = Pool(result)
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"text of {ids}")
+        self.scorer = Scorer(self.host, None, tokenizer)  # type: ignore[arg-type]
+        self.scorer.pool = self.pool  # type: ignore[assignment]
+
+    async def run(self, *, row: Any = None, reply: Any = None, names: Any = ("0.0.0",)) -> Store:
+        store = Store(row or {}, reply or {})
+        self.scorer.store = store  # type: ignore[assignment]
+        items = tuple(cmd.Placed(trajectory=TrajectoryId(n), placement=3) for n in names)
+        command = cmd.ScoreTrajectories(
+            to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
+        )
+        order = cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b""))
+        await self.scorer.score(order, command)
+        return store
+
+    def rewarded(self) -> ev.TrajectoryRewarded:
+        (event,) = self.host.events
+        assert isinstance(event, ev.TrajectoryRewarded)
+        return event
+
+
+async def test_the_answer_is_scored_as_text_and_reported_once_the_store_has_it(
+    tmp_path: Path,
+) -> None:
+    scored = Scored(tmp_path, RIGHT)
+    store = await scored.run()
+    (call,) = scored.pool.calls
+    assert (call.completions, call.step) == ([("text of [5, 7]", [5, 7])], 4)
+    (item,) = store.asked[0].items
+    assert (item.trajectory_id, item.placement, item.score) == ("0.0.0", 3, 1.0)
+    assert (item.text, item.extras) == ("text of [5, 7]", {"acc": 1.0, "pred": "seven"})
+    event = scored.rewarded()
+    assert (event.trajectory, event.placement, event.num_tokens) == ("0.0.0", 3, 2)
+    assert (event.score_bits, event.correct, event.reason) == (bits_of(1.0), True, "ok")
+
+
+@pytest.mark.parametrize(
+    ("score", "finish_reason", "correct"),
+    [(1.0, "stop", True), (1.0, "length", False), (0.99, "stop", False), (1.5, "stop", True)],
+)
+async def test_right_is_a_full_score_of_an_answer_that_was_not_cut(
+    tmp_path: Path, score: float, finish_reason: str, correct: bool
+) -> None:
+    """Whoever is cut off has not ended his answer, whatever it says so far."""
+    scored = Scored(tmp_path, RewardResult(score))
+    await scored.run(row={"purpose": "eval", "finish_reason": finish_reason})
+    event = scored.rewarded()
+    assert (event.correct, event.truncated) == (correct, finish_reason == "length")
+
+
+@pytest.mark.parametrize(("purpose", "told"), [("eval", {"acc": 1.0}), ("train", {})])
+async def test_figures_beside_the_score_travel_with_held_out_answers(
+    tmp_path: Path, purpose: str, told: dict[str, float]
+) -> None:
+    """Those of a training answer reach the trainer through the store; text is no figure."""
+    scored = Scored(tmp_path, RIGHT)
+    await scored.run(row={"purpose": purpose})
+    assert scored.rewarded().extras == told
+
+
+async def test_the_reward_that_the_store_had_first_is_the_one_reported(tmp_path: Path) -> None:
+    """Another replica scored it before it died: a batch may have been chosen by that score."""
+    scored = Scored(tmp_path, RIGHT)
+    await scored.run(reply={"answer": "already", "score": 0.25, "reward_reason": "error"})
+    event = scored.rewarded()
+    assert (event.score_bits, event.correct, event.reason) == (bits_of(0.25), False, "error")
+
+
+async def test_what_the_store_refuses_is_a_failed_trajectory(tmp_path: Path) -> None:
+    scored = Scored(tmp_path, RIGHT)
+    await scored.run(reply={"answer": "refused", "reason": "it is trained", "score": None})
+    (event,) = scored.host.events
+    assert isinstance(event, ev.TrajectoryFailed)
+    assert (event.reason, event.detail, event.placement) == ("store-refused", "it is trained", 3)
+
+
+async def test_what_is_fenced_is_not_reported(tmp_path: Path) -> None:
+    """Somebody else has it, and reports it."""
+    scored = Scored(tmp_path, RIGHT)
+    await scored.run(reply={"answer": "fenced", "score": None})
+    assert scored.host.events == []
+
+
+async def test_an_answer_to_which_no_function_applies_is_unscored(tmp_path: Path) -> None:
+    scored = Scored(tmp_path, RewardResult(None, "unscored"))
+    await scored.run()
+    (event,) = scored.host.events
+    assert isinstance(event, ev.TrajectoryFailed) and event.reason == "unscored"
+
+
+async def test_siblings_whose_worker_was_lost_fail_and_nothing_is_stored(tmp_path: Path) -> None:
+    scored = Scored(tmp_path, RewardWorkerLost("killed by signal 9"))
+    store = await scored.run(names=("0.0.0", "0.0.1"))
+    assert store.asked == []
+    failed = scored.host.all(ev.TrajectoryFailed)
+    assert [(f.trajectory, f.reason) for f in failed] == [
+        ("0.0.0", "reward-worker-lost"), ("0.0.1", "reward-worker-lost"),
+    ]  # fmt: skip
