@@ -21,7 +21,7 @@ COLOURS = (
 POINTS_MAX = 400
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 34, 44
+LEFT, RIGHT, TOP, BOTTOM = 62, 22, 34, 44
 BAR_HEIGHT, BAR_LEFT, BARS_TOP = 26, 104, 26
 BAR_WIDTH = WIDTH - RIGHT - BAR_LEFT
 
@@ -229,7 +229,7 @@ def _legend(lines: Sequence[tuple[str, Line]]) -> Iterator[str]:
         return
     at = float(WIDTH - RIGHT)
     for colour, line in reversed(lines):
-        at -= 6.4 * len(line.name) + 30
+        at -= 6.6 * len(line.name) + 36
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         yield (
             f'<line x1="{at:.0f}" x2="{at + 18:.0f}" y1="26" y2="26" stroke="{colour}" '

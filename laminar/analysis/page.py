@@ -31,6 +31,7 @@ FIGURES = (
     ("Entropy", "actor/entropy", "nats per token", None),
     ("Truncated responses", "response_length/clip_ratio", "share of the batch", SHARES),
     ("Gradient norm before clipping", "actor/grad_norm", "norm", None),
+    ("Updates that left the weights as they were", "actor/skipped_updates", "of a step", None),
     ("Mismatch of engine and trainer", "mismatch_kl/mean", "KL per token (nats)", None),
     ("Answers on which the reward failed, so far", "reward/errors/total", "answers", None),
 )
@@ -88,7 +89,7 @@ def html(runs: Sequence[PageData]) -> str:
         *_grid([*_held_out(runs), *(_figure(runs, *figure) for figure in FIGURES)]),
         *_extras(runs),
         "<h2>Lengths and staleness</h2>",
-        *_grid([*_lengths(runs), *(_staleness(data, runs) for data in runs)]),
+        *_grid([*_lengths(runs), *(_staleness(data, runs) for data in runs), _scores(runs)]),
         "<h2>Speed, and where the time went</h2>",
         *_grid([*_rates(runs), *(_times(data, runs) for data in runs)]),
         *(part for data in runs for part in _samples(data, runs)),
@@ -212,6 +213,12 @@ def _staleness(data: PageData, runs: Sequence[PageData]) -> str:
     }
     title = f"Staleness (steps) by response length{_of(data, runs)}"
     return draw_shares(title, bars, colours, "share of the trained responses of this length")
+
+
+def _scores(runs: Sequence[PageData]) -> str:
+    lines = [Line(data.name, *data.scores, marks=True) for data in runs]
+    title = "Mean score of trained responses by their length"
+    return draw(Chart(title, "tokens", "score", lines))
 
 
 def _rates(runs: Sequence[PageData]) -> Iterator[str]:

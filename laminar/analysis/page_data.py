@@ -8,14 +8,15 @@ Raises  ConfigError for a run directory that cannot be read
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from laminar.analysis.history import WallClock
+from laminar.analysis.prompt_lengths import ranges
 from laminar.analysis.report import summary_of
 from laminar.analysis.samples import Choice, Decode, Sample, find_samples
 from laminar.analysis.timeline import read_steps, whole_lines
@@ -28,7 +29,8 @@ from laminar.storage.tables import Response
 
 STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
 RATE_BINS = 80  #: of the time of a run
-LENGTH_BINS = 6  #: of trained responses, each with as many of them as the others
+LENGTH_BINS = 6  #: of trained responses, each with about as many of them
+SCORE_BINS = 16  #: likewise
 SAMPLES = 3  #: of each kind that are shown
 
 Points = tuple[list[float], list[float]]
@@ -73,6 +75,7 @@ class PageData(NamedTuple):
     rates: Rates
     lengths: Lengths
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
+    scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by what they are
 
     def figure(self, key: str) -> Points:
@@ -98,6 +101,7 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
         rates=_rates(run_dir, summary, times),
         lengths=_lengths(responses),
         staleness=_staleness(responses),
+        scores=_scores(responses),
         samples={} if decode is None else _samples(run_dir, decode),
     )
 
@@ -161,21 +165,31 @@ def _percentiles(responses: list[Response]) -> dict[int, Points]:
     }
 
 
+def _by_length(responses: list[Response], count: int) -> Iterator[list[Response]]:
+    """The trained ones from the shortest to the longest, in parts with about as many each."""
+    trained = [r for r in responses if r.trained]
+    lengths = np.array(sorted(r.num_tokens for r in trained), dtype=np.int64)
+    for low, high in ranges(lengths, count):
+        yield [r for r in trained if low <= r.num_tokens <= high]
+
+
 def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
-    """Of trained responses, from the shortest to the longest; each bin has about as many."""
-    found = sorted(
-        (r.num_tokens, r.end_step - r.version_step)
-        for r in responses
-        if r.trained and r.end_step is not None
-    )
     bins: dict[str, dict[str, float]] = {}
-    for part in np.array_split(np.array(found, dtype=np.int64).reshape(-1, 2), LENGTH_BINS):
-        if len(part):
-            values, counts = np.unique(part[:, 1], return_counts=True)
-            shares = (counts / len(part)).tolist()
-            name = f"{part[0, 0]} to {part[-1, 0]}"
-            bins[name] = {str(v): s for v, s in zip(values.tolist(), shares, strict=True)}
+    for part in _by_length(responses, LENGTH_BINS):
+        lengths = [r.num_tokens for r in part]
+        counts = Counter(r.end_step - r.version_step for r in part if r.end_step is not None)
+        shares = {str(value): count / counts.total() for value, count in sorted(counts.items())}
+        bins[f"{min(lengths)} to {max(lengths)}"] = shares
     return bins
+
+
+def _scores(responses: list[Response]) -> Points:
+    """The mean score of each part, at its mean length."""
+    lengths, scores = [], []
+    for part in _by_length([r for r in responses if r.score is not None], SCORE_BINS):
+        lengths.append(float(np.mean([r.num_tokens for r in part])))
+        scores.append(float(np.mean([r.score for r in part])))
+    return lengths, scores
 
 
 def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from laminar.config import ConfigError
 from laminar.core.state import EvaluationResult
@@ -47,7 +47,8 @@ def by_prompt_length(
     answers = _answers(run_dir, rewarded)
     lengths = np.array(sorted(a.prompt_tokens for a in answers), dtype=np.int64)
     found = []
-    for low, high in _ranges(lengths):
+    parts = ranges(lengths, RANGES)
+    for low, high in parts if len(parts) > 1 else []:
         inside = [a for a in answers if low <= a.prompt_tokens <= high]
         first = [a.correct for a in inside if a.evaluation == evaluations[0].index]
         last = [a.correct for a in inside if a.evaluation == evaluations[-1].index]
@@ -57,11 +58,12 @@ def by_prompt_length(
     return found
 
 
-def _ranges(lengths: Any) -> list[tuple[int, int]]:
-    """(shortest, longest) of each, both of them lengths that occur."""
-    if not len(lengths) or lengths[0] == lengths[-1]:
+def ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
+    """Of sorted lengths (shortest, longest) of up to `count` parts with about as many of them each;
+    equal ones stay together."""
+    if not len(lengths):
         return []
-    quantiles = [i / RANGES for i in range(1, RANGES)]
+    quantiles = [i / count for i in range(1, count)]
     tops = sorted({*np.quantile(lengths, quantiles, method="lower").tolist(), int(lengths[-1])})
     parts = np.split(lengths, np.searchsorted(lengths, tops[:-1], side="right"))
     return [(int(part[0]), int(part[-1])) for part in parts]

@@ -76,6 +76,7 @@ class Response(NamedTuple):
     """How long a response was, and what became of it."""
 
     num_tokens: int
+    score: float | None
     version_step: int  #: completed steps whose weights sampled it
     trained: int | None  #: 1 when it was
     end_step: int | None  #: then the index of the batch, from 0
@@ -142,7 +143,7 @@ class Tables:
     def responses(self) -> Iterator[Response]:
         """Every whole response of training."""
         sql = (
-            "SELECT num_tokens, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
+            "SELECT num_tokens, reward, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
             "FROM trajectories WHERE purpose = 'train' AND status != 'open'"
         )
         return map(Response._make, self._db.execute(sql))

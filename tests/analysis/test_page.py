@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -70,6 +71,11 @@ def test_figures_are_those_of_the_run(run: Path) -> None:
     trained = sum(data.rates.trained[1]) * data.summary["seconds"] / len(seconds)
     assert trained == pytest.approx(10 + 20 + 30)
     assert sum(len(xs) for xs, _ in data.lengths.trained.values()) > 0
+    lengths, scores = data.scores
+    assert lengths == [10]  # all have this length, and stay together
+    with sqlite3.connect(run / "store.sqlite") as store:
+        mean = "SELECT AVG(reward) FROM trajectories WHERE \"end\" = 'trained'"
+        assert scores == [pytest.approx(store.execute(mean).fetchone()[0])]
     for shares in data.staleness.values():
         assert sum(shares.values()) == pytest.approx(1)
 

@@ -10,7 +10,7 @@ import pytest
 from laminar.analysis.headline import range_line
 from laminar.analysis.history import replay_log
 from laminar.analysis.ledger_book import Account
-from laminar.analysis.prompt_lengths import _ranges, by_prompt_length
+from laminar.analysis.prompt_lengths import by_prompt_length, ranges
 from laminar.analysis.report import summarize
 from laminar.storage import messages as m
 from tests.analysis import made_run
@@ -21,7 +21,7 @@ from tests.analysis.made_run import make_run, world_log
     ("lengths", "expected"),
     [
         ([], []),
-        ([7, 7, 7], []),
+        ([7, 7, 7], [(7, 7)]),
         ([1, 2], [(1, 1), (2, 2)]),
         ([1, 2, 3, 4, 5, 6, 7, 8], [(1, 2), (3, 4), (5, 6), (7, 8)]),
         ([1, 5, 5, 5, 5, 5, 5, 9], [(1, 5), (9, 9)]),
@@ -29,7 +29,7 @@ from tests.analysis.made_run import make_run, world_log
     ],
 )
 def test_ranges_hold_every_length_once(lengths: list[int], expected: list[tuple[int, int]]) -> None:
-    assert _ranges(np.array(lengths, dtype=np.int64)) == expected
+    assert ranges(np.array(lengths, dtype=np.int64), 4) == expected
 
 
 def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,12 +44,12 @@ def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(made_run, "_prompt", prompt)
     make_run(tmp_path / "run", world_log())
     summary = summarize(tmp_path / "run")
-    ranges = summary["eval_by_prompt_length"]
-    assert [r["prompt_tokens_min"] for r in ranges] == [1, 2, 3, 4]
+    found = summary["eval_by_prompt_length"]
+    assert [r["prompt_tokens_min"] for r in found] == [1, 2, 3, 4]
     evaluations = (summary["evaluations"][0], summary["evaluations"][-1])
     for which, evaluation in zip(("first", "last"), evaluations, strict=True):
-        assert sum(r[f"{which}_total"] for r in ranges) == evaluation["total"]
-        assert sum(r[f"{which}_correct"] for r in ranges) == evaluation["correct"]
+        assert sum(r[f"{which}_total"] for r in found) == evaluation["total"]
+        assert sum(r[f"{which}_correct"] for r in found) == evaluation["correct"]
     account = Account()
     state = replay_log(tmp_path / "run", account).machine.state
     wrong = {n: r for n, r in account.rewarded.items() if n != "e2.3.0"}
