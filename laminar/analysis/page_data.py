@@ -28,7 +28,7 @@ from laminar.storage import books
 from laminar.storage.tables import Response
 
 STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
-RATE_BINS = 80  #: of the time of a run
+RATE_BINS = 40  #: of the time of a run
 LENGTH_BINS = 6  #: of trained responses, each with about as many of them
 SCORE_BINS = 16  #: likewise
 SAMPLES = 3  #: of each kind that are shown
