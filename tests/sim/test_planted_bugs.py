@@ -43,6 +43,8 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.splice_is_not_sent, ("relay-dies",)),
         (planted.rejoined_relay_is_not_fed, ("relay-paused",)),
         (planted.owed_republish_is_forgotten, ("relay-dies",)),
+        (planted.placement_is_not_raised, ("replica-dies",)),
+        (planted.overdue_transfer_is_left_alone, ("transfer-never-ends",)),
     ],
 )
 def test_planted_bug_is_found(plant: Callable[[Planter], None], faults: tuple[str, ...]) -> None:
