@@ -44,8 +44,14 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["reward_errors"]:
         first = summary["reward_error_first"]
         yield f"the reward FAILED on {_errors(summary)}" + (f", first: {first}" if first else "")
+    if count := summary["trajectories_left_out"]:
+        whose = sorted({f"{part['replica']} v{part['version']}" for part in summary["left_out"]})
+        yield (
+            f"{_count(count, 'trajectory', 'trajectories')} not trained, for the weights that they "
+            f"name did not generate them: {', '.join(whose)}"
+        )
     for reason, count in summary["groups_dropped"].items():
-        yield f"{_count(count, 'group')} dropped: {reason}"
+        yield f"{_count(count, 'group', 'groups')} dropped: {reason}"
     if summary["tokens_restarted"]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
@@ -121,5 +127,5 @@ def _errors(summary: Mapping[str, Any]) -> str:
     return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{told}"
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
