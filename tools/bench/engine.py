@@ -1,0 +1,337 @@
+"""One generation engine as a replica uses it: loads, probe, mismatch with the trainer, speed.
+
+Usage: python tools/bench/engine.py --model DIR [--engine torch|vllm] [--device cuda] ...
+
+Reads   a model directory (tools/make_random_model.py makes one)
+Writes  a version of the weights in /dev/shm, removed at the end
+Gives   one JSON line per figure
+
+start          seconds until the engine is there, without weights
+load           seconds and bytes per second, of the first version and of the median of the others;
+               between two versions every weight moves by --move of its tensor's standard deviation
+probe          engine against trainer after each load, nats: means and the largest difference
+mismatch       behaviour log-probs of sampled tokens against the trainer's scores of them:
+               mean and largest difference, mean k3, share of tokens whose probabilities differ by
+               more than a tenth, and by more than the cap of the importance weight
+decode         tokens per second of so many rows, counted once every row has its first token
+prefill        prompt tokens per second, of distinct prompts
+long_row       seconds of a decode step with one row --times as long as the others, over those of
+               equal rows with as many tokens
+
+Engine, trainer and weights are the product's: laminar.engines.build, laminar.training, and the
+layout of a relay's slot. Engine and trainer share the device; --vllm-memory is vLLM's share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CUDA before that
+
+import numpy as np
+
+from laminar.config import Config, load
+from laminar.engines.build import start_engine
+from laminar.engines.hf_config import read_hf_config
+from laminar.engines.protocol import (
+    GenerateRequest,
+    ReplicaEngine,
+    TensorPlace,
+    TokenDelta,
+    WeightSource,
+)
+
+SHARED_MEMORY = Path("/dev/shm")
+DONE_S = 300.0  #: no measurement takes as long
+PROBE_ROWS, PROBE_TOKENS = 8, 64
+FAR = 0.1  #: of log-probs: probabilities that differ by a tenth
+
+
+class Driver:
+    """An engine, and when its tokens came."""
+
+    engine: ReplicaEngine
+
+    def __init__(self, config: Config, vocab: int, seed: int) -> None:
+        self.config, self.vocab = config, vocab
+        self.random = np.random.default_rng(seed)
+        self._requests = 0
+        self._rows: dict[str, tuple[list[int], list[float]]] = {}
+        self._times: list[tuple[float, str, int]] = []
+        self._left: set[str] = set()
+        self._done = asyncio.Event()
+
+    async def start(self) -> float:
+        started = time.monotonic()
+        self.engine = await start_engine(self.config, self.vocab, 1, self._take)
+        return time.monotonic() - started
+
+    def _take(self, deltas: list[TokenDelta]) -> None:
+        now = time.monotonic()
+        for delta in deltas:
+            tokens, logprobs = self._rows[delta.request_id]
+            tokens += delta.token_ids
+            logprobs += delta.logprobs
+            self._times.append((now, delta.request_id, len(delta.token_ids)))
+            if delta.finish_reason is not None:
+                self._left.discard(delta.request_id)
+        if not self._left:
+            self._done.set()
+
+    def prompts(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(self.random.integers(self.vocab, size=n).tolist()) for n in lengths]
+
+    async def run(
+        self, prompts: Sequence[tuple[int, ...]], new_tokens: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of a response to each, all of one length."""
+        names = [f"r{self._requests + index}" for index in range(len(prompts))]
+        self._requests += len(prompts)
+        self._rows = {name: ([], []) for name in names}
+        self._times, self._left = [], set(names)
+        self._done.clear()
+        added = [
+            self.engine.add(
+                GenerateRequest(name, prompt, (), new_tokens, 1.0, 1_000 + row, frozenset())
+            )
+            for row, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+        ]
+        await asyncio.gather(*added)
+        waits = [asyncio.ensure_future(self._done.wait()), self.engine.failed]
+        await asyncio.wait(waits, timeout=DONE_S, return_when=asyncio.FIRST_COMPLETED)
+        if self.engine.failed.done():
+            self.engine.failed.result()
+        if self._left:
+            raise TimeoutError(f"{len(self._left)} of {len(names)} rows are not done: {DONE_S} s")
+        return [self._rows[name] for name in names]
+
+    def decode_rate(self) -> float:
+        """Tokens per second of the latest run, from the time when every row had one."""
+        seen: set[str] = set()
+        begun = next(
+            index
+            for index, (_, name, _) in enumerate(self._times)
+            if (seen.add(name) or len(seen)) == len(self._rows)  # type: ignore[func-returns-value]
+        )
+        start = self._times[begun][0]
+        later = [(when, count) for when, _, count in self._times[begun + 1 :] if when > start]
+        return sum(count for _, count in later) / (later[-1][0] - start)
+
+
+class Trainer:
+    """The trainer's model, and its weights as a version in shared memory."""
+
+    def __init__(self, config: Config, vocab: int, seed: int) -> None:
+        import torch
+
+        from laminar.training.learner import Learner
+        from laminar.training.model import load_policy, named_weights
+        from laminar.weights.manifest import check_tensors, layout
+
+        torch.manual_seed(seed)
+        self._torch = torch
+        self.config = config
+        self.policy = load_policy(config.model.name, config.trainer.device, tokenizer_size=vocab)
+        self.learner = Learner(config, self.policy)
+        self.weights = named_weights(self.policy.model)
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in self.weights]
+        self.specs = layout(shapes, config.weights.dtype)
+        self.nbytes = check_tensors(self.specs)
+        self.path = SHARED_MEMORY / f"laminar-bench-engine-{os.getpid()}"
+        with self.path.open("w+b") as file:
+            file.truncate(self.nbytes)
+            self._memory = mmap.mmap(file.fileno(), self.nbytes)
+
+    def publish(self, move: float) -> float:
+        """The next version; seconds of its copy into shared memory."""
+        from laminar.weights.transfer import write_tensors
+
+        with self._torch.no_grad():
+            for _, tensor in self.weights if move else ():
+                tensor.add_(self._torch.randn_like(tensor) * (move * tensor.float().std()))
+        started = time.monotonic()
+        view = np.frombuffer(self._memory, dtype=np.uint8)
+        write_tensors(view, self.specs, self.weights)
+        return time.monotonic() - started
+
+    def source(self) -> WeightSource:
+        places = tuple(TensorPlace(s.name, s.dtype, s.shape, s.offset) for s in self.specs)
+        return WeightSource(str(self.path), 0, self.nbytes, places)
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.learner.score(sequences)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Any:
+    """Of log-probs, of all tokens of all rows."""
+    pairs = zip(ours, theirs, strict=True)
+    return np.concatenate([np.asarray(a) - np.asarray(b) for a, b in pairs])
+
+
+async def loads(driver: Driver, trainer: Trainer, versions: int, move: float) -> None:
+    """Version after version, each probed."""
+    probe = driver.prompts([PROBE_TOKENS] * PROBE_ROWS)
+    seconds, published, means, largest = [], [], [], []
+    for version in range(versions):
+        published.append(trainer.publish(move if version else 0.0))
+        started = time.monotonic()
+        await driver.engine.load(trainer.source())
+        seconds.append(time.monotonic() - started)
+        apart = np.abs(difference(await driver.engine.score(probe), trainer.scores(probe)))
+        means.append(float(apart.mean()))
+        largest.append(float(apart.max()))
+    later = statistics.median(seconds[1:])
+    show("load", first_s=seconds[0], median_s=later, GB_per_s=trainer.nbytes / later / 1e9)
+    show("publish", first_s=published[0], median_s=statistics.median(published[1:]))
+    show(
+        "probe",
+        versions=versions,
+        tokens=PROBE_ROWS * (PROBE_TOKENS - 1),
+        mean_median=statistics.median(means),
+        mean_largest=max(means),
+        largest_median=statistics.median(largest),
+        largest=max(largest),
+    )
+
+
+async def mismatch(driver: Driver, trainer: Trainer, args: argparse.Namespace) -> None:
+    prompts = driver.prompts([args.prompt] * args.mismatch_rows)
+    rows = await driver.run(prompts, args.new)
+    sequences = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, rows, strict=True)]
+    theirs = [row[args.prompt - 1 :] for row in trainer.scores(sequences)]
+    apart = difference(theirs, [logprobs for _, logprobs in rows])
+    cap = trainer.config.algorithm.rollout_correction.rollout_is_threshold
+    show(
+        "mismatch",
+        tokens=len(apart),
+        mean_logprob=float(np.mean([p for _, logprobs in rows for p in logprobs])),
+        mean_abs=float(np.abs(apart).mean()),
+        largest=float(np.abs(apart).max()),
+        mean_k3=float((np.exp(apart) - 1 - apart).mean()),
+        mean_ratio=float(np.exp(apart).mean()),
+        share_a_tenth_off=float((np.abs(apart) > FAR).mean()),
+        share_capped=float((apart > np.log(cap)).mean()),
+    )
+
+
+async def speed(driver: Driver, args: argparse.Namespace) -> None:
+    for rows in args.rows:
+        await driver.run(driver.prompts([args.prompt] * rows), 16)  # warm-up
+        rates = []
+        for _ in range(args.rounds):
+            await driver.run(driver.prompts([args.prompt] * rows), args.new)
+            rates.append(driver.decode_rate())
+        show("decode", rows=rows, tokens_per_s=statistics.median(rates), spread=spread(rates))
+    rates = []
+    for _ in range(args.rounds + 1):
+        prompts = driver.prompts([args.prefill_prompt] * args.prefill_rows)
+        started = time.monotonic()
+        await driver.run(prompts, 1)
+        rates.append(args.prefill_prompt * args.prefill_rows / (time.monotonic() - started))
+    show("prefill", tokens_per_s=statistics.median(rates[1:]), spread=spread(rates[1:]))
+
+
+async def long_row(driver: Driver, args: argparse.Namespace) -> None:
+    """One long row among short ones, and equal rows with as many tokens."""
+    tail = [args.short] * args.tail_rows
+    tail[args.tail_rows // 2] *= args.times
+    equal = [sum(tail) // args.tail_rows] * args.tail_rows
+    steps: dict[str, list[float]] = {"tail": [], "equal": []}
+    for turn in range(args.rounds + 1):
+        for name, lengths in (("tail", tail), ("equal", equal)):
+            await driver.run(driver.prompts(lengths), args.new)
+            if turn:  # the first one warms up
+                steps[name].append(len(lengths) / driver.decode_rate())
+    with_tail, same = (statistics.median(steps[name]) for name in ("tail", "equal"))
+    show("long_row", step_ms=1e3 * with_tail, equal_rows_ms=1e3 * same, ratio=with_tail / same)
+
+
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def show(figure: str, **values: float) -> None:
+    rounded = {name: float(f"{value:.4g}") for name, value in values.items()}
+    print(json.dumps({"figure": figure} | rounded), flush=True)
+
+
+async def measure(args: argparse.Namespace) -> None:
+    config = load([], list(overrides(args)))
+    vocab = int(read_hf_config(args.model)["vocab_size"])
+    driver = Driver(config, vocab, args.seed)
+    show("start", seconds=await driver.start())
+    trainer = Trainer(config, vocab, args.seed)  # behind the engine: vLLM forks, CUDA must not be
+    try:
+        await loads(driver, trainer, args.versions, args.move)
+        await mismatch(driver, trainer, args)
+        await speed(driver, args)
+        await long_row(driver, args)
+        stats = driver.engine.stats()
+        show("cache", capacity_tokens=stats.kv_capacity_tokens)
+    finally:
+        trainer.close()
+        await driver.engine.close()
+
+
+def overrides(args: argparse.Namespace) -> Iterator[str]:
+    dtype = args.dtype
+    longest = max(args.prompt, args.prefill_prompt, args.short * args.times) + args.new
+    yield f"model.name={args.model}"
+    yield "data.dataset=spell_backward"  # one must be named; no prompt of it is used
+    yield f"data.max_prompt_length={longest - args.new}"
+    yield f"data.max_response_length={args.new}"
+    yield f"rollout.engine={args.engine}"
+    yield f"rollout.max_num_seqs={max(*args.rows, args.mismatch_rows, args.tail_rows)}"
+    yield f"rollout.device={args.device}"
+    yield f"trainer.device={args.device}"
+    yield f"rollout.dtype={dtype}"
+    yield f"trainer.dtype={dtype}"
+    yield f"weights.dtype={dtype}"
+    yield "trainer.micro_batch_tokens=4096"
+    yield f"rollout.vllm.gpu_memory_utilization={args.vllm_memory}"
+    yield from args.set
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="directory")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=256, help="tokens of a response")
+    parser.add_argument("--prefill-prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--prefill-rows", type=int, default=32)
+    parser.add_argument("--short", type=int, default=512, help="prompt of all rows but one")
+    parser.add_argument("--times", type=int, default=10, help="how much longer that one is")
+    parser.add_argument("--tail-rows", type=int, default=32)
+    parser.add_argument("--mismatch-rows", type=int, default=64)
+    parser.add_argument("--versions", type=int, default=50)
+    parser.add_argument("--move", type=float, default=1e-3, help="of a tensor's deviation")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm-memory", type=float, default=0.5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], help="further key=value of the config")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(measure(parse()))
