@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from laminar.config import Config
 
-CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # a helper of the sampler would be compiled at the first token
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+VLLM = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking for GPUs keeps the core from being forked
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""For vLLM; what a user has set stays."""
+VLLM_ON_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # a helper of the sampler would be compiled at the first token
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def vllm_environment(gpus: bool) -> dict[str, str]:
+    """What vLLM reads when it is imported; what a user has set stays."""
+    return VLLM if gpus else VLLM | VLLM_ON_CPU
 
 
 def environment(config: Config, gpus: bool) -> dict[str, str]:
     """Variables of a replica's process. Without GPUs, threads that wait for one another in a busy
     loop slow an engine many times as soon as anything else runs on the machine."""
-    if config.rollout.engine != "vllm" or gpus:
+    if config.rollout.engine != "vllm":
         return {}
-    return {"OMP_NUM_THREADS": str(config.rollout.threads), **CPU_ENVIRONMENT}
+    threads = {} if gpus else {"OMP_NUM_THREADS": str(config.rollout.threads)}
+    return threads | vllm_environment(gpus)
 
 
 def gpus_per_replica(config: Config) -> int:

@@ -17,13 +17,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from laminar.config import Config, ConfigError
-from laminar.engines.environment import CPU_ENVIRONMENT
+from laminar.engines.environment import VLLM, vllm_environment
 from laminar.engines.protocol import TokenDelta
 from laminar.engines.vllm_extra import unknown_extra
 from laminar.parent_death import die_with_parent
 
-os.environ.update({k: os.environ.get(k, v) for k, v in CPU_ENVIRONMENT.items()})
+os.environ.update(VLLM | os.environ)  # before CUDA is asked for
+os.environ.update(vllm_environment(torch.cuda.is_available()) | os.environ)
 
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs

@@ -1,0 +1,27 @@
+"""What the environment of a replica's process is, by engine and machine."""
+
+from __future__ import annotations
+
+from laminar.config import Config, load
+from laminar.engines.environment import environment
+
+
+def config(engine: str) -> Config:
+    return load([], ["model.name=m", "data.dataset=spell_backward", f"rollout.engine={engine}"])
+
+
+def test_vllm_on_gpus_compiles_and_its_core_can_be_forked() -> None:
+    found = environment(config("vllm"), gpus=True)
+    assert found["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "CUDA is not begun before the fork"
+    assert "TORCHDYNAMO_DISABLE" not in found
+    assert "OMP_NUM_THREADS" not in found
+
+
+def test_vllm_without_gpus_has_as_many_threads_as_are_set() -> None:
+    found = environment(config("vllm"), gpus=False)
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert found["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_the_embedded_engine_needs_nothing() -> None:
+    assert environment(config("torch"), gpus=True) == environment(config("torch"), gpus=False) == {}
