@@ -147,6 +147,7 @@ def ledger_problems(state: State, account: Account) -> list[str]:
         problems.append(
             f"ledger: the run has ended with {live.groups} groups, {live.trajectories} "
             f"trajectories and {live.tokens} tokens live"
+            + (f"; it failed: {state.failure}" if state.failure else "")
         )
     return problems
 

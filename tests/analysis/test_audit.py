@@ -17,7 +17,7 @@ from laminar.analysis.audit import audit
 from laminar.analysis.ledger_book import Account, ledger_problems
 from laminar.analysis.report import summary_of
 from laminar.core.machine import Machine
-from laminar.core.state import Trajectory
+from laminar.core.state import ENDED, Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import group_of
@@ -201,6 +201,21 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     assert trainer_book.book_problems([line], account, account) == []
     (note,) = trainer_book.unreported([line], account)
     assert "came when the run had failed" in note
+
+
+def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
+    """Open books of an ended run are a problem, and whoever reads of it reads why."""
+    bench = ToldBench(groups_per_step=1)
+    bench.start()
+    bench.open_groups()
+    bench.kill("store-0", restarting=False)
+    machine, account = Machine(), Account()
+    for stamped, _ in bench.log:
+        account(stamped, machine.handle(stamped), machine.state)
+    machine.state.phase = ENDED
+    (problem,) = ledger_problems(machine.state, account)
+    assert "tokens live" in problem and machine.state.failure in problem
+    assert "store-0" in problem
 
 
 def test_rows_that_were_left_out_close_the_books(tmp_path: Path) -> None:
