@@ -29,10 +29,8 @@ from laminar.tasks.prompts import PromptRow
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
-from laminar.tasks.rewards import RewardCall, RewardResult, numbers_of
+from laminar.tasks.rewards import RewardCall, RewardResult, is_right, numbers_of
 
-CORRECT = 1.0
-"""Several datasets give partial credit to wrong answers: correct means the full score."""
 DETAILS_MAX = 3
 """Of each reason, by one process: the run keeps the first, and the event log stays small."""
 
@@ -127,7 +125,7 @@ class Scorer:
             trajectory=item.trajectory,
             placement=item.placement,
             score_bits=bits_of(stored.score),
-            correct=stored.score >= CORRECT and not truncated,
+            correct=is_right(stored.score, truncated=truncated),
             reason=reason,
             num_tokens=len(row.tokens) // 4,
             detail="" if reason == "ok" else self._first(order, item, reason, result.detail),

@@ -27,13 +27,14 @@ from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
 from laminar.actors.weight_publisher import WeightPublisher
+from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.ids import TrajectoryId
 from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
 from laminar.storage import messages as store
-from laminar.tasks.rewards import numbers_of
+from laminar.tasks.rewards import is_right, numbers_of
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
 from laminar.training.batching import TrainSample
 from laminar.training.export import export_hf
@@ -236,6 +237,7 @@ def _sample(row: store.Trajectory) -> TrainSample:
     """A stored trajectory as the learner takes it."""
     if row.score is None or row.temperature is None or row.version_step is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
+    truncated = row.finish_reason == LENGTH
     return TrainSample(
         sample_id=row.trajectory_id,
         group_id=row.group_id,
@@ -244,7 +246,8 @@ def _sample(row: store.Trajectory) -> TrainSample:
         logprobs=np.frombuffer(row.logprobs, dtype="<f4"),
         reward=row.score,
         temperature=row.temperature,
-        truncated=row.finish_reason == "length",
+        truncated=truncated,
+        correct=is_right(row.score, truncated=truncated),
         weight_version=row.weight_version or 0,
         version_step=row.version_step,
         replica=row.replica or "",

@@ -22,6 +22,7 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     summary = data.summary
     yield "outcome", _outcome(summary)
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
+    yield "groups", groups_line(summary)
     yield from _held_out(summary["evaluations"])
     if ranges := summary["eval_by_prompt_length"]:
         yield "  by prompt length", "; ".join(map(range_line, ranges))
@@ -30,6 +31,8 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     yield "length (tokens)", _lengths(summary)
     yield "truncated", _share(summary["truncated_share"], "of trained responses")
     yield "staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} steps"
+    for found in summary["by_length"]:
+        yield "  by length", length_line(found)
     yield "mismatch KL", _figure(summary["mismatch_kl_mean"], "per token")
     yield "generated", _figure(summary["tokens_per_s"], "tokens/s")
     yield "reward errors", _errors(summary)
@@ -50,12 +53,36 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
             f"{_count(count, 'trajectory', 'trajectories')} not trained, for the weights that they "
             f"name did not generate them: {', '.join(whose)}"
         )
+    if summary["steps_unchanged"]:
+        count = _count(summary["steps_unchanged"], "step", "steps")
+        yield f"{count} of {summary['steps']} left the weights as they were"
     for reason, count in summary["groups_dropped"].items():
         yield f"{_count(count, 'group', 'groups')} dropped: {reason}"
     if summary["tokens_restarted"]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
         yield f"the coordinator was started {summary['coordinator_incarnations']} times"
+
+
+def groups_line(summary: Mapping[str, Any]) -> str:
+    """What siblings agree on teaches nothing."""
+    if not summary["groups_trained"]:
+        return "-"
+    names = {"all_right": "all right", "all_wrong": "all wrong", "no_variance": "no variance"}
+    parts = [f"{text} {summary[f'groups_{name}']:.1%}" for name, text in names.items()]
+    mixed = summary["groups_mixed_versions"]
+    parts += [f"{mixed} with siblings of several versions"] if mixed else []
+    return f"{summary['groups_trained']:,} trained: {', '.join(parts)}"
+
+
+def length_line(found: Mapping[str, Any]) -> str:
+    """What became of training answers of one class of lengths."""
+    low, high, age = found["tokens_min"], found["tokens_max"], found["staleness_mean"]
+    parts = [f"{found['trained']:,} trained"]
+    parts += [f"staleness {age:.2f}"] if age is not None else []
+    parts += [f"{count:,} dropped: {reason}" for reason, count in found["dropped"].items()]
+    parts += [f"{found['unfinished']:,} of them unfinished"] if found["unfinished"] else []
+    return f"{low:,}-{high:,} tokens: {', '.join(parts)}"
 
 
 def range_line(found: Mapping[str, int]) -> str:

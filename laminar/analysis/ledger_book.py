@@ -34,6 +34,13 @@ class Closed(NamedTuple):
     tokens_lost: int
 
 
+class Stamp(NamedTuple):
+    """The weights of an attempt, and the completed steps that had made them."""
+
+    version: int
+    step: int
+
+
 @dataclass
 class Step:
     """A batch that the trainer was given, and its report."""
@@ -59,12 +66,15 @@ class Account:
         self.closed: dict[TrajectoryId, Closed] = {}
         self.steps: dict[int, Step] = {}
         self.data: ev.DataLoaded | None = None
+        #: what each attempt was told to generate with, by its number
+        self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
+        self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
         self._asked: dict[int, tuple[cmd.Ending, ...]] = {}  #: by command id
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         self._take_event(stamped.event, state)
         for index, command in enumerate(commands):
-            self._take_command(command, stamped.seq * COMMANDS_PER_EVENT_MAX + index)
+            self._take_command(command, stamped.seq * COMMANDS_PER_EVENT_MAX + index, state)
 
     def _take_event(self, event: object, state: State) -> None:
         if isinstance(event, ev.TrajectoryStarted):
@@ -82,14 +92,18 @@ class Account:
         elif isinstance(event, ev.DataLoaded):
             self.data = event
 
-    def _take_command(self, command: Command, command_id: int) -> None:
+    def _take_command(self, command: Command, command_id: int, state: State) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
+            stamp = Stamp(command.version, command.step)
+            self.stamps.setdefault(command.trajectory, {})[command.attempt] = stamp
             if command.trajectory not in self.issued:
                 self.issued[command.trajectory] = command.purpose
                 self.groups[command.group] = self.groups.get(command.group, 0) + 1
         elif isinstance(command, cmd.EndTrajectories):
             self._asked[command_id] = command.endings
             self.commanded |= {ending.trajectory: ending for ending in command.endings}
+            ended = (state.groups.get(ending.group) for ending in command.endings)
+            self.mixed |= {group.id for group in ended if group is not None and group.mixed}
         elif isinstance(command, cmd.TrainStep):
             self.steps[command.step] = Step(command)
 
@@ -100,6 +114,11 @@ class Account:
             row = rows.get(ending.trajectory)
             if row is not None and ending.trajectory not in state.trajectories:
                 self.closed[ending.trajectory] = Closed(ending, row.num_tokens, row.tokens_lost)
+
+    def staleness(self, closed: Closed) -> int:
+        """Of a trained trajectory: steps between the one that made its weights and the batch."""
+        last = max(self.stamps[closed.ending.trajectory].items())[1]
+        return closed.ending.step - last.step
 
     def trained(self, step: int) -> list[TrajectoryId]:
         """Ids that were decided to end as trained by this step, sorted."""

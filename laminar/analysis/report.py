@@ -25,6 +25,7 @@ from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.intervals import Intervals, intersect, union
 from laminar.analysis.ledger_book import TRUNCATED, Account
+from laminar.analysis.outcomes import by_length, group_figures
 from laminar.analysis.prompt_lengths import by_prompt_length
 from laminar.analysis.timeline import (
     Span,
@@ -91,7 +92,10 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
     cut = cut_timelines(run_dir)
     return {
         **_outcome(state, milestones),
+        "steps_unchanged": _unchanged(account),
         **_lengths(account),
+        **group_figures(account),
+        "by_length": by_length(account),
         **_rewards(state, account),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
         "tokens_per_s": tokens_per_s(steps.values()),
@@ -125,6 +129,12 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
         "coordinator_incarnations": milestones.coordinators,
     }
+
+
+def _unchanged(account: Account) -> int:
+    """Steps that left the weights as they were."""
+    reports = (step.completed for step in account.steps.values())
+    return sum(report is not None and not report.changed for report in reports)
 
 
 def _lengths(account: Account) -> dict[str, Any]:

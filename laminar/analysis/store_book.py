@@ -95,6 +95,9 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         ("end", stored_end, end),
         ("tokens lost to restarts", row.tokens_lost, tokens_lost),
     ]
+    told = account.stamps.get(name, {}).get(row.attempt)
+    if told is not None:
+        pairs.append(("weights (version, step)", (row.weight_version, row.version_step), told))
     finished, rewarded = account.finished.get(name), account.rewarded.get(name)
     if finished is not None:
         pairs.append(("finish reason", row.finish_reason, finished.finish_reason))

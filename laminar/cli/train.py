@@ -170,6 +170,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         lines += [f"  by prompt      {range_line(found)}" for found in ranges]
     lines += [
         f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
+        f"{_unchanged(summary)}"
         f"{summary['trajectories_trained']} trajectories trained, "
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
@@ -185,6 +186,11 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     if (run_dir / EXPORT_DIR).is_dir():
         lines.append(f"model            {run_dir / EXPORT_DIR}")
     return lines
+
+
+def _unchanged(summary: dict[str, Any]) -> str:
+    count = summary["steps_unchanged"]
+    return f"{count} of which left the weights as they were, " if count else ""
 
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 from laminar.config import ConfigError
 from laminar.core import held_out
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.board import Board, Scalars
@@ -75,7 +76,8 @@ class MetricsWriter:
         if isinstance(event, ev.WeightsLoaded):
             self._pulls.append(event.seconds)
         elif isinstance(event, ev.StepCompleted):
-            self._write(stamped, event.step + 1, self._step(stamped, event, state))
+            figures = self._step(stamped, event, state) | _trained_groups(commands, state)
+            self._write(stamped, event.step + 1, figures)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
             told = held_out.facts(state.evaluations[-1])
@@ -91,6 +93,7 @@ class MetricsWriter:
         trained = max(ledger.trajectories.trained, 1)
         figures = {
             _STEP: event.step + 1,
+            "training/weights_unchanged": float(not event.changed),
             "staleness/mean": state.staleness_sum / trained,
             "staleness/max": state.staleness_max,
             "weights/version_lag": event.version
@@ -123,6 +126,13 @@ class MetricsWriter:
             # a name per version would be a tag per step
             shown = {n: value for n, value in figures.items() if not n.startswith("by_origin/")}
             self._board.put(Scalars(step, time.time(), shown))
+
+
+def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
+    """Of the groups of the step: how many have siblings that other weights generated."""
+    endings = [e for c in commands if isinstance(c, cmd.EndTrajectories) for e in c.endings]
+    groups = {ending.group for ending in endings if ending.end == "trained"}
+    return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
 
 
 def _evaluation(told: dict[str, Any]) -> dict[str, float]:

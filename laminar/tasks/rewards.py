@@ -25,6 +25,8 @@ DETAIL_CHARS = 240
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
 """It raised; ran too long; gave something else than a finite number; as a group function, gave no
 list with an entry for each response. Such a response gets `reward.error_score`."""
+RIGHT = 1.0
+"""Several datasets give partial credit to wrong answers: right means the full score."""
 EXTRAS_MAX = 32
 """Names beside one score, the first ones: each is a metric."""
 NAME_CHARS, TEXT_CHARS = 64, 256
@@ -76,6 +78,11 @@ class RewardResult(msgspec.Struct, frozen=True):
 
 
 Scorer = Callable[[RewardCall], list[RewardResult]]
+
+
+def is_right(score: float, *, truncated: bool) -> bool:
+    """The full score, for an answer that came to its end: one that was cut off is wrong."""
+    return score >= RIGHT and not truncated
 
 
 def describe(error: BaseException, path: str) -> str:

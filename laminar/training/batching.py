@@ -39,6 +39,7 @@ class TrainSample:
     weight_version: int
     version_step: int  #: completed training steps when that version was made
     replica: str
+    correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
     advantage: float = 0.0
 

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from laminar.training.batching import MicroBatch, TrainSample
+from laminar.training.advantages import CONSTANT_SPREAD
+from laminar.training.batching import MicroBatch, TrainSample, by_group
 from laminar.training.mismatch import Mismatch, Origin
 
 Column = NDArray[np.float64]  # one number per sample
@@ -123,7 +124,26 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "training/off_policy/trajectory_staleness/max": max(staleness),
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
+    found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
+
+
+def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Shares of the groups whose siblings agree: such a group teaches nothing, or little."""
+    groups = list(by_group(samples).values())
+    flat = [np.ptp([s.reward for s in group]) <= CONSTANT_SPREAD for group in groups]
+    return {
+        "groups/all_right": np.mean([all(s.correct for s in group) for group in groups]),
+        "groups/all_wrong": np.mean([not any(s.correct for s in group) for group in groups]),
+        "groups/no_variance": np.mean(flat),
+    }
+
+
+def _staleness_by_length(responses: Column, staleness: Sequence[int]) -> dict[str, float]:
+    """Mean over each quarter of the samples, shortest responses first."""
+    name, ages = "training/off_policy/trajectory_staleness/length_q", np.array(staleness)
+    quarters = np.array_split(np.argsort(responses, kind="stable"), 4)
+    return {f"{name}{q}": ages[rows].mean() for q, rows in enumerate(quarters, 1) if len(rows)}
 
 
 def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:

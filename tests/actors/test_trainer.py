@@ -44,7 +44,9 @@ def test_every_sampled_token_is_trained_the_stop_token_too() -> None:
 
 @pytest.mark.parametrize(("finish_reason", "truncated"), [("stop", False), ("length", True)])
 def test_what_the_engine_cut_is_known_as_truncated(finish_reason: str, truncated: bool) -> None:
-    assert _sample(stored(finish_reason=finish_reason)).truncated is truncated
+    """And is not right, whatever its score."""
+    sample = _sample(stored(finish_reason=finish_reason, score=1.0))
+    assert (sample.truncated, sample.correct) == (truncated, not truncated)
 
 
 def test_reward_origin_and_figures_are_those_of_the_store() -> None:

@@ -94,6 +94,15 @@ def test_a_store_that_is_gone_or_no_database_is_a_problem(copy: Path, cli: Cli) 
     assert cli("audit", copy)[0] == 1
 
 
+@pytest.mark.parametrize("column", ["weight_version", "version_step"])
+def test_a_stamp_that_is_not_what_was_dispatched_is_found(copy: Path, column: str) -> None:
+    """A replica that names other weights than it was told to use: staleness and the correction of
+    off-policy data would be wrong, and nothing else."""
+    execute(copy, f"UPDATE trajectories SET {column} = {column} + 1 WHERE id = '0.1.1'")
+    (problem,) = audit(copy).problems
+    assert "0.1.1" in problem and "weights (version, step)" in problem
+
+
 def test_bad_rewards_are_counted_by_reason(tmp_path: Path, cli: Cli) -> None:
     log = world_log()
     index, stamped = next(

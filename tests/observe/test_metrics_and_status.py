@@ -6,11 +6,13 @@ import json
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
+from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.board import Board
 from laminar.observe.metrics import MetricsWriter
@@ -20,6 +22,7 @@ from tests.core.world import World
 from tests.core.world_parts import Faults, settings
 
 TELEMETRY = Telemetry()
+MARK = "training/weights_unchanged"
 
 
 def small_world() -> World:
@@ -96,6 +99,38 @@ def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
     shares = [line["step"] for line in lines(tmp_path) if "val/version" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (shares[0], shares[-1]) == (0, 6)
+
+
+def test_a_step_that_left_the_weights_as_they_were_is_marked(tmp_path: Path) -> None:
+    world = small_world()
+    world.log = [(_unchanged(stamped), commands) for stamped, commands in world.log]
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    marks = [line["training/weights_unchanged"] for line in lines(tmp_path) if MARK in line]
+    assert marks == [0, 0, 1, 0, 0, 0]
+
+
+def _unchanged(stamped: Stamped) -> Stamped:
+    """Step 2, counted from 0, had no signal."""
+    event = stamped.event
+    if isinstance(event, ev.StepCompleted) and event.step == 2:
+        event = msgspec.structs.replace(event, changed=False, reason="no-signal")
+    return msgspec.structs.replace(stamped, event=event)
+
+
+def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) -> None:
+    """Replicas die, and their work starts over on newer weights: the state knows which groups."""
+    faults = Faults(lose_every_s=6, slow_tail=0.5)
+    world = World(settings(max_staleness=4, resume_wait_ms=100), faults=faults, seed=3).run()
+    machine, expected = Machine(), []
+    for stamped, _ in world.log:
+        batch = machine.state.batch if machine.started else None
+        mixed = sum(machine.state.groups[g].mixed for g in batch.groups) if batch else 0
+        completed = machine.state.completed if machine.started else 0
+        machine.handle(stamped)
+        expected += [mixed] if machine.state.completed > completed else []
+    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    counts = [line["groups/mixed_versions"] for line in lines(tmp_path) if MARK in line]
+    assert counts == expected and sum(counts) > 0
 
 
 def test_an_evaluation_has_its_score_its_error_and_its_lengths(tmp_path: Path) -> None:

@@ -233,6 +233,34 @@ def test_metrics_of_the_batch_are_those_of_its_samples(
     assert all(isinstance(v, float) for v in found.values())
 
 
+def test_groups_whose_siblings_agree_are_counted(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """All right, all wrong with one score, all wrong with several, some right."""
+    samples = make_samples(groups=4, siblings=2)
+    scores = [(1.0, 1.0), (0.0, 0.0), (0.25, 0.5), (0.0, 1.0)]
+    given = [score for pair in scores for score in pair]
+    samples = [replace(s, reward=r, correct=r == 1.0) for s, r in zip(samples, given, strict=True)]
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    shares = [found[f"groups/{name}"] for name in ("all_right", "all_wrong", "no_variance")]
+    assert shares == [0.25, 0.5, 0.5]
+
+
+def test_staleness_is_also_given_by_length(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """The longest quarter waited three steps, all others none."""
+    samples = []
+    for i, s in enumerate(make_samples(groups=2, siblings=4)):
+        ids = np.resize(s.response_ids, i + 1).astype(np.int32)
+        logprobs = np.resize(s.logprobs, i + 1).astype(np.float32)
+        made = 2 if i >= 6 else 5
+        samples.append(replace(s, response_ids=ids, logprobs=logprobs, version_step=made))
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    name = "training/off_policy/trajectory_staleness/length_q"
+    assert [found[f"{name}{quarter}"] for quarter in (1, 2, 3, 4)] == [0.0, 0.0, 0.0, 3.0]
+
+
 def test_what_a_reward_gives_besides_the_score_is_a_mean_over_those_that_have_it(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:
