@@ -98,8 +98,9 @@ class Spans:
 
     def _plan(self, lengths: Lengths) -> None:
         self._firsts, self._excess = plan(lengths, self._call_cost), 0
-        if len(lengths) * int(lengths.max()) - int(lengths.sum()) > self._call_cost:
+        here = cost(lengths, self._firsts, self._call_cost)
+        in_vain = here - self._call_cost * len(self._firsts) - int(lengths.sum())
+        if in_vain > self._call_cost:  # or else no order of the rows is worth another call
             ordered = np.sort(lengths)[::-1]
-            here = cost(lengths, self._firsts, self._call_cost)
             there = cost(ordered, plan(ordered, self._call_cost), self._call_cost)
             self._excess = max(here - there, 0)

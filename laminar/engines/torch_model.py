@@ -27,7 +27,7 @@ from laminar.engines.spans import Span, round_up
 
 _HINT = "the model's parameters under their Hugging Face names (a tied head only once)"
 
-CALL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
+CALL_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Keys and values that are read in the time that one more attention call takes beside its reads."""
 
 
