@@ -1,6 +1,6 @@
 """The embedded engine beside vLLM, and our vLLM replica beside vLLM alone.
 
-Usage: .venv-vllm/bin/python tools/bench/beside_vllm.py [--parts speed cost] [--rounds 5] [--rows 64]
+Usage: .venv-vllm/bin/python tools/bench/beside_vllm.py [--parts speed cost] [--rounds 5] ...
 Prints one JSON line per figure; exit code 1 when a figure misses its limit.
 
 torch_vllm_speed_ratio      tokens/s of the embedded engine / of vLLM, the quickstart's model
