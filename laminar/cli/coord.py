@@ -22,6 +22,7 @@ from laminar.cli.arguments import Parser, run_config
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
+from laminar.observe.boards import Boards
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.observers import Observers
@@ -68,13 +69,14 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
 
 async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
     run_dir, log = lock.run_dir, get_logger()
-    board = "tensorboard" in config.trainer.logger
-    metrics = MetricsWriter(run_dir, telemetry, tensorboard=board)
+    boards = Boards(config, run_dir, telemetry, log)
+    metrics = MetricsWriter(run_dir, telemetry, boards.scalars)
+    status = StatusWriter(run_dir, telemetry, boards=boards.status)
     coordinator = Coordinator(
         config,
         run_dir,
         on_replayed=Observers(log, metrics=metrics),
-        on_event=Observers(log, metrics=metrics, status=StatusWriter(run_dir, telemetry)),
+        on_event=Observers(log, metrics=metrics, status=status),
         replay_from=metrics.replay_from,
     )
     watching = asyncio.create_task(_watch_directory(lock, coordinator))
@@ -84,6 +86,7 @@ async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
         return await coordinator.run()
     finally:
         watching.cancel()
+        await asyncio.to_thread(boards.close)
 
 
 async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:

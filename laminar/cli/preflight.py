@@ -22,6 +22,7 @@ from laminar.core.buffering import STRATEGIES
 from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
+from laminar.observe.wandb_run import check_wandb
 from laminar.tasks.chat import encode_all, encode_prompt
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
@@ -53,7 +54,8 @@ class Plan:
 def check(config: Config) -> Plan:
     """Look at everything once; nothing is written."""
     _check_directory(config.run_dir)
-    _check_port(config)
+    _check_port(config, "coordinator.port", config.coordinator.port)
+    _check_loggers(config)
     check_devices(config)
     config = localize(config)
     _check_model(config)
@@ -148,8 +150,15 @@ def _check_strategy(config: Config) -> None:
         load_strategy(config.algorithm.batch_strategy)
 
 
-def _check_port(config: Config) -> None:
-    host, port = loopback(config.coordinator.host), config.coordinator.port
+def _check_loggers(config: Config) -> None:
+    if "prometheus" in config.trainer.logger:
+        _check_port(config, "coordinator.prometheus_port", config.coordinator.prometheus_port)
+    if "wandb" in config.trainer.logger:
+        check_wandb()
+
+
+def _check_port(config: Config, key: str, port: int) -> None:
+    host = loopback(config.coordinator.host)
     if not port:
         return
     with socket.socket() as probe:
@@ -158,6 +167,6 @@ def _check_port(config: Config) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"coordinator.port = {port} cannot be used on {host} ({error.strerror}); choose "
+                f"{key} = {port} cannot be used on {host} ({error.strerror}); choose "
                 "another, or 0 for any free one"
             ) from None

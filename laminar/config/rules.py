@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.lr_scheduler_type": ("constant", "linear", "cosine"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.dtype": ("auto", "float32", "bfloat16"),
-    "trainer.logger": ("tensorboard",),
+    "trainer.logger": ("tensorboard", "wandb", "prometheus"),
     "weights.dtype": ("auto", "float32", "bfloat16"),
 }
 
@@ -89,6 +89,7 @@ MINIMA: dict[str, float] = {
     "weights.max_bytes": 0,
     "weights.rate_mbit": 0,
     "coordinator.port": 0,
+    "coordinator.prometheus_port": 0,
     "coordinator.heartbeat_ms": 50,
     "coordinator.lease_ms": 150,
     "coordinator.node_lease_ms": 150,
@@ -105,6 +106,7 @@ MAXIMA: dict[str, float] = {
     "run.nodes": 254,  # of 127.0.0.1, 127.0.0.2, ...
     "rollout.val_kwargs.n": 1_024,
     "coordinator.port": 65_535,
+    "coordinator.prometheus_port": 65_535,
 }
 INT_MAX = (1 << 63) - 1
 """Of every whole number: all encodings have room for it."""

@@ -165,8 +165,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     val_before_train: bool = True  #: evaluate version 0
     micro_batch_tokens: int = 16_384  #: padded tokens of one forward/backward
     batch_wait_s: float = 600.0  #: an idle trainer acts on the group that it waits for
-    #: besides metrics.jsonl, which is always written
+    #: besides metrics.jsonl, which is always written: tensorboard | wandb | prometheus
     logger: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
+    project_name: str = "laminar"  #: of the run in Weights & Biases
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: compute type: float32 on CPU, bfloat16 autocast on GPU
     threads: int = 1  #: torch threads on CPU
@@ -184,6 +185,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"  #: loopback only, until connections are authenticated
     port: int = 0  #: 0: any free port, written to the run directory
+    prometheus_port: int = 0  #: for logger "prometheus"; 0: any free one, see prometheus.json
     heartbeat_ms: int = 1_000  #: of every process
     lease_ms: int = 5_000  #: silence after which a replica or relay counts as lost
     node_lease_ms: int = 30_000  #: the same for a node, the store and the trainer

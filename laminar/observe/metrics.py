@@ -1,8 +1,8 @@
-"""metrics.jsonl and TensorBoard, written from the events as they are applied.
+"""metrics.jsonl and the boards of `trainer.logger`, written from the events as they are applied.
 
 Reads   StepCompleted, WeightsLoaded, TokenProgress and the state after them
-Writes  RUN/metrics.jsonl (one line per step or evaluation), RUN/tensorboard/, by the telemetry
-        thread
+Writes  RUN/metrics.jsonl (one line per step or evaluation), by the telemetry thread
+Gives   the same figures to the boards
 
 Each line names the event that it came from, so a coordinator that comes back and replays its log
 writes each figure once. A step's figures reach back to the step before, so the replay has to begin
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.observe.board import Board, Scalars
+from laminar.observe.board import Scalars
 from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import Outlet, Telemetry
@@ -55,16 +56,15 @@ class _Written:
 class MetricsWriter:
     """An observer of the coordinator."""
 
-    def __init__(self, run_dir: Path, telemetry: Telemetry, *, tensorboard: bool) -> None:
+    def __init__(
+        self, run_dir: Path, telemetry: Telemetry, boards: Sequence[Outlet[Scalars]] = ()
+    ) -> None:
         """ConfigError when what an earlier coordinator has written cannot be read."""
         written = _written(run_dir / METRICS_FILE)
         self._after = written.event
         self.replay_from = written.step_event  #: the first event that a replay must show again
         self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
-        self._board: Outlet[Scalars] | None = None
-        if tensorboard:
-            # its import alone takes seconds, in which the other figures must be seen
-            self._board = telemetry.beside().outlet("tensorboard", Board(run_dir).write)
+        self._boards = boards
         self._pulls: list[float] = []
         self._gauges = StepGauges()
         self._evaluations = written.evaluations
@@ -122,10 +122,10 @@ class MetricsWriter:
             return
         line = {"step": step, "event": stamped.seq, "time_ns": stamped.time_ns, **figures}
         self._lines.put(json.dumps(line).encode() + b"\n")
-        if self._board is not None:
-            # a name per version would be a tag per step
-            shown = {n: value for n, value in figures.items() if not n.startswith("by_origin/")}
-            self._board.put(Scalars(step, time.time(), shown))
+        # a name per version would be a tag per step
+        shown = {n: value for n, value in figures.items() if not n.startswith("by_origin/")}
+        for board in self._boards:
+            board.put(Scalars(step, time.time(), shown))
 
 
 def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 Reads   the state after an event
 Writes  RUN/status.json, at most every INTERVAL_S, by the telemetry thread
+Gives   the same to the boards of `trainer.logger` that show it
 
 For live progress and for people on a cluster who have no terminal on the run.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
-from laminar.observe.telemetry import Telemetry
+from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.rundir import STATUS_FILE
 
 INTERVAL_S = 0.4
@@ -41,9 +42,10 @@ class StatusWriter:
         run_dir: Path,
         telemetry: Telemetry,
         clock: Callable[[], float] = time.monotonic,
+        boards: Sequence[Outlet[dict[str, Any]]] = (),
     ) -> None:
         self._file = ReplacedFile(run_dir, STATUS_FILE)
-        self._outlet = telemetry.outlet("status", self._replace, kept=1)
+        self._outlets = [telemetry.outlet("status", self._replace, kept=1), *boards]
         self._clock = clock
         self._written = 0.0
         self._tokens: tuple[float, int] = (clock(), 0)
@@ -70,7 +72,9 @@ class StatusWriter:
         if now - then >= 2.0:
             self._rate = max(total - before, 0) / (now - then)
             self._tokens = (now, total)
-        self._outlet.put(self._status(state))
+        status = self._status(state)
+        for outlet in self._outlets:
+            outlet.put(status)
 
     def _replace(self, found: list[dict[str, Any]]) -> None:
         self._file.write([msgspec.json.encode(found[-1])])

@@ -114,7 +114,7 @@ def test_a_step_has_the_means_over_its_reports_and_the_growth_of_the_sums(state:
 
 def test_the_line_of_a_step_has_them(tmp_path: Path) -> None:
     world = World(settings(), seed=3).run()
-    writer = MetricsWriter(tmp_path, TELEMETRY, tensorboard=False)
+    writer = MetricsWriter(tmp_path, TELEMETRY)
     steps = [s for s, _ in world.log if isinstance(s.event, ev.StepCompleted)]
     tell(writer, world.state, [("rollout-0", gauge(250))])
     writer(steps[0], [], world.state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,6 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.observe.board import Board
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
@@ -52,12 +50,12 @@ def test_a_coordinator_that_comes_back_writes_each_figure_once(tmp_path: Path) -
     once, twice = tmp_path / "once", tmp_path / "twice"
     for directory in (once, twice):
         directory.mkdir()
-    feed(MetricsWriter(once, TELEMETRY, tensorboard=False), world)
-    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world, until=len(world.log) // 2)
+    feed(MetricsWriter(once, TELEMETRY), world)
+    feed(MetricsWriter(twice, TELEMETRY), world, until=len(world.log) // 2)
     assert 0 < len(lines(twice)) < len(lines(once))
     with open(twice / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "ev')  # the crash cut a line short
-    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(twice, TELEMETRY), world)
     whole = [line for line in (twice / "metrics.jsonl").read_text().splitlines() if "}" in line]
     events = [json.loads(line)["event"] for line in whole]
     assert events == [line["event"] for line in lines(once)]
@@ -73,9 +71,9 @@ def test_a_replay_that_starts_at_a_snapshot_goes_on_with_the_same_figures(
     once, twice = tmp_path / "once", tmp_path / "twice"
     for directory in (once, twice):
         directory.mkdir()
-    feed(MetricsWriter(once, TELEMETRY, tensorboard=False), world)
-    feed(MetricsWriter(twice, TELEMETRY, tensorboard=False), world, until=len(world.log) * 2 // 3)
-    writer = MetricsWriter(twice, TELEMETRY, tensorboard=False)
+    feed(MetricsWriter(once, TELEMETRY), world)
+    feed(MetricsWriter(twice, TELEMETRY), world, until=len(world.log) * 2 // 3)
+    writer = MetricsWriter(twice, TELEMETRY)
     first = writer.replay_from + later
 
     def from_snapshot(stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -90,11 +88,11 @@ def test_a_replay_that_starts_at_a_snapshot_goes_on_with_the_same_figures(
 
 def test_a_file_without_a_step_needs_the_whole_replay(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": 9, "val/version": 0}\n[]\n{"step": 1}\n')
-    assert MetricsWriter(tmp_path, TELEMETRY, tensorboard=False).replay_from == 0
+    assert MetricsWriter(tmp_path, TELEMETRY).replay_from == 0
 
 
 def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), small_world())
+    feed(MetricsWriter(tmp_path, TELEMETRY), small_world())
     steps = [line["step"] for line in lines(tmp_path) if "staleness/mean" in line]
     shares = [line["step"] for line in lines(tmp_path) if "val/version" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -183,7 +181,7 @@ def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> N
 def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
     """In the metrics of each step and in the status, with the first of them."""
     world = failing_reward()
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(tmp_path, TELEMETRY), world)
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
     steps = [line for line in lines(tmp_path) if "staleness/mean" in line]
     counts = [line["reward/errors/total"] for line in steps]
@@ -206,16 +204,7 @@ def test_rows_that_were_left_out_are_named_with_replica_and_version(tmp_path: Pa
 
 
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), small_world())
+    feed(MetricsWriter(tmp_path, TELEMETRY), small_world())
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
     assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None
-
-
-def test_nothing_waits_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import alone takes seconds."""
-    go_on = threading.Event()
-    monkeypatch.setattr(Board, "write", lambda board, items: go_on.wait())
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=True), small_world())
-    assert [line["step"] for line in lines(tmp_path) if "staleness/mean" in line][-1] == 6
-    go_on.set()

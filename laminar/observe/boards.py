@@ -1,0 +1,58 @@
+"""Where a run's figures go besides metrics.jsonl and status.json: `trainer.logger`.
+
+Reads   the config
+Gives   Boards: the outlets that metrics and status put their figures into
+
+Each board has a thread of its own: one whose server does not answer holds up nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from laminar.config import Config
+from laminar.observe.board import Board, Scalars
+from laminar.observe.prometheus import Prometheus
+from laminar.observe.telemetry import Outlet, Telemetry
+from laminar.observe.wandb_run import WandbRun
+
+LAST_FIGURES_S = 40.0
+"""How long the last figures of an ended run may take: W&B may have to begin its run first."""
+
+
+class Boards:
+    """The boards that a run has asked for."""
+
+    def __init__(self, config: Config, run_dir: Path, telemetry: Telemetry, log: Any) -> None:
+        self.scalars: list[Outlet[Scalars]] = []
+        self.status: list[Outlet[dict[str, Any]]] = []
+        self._log = log
+        self._wandb: WandbRun | None = None
+        self._threads = {name: telemetry.beside() for name in config.trainer.logger}
+        if thread := self._threads.get("tensorboard"):
+            self.scalars.append(thread.outlet("tensorboard", Board(run_dir).write))
+        if thread := self._threads.get("wandb"):
+            self._wandb = WandbRun(config, run_dir, log)
+            self.scalars.append(thread.outlet("wandb", self._wandb.write))
+        if thread := self._threads.get("prometheus"):
+            self._listen(config, run_dir, thread)
+
+    def _listen(self, config: Config, run_dir: Path, thread: Telemetry) -> None:
+        host, port = config.coordinator.host, config.coordinator.prometheus_port
+        try:
+            page = Prometheus(run_dir, config.run.name, host, port)
+        except OSError as error:  # free when the run was checked, and taken since
+            return self._log.error(
+                "prometheus-not-served", address=f"{host}:{port}", reason=str(error)
+            )
+        self._log.info("prometheus-served", address=page.address)
+        self.scalars.append(thread.outlet("prometheus", page.show_step))
+        self.status.append(thread.outlet("prometheus-status", page.show_status, kept=1))
+
+    def close(self) -> None:
+        """Wait for the last figures, within a limit; they are lost then, and nothing else is."""
+        for thread in self._threads.values():
+            thread.drain(LAST_FIGURES_S)
+        if self._wandb is not None:
+            self._wandb.close()

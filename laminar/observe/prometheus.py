@@ -1,0 +1,110 @@
+"""The run's figures for Prometheus, at http://127.0.0.1:PORT/metrics of the coordinator.
+
+Reads   each status (observe/status.py) and the figures of each step, through outlets
+Serves  the latest of both, by a thread of the prometheus_client library
+Writes  RUN/prometheus.json: the address, as Prometheus' file_sd_configs reads it
+
+Names are those of metrics.jsonl with `laminar_` in front and `_` for what Prometheus does not take.
+A request sees what was last put, and asks the coordinator's loop for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from laminar.observe.board import Scalars
+from laminar.observe.files import ReplacedFile
+
+TARGET_FILE = "prometheus.json"
+NO_NAME = re.compile(r"\W+")
+#: of status.json, what is one number: its key there, and what it means
+STATUS_FIGURES = {
+    "event": "number of the last event",
+    "step": "completed training steps",
+    "total_steps": "planned training steps; 0: not known",
+    "tokens_per_s": "sampled tokens per second, all replicas",
+    "staleness_mean": "steps, over everything trained so far",
+    "staleness_max": "steps, over everything trained so far",
+    "newest_version": "newest published weight version",
+    "groups_ready": "finished groups that no batch has taken",
+    "reward": "mean reward of the last step",
+}
+#: of a replica's last gauge, summed over the replicas
+ENGINE_FIGURES = ("kv_used_tokens", "kv_capacity_tokens", "running", "waiting", "preempted")
+
+
+class Prometheus(Collector):
+    """What a scrape sees: the latest status and the figures of the latest step."""
+
+    def __init__(self, run_dir: Path, run_name: str, host: str, port: int) -> None:
+        """Listen; `port` 0 is any free one. Raises OSError when it is taken."""
+        self._status: dict[str, Any] = {}
+        self._step: dict[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        server, _ = start_http_server(port, host, registry)
+        self.address = f"{host}:{server.server_port}"
+        target = {"targets": [self.address], "labels": {"run": run_name}}
+        self._target = (ReplacedFile(run_dir, TARGET_FILE), msgspec.json.encode([target]))
+
+    def show_status(self, found: list[dict[str, Any]]) -> None:
+        """For the outlet of the status."""
+        if not self._status:
+            file, target = self._target
+            file.write([target])
+        self._status = found[-1]
+
+    def show_step(self, items: list[Scalars]) -> None:
+        """For an outlet of figures. Those of evaluations stay beside those of steps."""
+        for item in items:
+            self._step = self._step | item.figures
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Called by the library for each request, and once when this is registered."""
+        status, step = self._status, self._step
+        if not status:
+            return
+        for key, meaning in STATUS_FIGURES.items():
+            if status[key] is not None:
+                yield _gauge(key, meaning, status[key])
+        yield _by_label("phase", "what the run does; 1", "phase", {status["phase"]: 1})
+        yield from _replicas(status["replicas"])
+        alive, silent = len(status["processes"]), len(status["silent_nodes"])
+        processes = {"joined": alive, "silent": silent}
+        yield _by_label("processes", "of the run; silent: node daemons", "state", processes)
+        for name, value in step.items():
+            yield _gauge(name, f"{name} of the last step or evaluation, see docs/metrics.md", value)
+
+
+def _replicas(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily]:
+    doing = Counter(replica["doing"] for replica in replicas.values())
+    yield _by_label("replicas", "replicas by what they do", "doing", dict(doing))
+    versions = [replica["version"] for replica in replicas.values()]
+    if versions:
+        meaning = "weight version that a replica serves; -1: none"
+        ends = {"oldest": min(versions), "newest": max(versions)}
+        yield _by_label("replica_version", meaning, "end", ends)
+    gauges = [replica["engine"] for replica in replicas.values() if replica["engine"]]
+    for key in ENGINE_FIGURES:
+        total = sum(gauge[key] for gauge in gauges)
+        yield _gauge(f"engine_{key}", "sum over the replicas' last gauges", total)
+
+
+def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"laminar_{NO_NAME.sub('_', name)}", meaning, value)
+
+
+def _by_label(name: str, meaning: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"laminar_{name}", meaning, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family

@@ -1,0 +1,130 @@
+"""A run in Weights & Biases: the figures of each step under the names of metrics.jsonl.
+
+Gives   WandbRun; check_wandb, for before a run
+Reads   Scalars; WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and the like, as the wandb library does
+Writes  RUN/wandb/, and by way of the library's own process the server; RUN/wandb/run_id
+Raises  whatever the library raises: the outlet counts what is lost
+
+The run's id is kept in the run directory, so a coordinator that comes back goes on with the same
+run. The library is imported, and the run begun, with the first figures, in the thread that writes
+them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from laminar.config import Config, ConfigError
+from laminar.observe.board import Scalars
+
+WANDB_DIR = "wandb"
+LIBRARY_PROCESS = "wandb-core"
+RUN_ID_FILE = "run_id"
+OFFLINE = ("offline", "disabled")
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+BEGIN_S = 30.0
+"""How long the server may take to answer when a run begins; then these figures are lost."""
+FINISH_S = 30.0
+
+
+class WandbRun:
+    """One run; `write` is for an outlet of a thread of its own."""
+
+    def __init__(self, config: Config, run_dir: Path, log: Any) -> None:
+        self._config, self._run_dir, self._log = config, run_dir, log
+        self._run: Any = None
+        self._failed = False
+
+    def write(self, items: list[Scalars]) -> None:
+        if self._run is None:
+            self._run = self._begun()
+        for item in items:
+            self._run.log(item.figures, step=item.step)
+
+    def close(self) -> None:
+        """Hand over what is left, within FINISH_S. Then the library's process is ended: without a
+        network it would keep this one from ending."""
+        if "wandb" not in sys.modules:
+            return
+        import wandb
+
+        ending = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
+        ending.start()
+        ending.join(FINISH_S)
+        for child in psutil.Process().children():
+            if child.name().startswith(LIBRARY_PROCESS):
+                child.kill()
+                self._log.error("wandb-not-finished", after_s=FINISH_S)
+
+    def _begun(self) -> Any:
+        """The run; that it cannot begin is told once, and tried again with the next figures."""
+        try:
+            return self._begin()
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                self._log.error("wandb-not-begun", reason=str(error))
+            raise
+
+    def _begin(self) -> Any:
+        import wandb  # more than a second to import
+
+        return wandb.init(
+            project=self._config.trainer.project_name,
+            name=self._config.run.name,
+            id=run_id(self._run_dir),
+            resume="allow",
+            dir=self._run_dir,
+            config=msgspec.to_builtins(self._config),
+            settings=wandb.Settings(
+                console="off",  # the terminal belongs to the panel, the logs to the run directory
+                silent=True,
+                save_code=False,
+                disable_git=True,
+                init_timeout=BEGIN_S,
+                finish_timeout=FINISH_S,
+            ),
+        )
+
+
+def check_wandb() -> None:
+    """Raises ConfigError when the library is missing, or has no key for a run that is online."""
+    wrong = "trainer.logger names wandb, but "
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(f'{wrong}it is not installed: pip install "laminar[wandb]"')
+    if not (os.environ.get("WANDB_MODE") in OFFLINE or any(map(os.environ.get, KEYS)) or _login()):
+        raise ConfigError(
+            f"{wrong}it has no API key: call `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline and upload the run later with `wandb sync`"
+        )
+
+
+def _login() -> bool:
+    """Whether `wandb login` was called: it leaves a login named "user". The library's own question
+    starts its process, which without a network never ends."""
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return any(login == "user" for login, _, _ in netrc.netrc(file).hosts.values())
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def run_id(run_dir: Path) -> str:
+    """The id of this run directory, made with the first call."""
+    file = run_dir / WANDB_DIR / RUN_ID_FILE
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(secrets.token_hex(4))
+        return file.read_text()
