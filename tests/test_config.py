@@ -115,7 +115,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ),
         ([*GOOD, "run.output_dir=~/runs"], ["run.output_dir", "'~/runs'"]),
         ([*GOOD, "run.nodes=255"], ["run.nodes", "at most 254"]),
-        ([*GOOD, "trainer.logger=wandb"], ["trainer.logger", "'wandb'", "tensorboard"]),
+        ([*GOOD, "trainer.logger=mlflow"], ["trainer.logger", "'mlflow'", "tensorboard"]),
         (
             [*GOOD, "trainer.logger=['tensorboard', 'console']"],
             ["trainer.logger", "'console'", "tensorboard"],
