@@ -38,7 +38,6 @@ VERL = {
     "trainer.n_gpus_per_node": "rollout.replicas",
     "trainer.nnodes": "run.nodes",
     "trainer.experiment_name": "run.name",
-    "trainer.project_name": "run.output_dir",
     "trainer.default_local_dir": "run.output_dir",
     "trainer.output_dir": "run.output_dir",
     "trainer.seed": "seed",
