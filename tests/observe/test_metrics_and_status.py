@@ -134,7 +134,7 @@ def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) ->
 def test_an_evaluation_has_its_score_its_error_and_its_lengths(tmp_path: Path) -> None:
     """In the metrics, in the status; of several answers to a prompt also whether one is right."""
     world = World(settings(test_freq=2, eval_answers=3), num_eval=4, seed=3).run()
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(tmp_path, TELEMETRY), world)
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
     first, *_, last = [line for line in lines(tmp_path) if "val/version" in line]
     names = {name.removeprefix("val-core/policy/") for name in first if name.startswith("val-")}
