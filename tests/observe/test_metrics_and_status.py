@@ -102,7 +102,7 @@ def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
 def test_a_step_that_left_the_weights_as_they_were_is_marked(tmp_path: Path) -> None:
     world = small_world()
     world.log = [(_unchanged(stamped), commands) for stamped, commands in world.log]
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(tmp_path, TELEMETRY), world)
     marks = [line["training/weights_unchanged"] for line in lines(tmp_path) if MARK in line]
     assert marks == [0, 0, 1, 0, 0, 0]
 
@@ -126,7 +126,7 @@ def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) ->
         completed = machine.state.completed if machine.started else 0
         machine.handle(stamped)
         expected += [mixed] if machine.state.completed > completed else []
-    feed(MetricsWriter(tmp_path, TELEMETRY, tensorboard=False), world)
+    feed(MetricsWriter(tmp_path, TELEMETRY), world)
     counts = [line["groups/mixed_versions"] for line in lines(tmp_path) if MARK in line]
     assert counts == expected and sum(counts) > 0
 
