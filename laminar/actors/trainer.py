@@ -141,7 +141,9 @@ class Trainer:
             metrics=metrics,
             left_out=_left_out(result),
         )
-        self.host.emit(completed, event_seq=order.cause, step=command.step, version=command.version)
+        self.host.emit(
+            completed, event_seq=order.cause, step=command.step + 1, version=command.version
+        )
         await self.checkpoints.save_if_due(command.version, command.step + 1, order.cause)
 
     # --- publishing ---------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def _samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
 
 def _sample(sample: Sample) -> Iterator[str]:
     row = sample.row
-    score = "-" if sample.score is None else f"{sample.score:g}"
+    score = "-" if sample.score is None else f"{sample.score:.4g}"
     cut = ", truncated" if sample.truncated else ""
     yield (
         f'<details><summary><span class="score">score {score}</span> {row.id}: {row.num_tokens} '

@@ -131,7 +131,7 @@ def _told(sample: Sample) -> str:
 
 def _score(sample: Sample) -> str:
     """With what went wrong, where something did."""
-    score = "-" if sample.score is None else f"{sample.score:g}"
+    score = "-" if sample.score is None else f"{sample.score:.4g}"
     reason = sample.row.reward_reason or "ok"
     failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
     return score + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.cli import commands
 from laminar.coordinator.system import RealDisk
 from laminar.core.machine import LOGIC_VERSION
 from laminar.eventlog.reader import read_log, scan
@@ -18,7 +19,7 @@ from laminar.eventlog.record import DecisionRecord, Header
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, encode
-from tests.run.conftest import Finished
+from tests.run.conftest import ROOT, Finished
 
 import msgspec  # isort: skip
 
@@ -67,6 +68,32 @@ def test_the_time_of_every_process_is_accounted_for(finished: Finished) -> None:
 def test_the_last_lines_say_what_happened(finished: Finished) -> None:
     for words in ("held-out score", "summary.json", "laminar audit", "export"):
         assert words in finished.output
+
+
+def test_what_the_model_wrote_can_be_read(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the test's own process: `laminar samples` needs no process of the run."""
+    monkeypatch.chdir(ROOT)
+    assert commands.run(["samples", str(finished.directory), "--step", "6", "--jsonl"]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(samples) == 16 * 8 and {sample["step"] for sample in samples} == {6}
+    for sample in samples:
+        assert sample["prompt"].startswith("Spell this word backward")
+        assert sample["response"].endswith("<eos>") is not sample["truncated"]
+        assert sample["step"] - 1 - sample["version_step"] <= 2
+        if f"<answer>{sample['answer']}</answer>" in sample["response"][-40:]:
+            assert sample["score"] == 1.0
+
+
+def test_the_report_has_every_chart(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert commands.run(["report", str(finished.directory)]) == 0
+    page = (finished.directory / "report.html").read_text()
+    assert "no figures yet" not in page and "Spell this word backward" in page
+    assert "outcome             complete" in capsys.readouterr().out
 
 
 def test_metrics_have_one_line_per_step_with_the_known_names(finished: Finished) -> None:
