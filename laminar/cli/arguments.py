@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from laminar.config import Config, ConfigError, is_key, load
+from laminar.program import NAME, typed
 from laminar.rundir import CONFIG_FILE
 
 
@@ -29,7 +30,9 @@ class Parser(argparse.ArgumentParser):
         self._aliases: dict[str, str] | None = None
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        words = self.prog.split()
+        command = typed(*words[1:], "--help") if words[0] == NAME else f"{self.prog} --help"
+        raise ConfigError(f"{message}; see {command}")
 
     def take_settings(self, **aliases: str) -> None:
         """`namespace.overrides` gets the settings; `max_steps="a.b"` makes --max-steps a key."""

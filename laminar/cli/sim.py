@@ -11,6 +11,7 @@ from typing import Any
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
+from laminar.program import typed
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults import KINDS
 from laminar.sim.marks import EXPECTED, Marks
@@ -96,7 +97,8 @@ def _report(config: SimConfig, path: Path, outcome: Outcome) -> int:
     print(f"  story of {', '.join(outcome.subjects) or 'its end'}:")
     for line in story(config, outcome):
         print(f"  {line}")
-    print(f"  reproduce: laminar sim -c {path} --seed {outcome.seed} --events")
+    again = typed("sim", "-c", path, "--seed", outcome.seed, "--events")
+    print(f"  reproduce: {again}")
     return 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli.commands import run
+from laminar.program import typed
 
 SMALL = """
 [work]
@@ -63,7 +64,7 @@ def test_broken_promise_has_a_story_and_a_way_to_see_it_again(
     out = capsys.readouterr().out
     assert "broke acted_once: " in out and "story of " in out
     seed = out.partition("seed ")[2].split()[0]
-    assert f"reproduce: laminar sim -c {config} --seed {seed} --events" in out
+    assert f"reproduce: {typed('sim', '-c', config, '--seed', seed, '--events')}" in out
     assert sim("-c", config, "--seed", seed) == 1
 
 
