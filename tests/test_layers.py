@@ -32,7 +32,7 @@ OURS = {
 THEIRS = {"msgspec", "msgpack", "xxhash", "zstandard"}
 STANDARD = {
     "__future__", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools",
-    "heapq", "itertools", "operator", "re", "struct", "typing", "zlib",
+    "heapq", "itertools", "math", "operator", "re", "struct", "typing", "zlib",
 }  # fmt: skip
 
 
