@@ -44,7 +44,7 @@ def check_engine(config: Config) -> None:
 
 
 def check_vllm(config: Config) -> None:
-    """It is installed, knows what is in `extra`, and has enough GPUs, if there are any."""
+    """It is installed, and has enough GPUs, if there are any."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine = "vllm", but vLLM is not installed here: pip install "laminar[vllm]", '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,7 @@ import pytest
 from laminar.cli.commands import run
 from laminar.config import ConfigError, load
 from laminar.engines import check
-from laminar.engines.check import check_vllm
+from laminar.engines.check import ask_vllm, check_vllm
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -54,3 +55,11 @@ def test_tensor_parallelism_takes_the_gpus_of_one_machine(
         return check_vllm(config)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size} is more than the {gpus}"):
         check_vllm(config)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="here vLLM starts")
+def test_a_vllm_that_does_not_start_is_a_sentence() -> None:
+    """The last line of what it said."""
+    config = load([QUICKSTART], ["rollout.engine=vllm"])
+    with pytest.raises(ConfigError, match=r"vLLM does not start here: .*No module named 'vllm'$"):
+        ask_vllm(config)

@@ -99,6 +99,28 @@ async def test_samples_have_the_log_probs_of_the_tempered_softmax_and_no_masked_
     await replica.engine.close()
 
 
+async def test_gauges_say_what_a_cache_that_is_too_small_costs(tmp_path: Path) -> None:
+    """Four sequences of six blocks each, in ten blocks: some wait, some are thrown out."""
+    model = model_of(1)
+    config = config_of(tmp_path, model, "rollout.vllm.kv_cache_bytes=327680")
+    replica = await Replica.start(tmp_path, config)
+    await replica.load(tensors_of(model))
+    prompt = PROMPT * 6
+    names = [f"r{i}" for i in range(4)]
+    for name in names:
+        await replica.generate(name, prompt=prompt, limit=128)
+    await replica.until("r0", 64)
+    stats = replica.engine.stats()
+    assert (stats.running + stats.waiting, stats.kv_capacity_tokens) == (4, 320)
+    assert 0 < stats.kv_used_tokens <= 320
+    await replica.ended(*names)
+    assert {tuple(replica.tokens[name]) for name in names} == {tuple(greedy(model, 128, prompt))}
+    stats = replica.engine.stats()
+    assert stats.preempted > 0
+    assert stats.prefix_cache_queries > stats.prefix_cache_hits > 0
+    await replica.engine.close()
+
+
 @pytest.mark.vllm_ci
 async def test_what_is_aborted_here_goes_on_there(tmp_path: Path) -> None:
     """Token for token as if nothing had happened, and nothing of it arrives any more."""
