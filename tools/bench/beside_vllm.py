@@ -50,6 +50,7 @@ from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
 
 QUICKSTART = ROOT / "configs" / "models" / "spell-0.6m"
 PROMPT = 40
+MASKED = 128  #: ids of the random model that no tokenizer has: a replica keeps them out
 KV_BYTES = 1 << 28
 CPU_RATIO_MAX = 1.10
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -201,7 +202,7 @@ async def cost(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
 
 
 def write_model(directory: Path) -> tuple[int, int]:
-    """(vocabulary, parameters) of a random model that is saved there."""
+    """(ids that may be sampled, parameters) of a random model that is saved there."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -219,7 +220,7 @@ def write_model(directory: Path) -> tuple[int, int]:
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(directory)
-    return config.vocab_size, sum(p.numel() for p in model.parameters())
+    return config.vocab_size - MASKED, sum(p.numel() for p in model.parameters())
 
 
 def bare_vllm(config: Config) -> Side:
