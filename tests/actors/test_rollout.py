@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from laminar.actors.rollout import Rollout
 from laminar.engines.protocol import (
+    LENGTH,
     STOP,
     EngineStats,
     GenerateRequest,
@@ -30,6 +32,9 @@ from tests.actors.parts import FakeHost, until
 
 END_ID = 7
 T = TrajectoryId("0.1.0")
+SAMPLING = (
+    "rollout.temperature=0.7", "rollout.val_kwargs.temperature=0.3", "data.max_response_length=6"
+)  # fmt: skip
 
 
 class HeldStore:
@@ -76,6 +81,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.running: set[str] = set()
         self.added: list[str] = []
+        self.requests: list[GenerateRequest] = []
 
     def _done(self, value: Any = None) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -85,6 +91,7 @@ class FakeEngine:
     def add(self, request: GenerateRequest) -> asyncio.Future[Any]:
         self.running.add(request.request_id)
         self.added.append(request.request_id)
+        self.requests.append(request)
         return self._done()
 
     def abort(self, request_id: str) -> asyncio.Future[Any]:
@@ -116,7 +123,7 @@ class Replica:
 
     def __init__(self, run_dir: Path) -> None:
         (run_dir / TIMELINE_DIR).mkdir()
-        self.host = FakeHost(run_dir, "rollout-0")
+        self.host = FakeHost(run_dir, "rollout-0", *SAMPLING)
         self.rollout = Rollout(self.host)  # type: ignore[arg-type]
         self.store, self.engine = HeldStore(), FakeEngine()
         self.loader = FakeLoader(self.engine)
@@ -162,20 +169,26 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     made.host.telemetry.drain(60)
 
 
-def generate(placement: int = 1, version: int = 1) -> cmd.GenerateTrajectory:
+def generate(
+    placement: int = 1, version: int = 1, purpose: str = "train"
+) -> cmd.GenerateTrajectory:
     return cmd.GenerateTrajectory(
         to="rollout-0",
         trajectory=T,
         group=GroupId("0.1"),
         sibling=0,
-        purpose="train",
+        purpose=purpose,
         row_index=1,
         attempt=1,
         placement=placement,
         version=version,
-        step=version,
+        step=version + 10,
         seed=5,
     )
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
 
 
 def abort(placement: int = 1) -> cmd.AbortTrajectories:
@@ -216,6 +229,68 @@ async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica
         prefix_cache_queries=400,
         prefix_cache_hits=100,
     )
+
+
+async def test_the_store_is_told_what_the_coordinator_said_it_is_generated_with(
+    replica: Replica,
+) -> None:
+    """The trainer corrects for stale weights by this stamp, and nothing else tells them apart."""
+    replica.tell(generate(placement=4, version=1))
+    (item,) = (await replica.store.answer_open()).items
+    assert (item.trajectory_id, item.group_id, item.sibling) == (T, "0.1", 0)
+    assert (item.purpose, item.row_index) == ("train", 1)
+    assert (item.attempt, item.placement, item.replica) == (1, 4, "rollout-0")
+    assert (item.weight_version, item.version_step) == (1, 11)
+
+
+@pytest.mark.parametrize(("purpose", "temperature"), [("train", 0.7), ("eval", 0.3)])
+async def test_the_temperature_that_is_stored_is_the_one_that_is_sampled_with(
+    replica: Replica, purpose: str, temperature: float
+) -> None:
+    replica.tell(generate(purpose=purpose))
+    (item,) = (await replica.store.answer_open(prompt_ids=ids(1, 2))).items
+    await until(lambda: bool(replica.engine.requests))
+    (request,) = replica.engine.requests
+    assert item.temperature == request.temperature == temperature
+    assert (request.seed, request.prompt_ids, request.done_ids) == (5, (1, 2), ())
+    assert (request.max_new_tokens, request.stop_ids) == (6, frozenset({END_ID}))
+
+
+@pytest.mark.parametrize("reason", [STOP, LENGTH])
+async def test_every_sampled_token_is_stored_with_the_reason_that_the_engine_gave(
+    replica: Replica, reason: str
+) -> None:
+    """The stop token is part of the answer; whether it was cut off nobody else can know."""
+    await replica.runs()
+    replica.sampled(1, 3, 4)
+    replica.sampled(1, END_ID, finish_reason=reason)
+    request, reply = await replica.store.next(m.Append)
+    (chunk,) = request.items
+    assert np.frombuffer(chunk.tokens, "<i4").tolist() == [3, 4, END_ID]
+    assert np.frombuffer(chunk.logprobs, "<f4").tolist() == [-0.5] * 3
+    finish, _ = await replica.store.next(m.Finish)
+    (item,) = finish.items
+    assert (item.num_tokens, item.finish_reason, item.placement) == (3, reason, 1)
+    reply.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+
+
+@pytest.mark.parametrize(
+    ("done", "reason"), [((3, END_ID), STOP), ((3, 4, 3, 4, 3, 4), LENGTH), ((3, 4), None)]
+)
+async def test_what_was_whole_when_it_was_lost_is_finished_and_what_was_not_goes_on(
+    replica: Replica, done: tuple[int, ...], reason: str | None
+) -> None:
+    """A replica died between the last token and its report: the store has all of them."""
+    replica.tell(generate(placement=2))
+    await replica.store.answer_open(tokens=ids(*done), num_tokens=len(done))
+    if reason is None:
+        await until(lambda: bool(replica.engine.requests))
+        assert replica.engine.requests[0].done_ids == done
+        return
+    await replica.store.answer(m.Finish, "ok")
+    event = await replica.host.wait(ev.TrajectoryFinished)
+    assert (event.finish_reason, event.num_tokens) == (reason, len(done))
+    assert replica.engine.added == []
 
 
 async def test_an_abort_while_the_store_answers_ends_the_opening(replica: Replica) -> None:

@@ -191,6 +191,24 @@ def test_clipping_bounds_the_gradient_and_reports_its_norm_before(
     assert norms[1][1] == pytest.approx(0.01, rel=1e-3)
 
 
+def test_the_gradient_is_clipped_once_for_the_whole_mini_batch(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """However many micro-batches make it up: each clipped by itself, the sum would be another one,
+    longer, and in another direction, though the norm that is reported is the same."""
+    found = []
+    for budget in (10**6, 30):
+        config = {"optim.clip_grad": 0.01, "trainer.micro_batch_tokens": budget}
+        policy = make_policy()
+        result = Learner(make_config(config), policy).train_step(make_samples(), 0)
+        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        found.append((result.metrics["actor/grad_norm"], gradient))
+    (norm, gradient), (split_norm, split_gradient) = found
+    assert float(gradient.norm()) == pytest.approx(0.01, rel=1e-3) and norm > 0.1
+    assert split_norm == pytest.approx(norm, rel=1e-4)
+    assert torch.allclose(split_gradient, gradient, atol=1e-7)
+
+
 def test_scores_are_the_same_alone_and_in_any_batch(make_policy: Make, make_config: Make) -> None:
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 48, n).tolist() for n in (9, 1, 30, 2, 17, 30)]
