@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
@@ -26,8 +27,14 @@ CAPACITY = 1_000
 
 @pytest.fixture(scope="module")
 def state() -> State:
-    """Of a run with the replicas rollout-0 and rollout-1."""
-    return World(settings(), seed=3).run().state
+    """Of a run with the replicas rollout-0 and rollout-1, in the middle of its work."""
+    machine = Machine()
+    for stamped, _ in World(settings(), seed=3).run().log:
+        machine.handle(stamped)
+        if machine.state.completed == 3:
+            break
+    assert sorted(machine.state.replicas) == ["rollout-0", "rollout-1"]
+    return machine.state
 
 
 def gauge(used: int, **facts: Any) -> ev.TokenProgress:
