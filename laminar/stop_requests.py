@@ -1,7 +1,7 @@
 """How a process of a run is asked to end from outside: by signals, and by whoever started it.
 
 Reads   signals; lines on standard input, where the starter of a process has the other end
-Gives   stop_signals, handle_signals, follow_starter; nohup for children and of the starter
+Gives   stop_signals, handle_signals, follow_starter
 
 A process that another one of the run started reads its standard input: one line is one request,
 and its end says that the starter is gone. Unlike a signal, a line is not lost while a process
@@ -20,7 +20,6 @@ from collections.abc import Callable
 DRAIN, NOW = "drain", "now"
 """Requests: complete the step in training and export, or end at once. A reason may follow."""
 STARTER_GONE = ""
-_NOHUP = "LAMINAR_NOHUP"
 
 
 def add_child_option(parser: argparse.ArgumentParser) -> None:
@@ -37,18 +36,6 @@ def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
 def stop_signals() -> list[signal.Signals]:
     """What asks any process of a run to end in good order."""
     return [signal.SIGTERM, *not_ignored(signal.SIGHUP)]
-
-
-def nohup_for_children() -> dict[str, str]:
-    """For the environment of children that uvloop starts: it gives them back the default."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return {_NOHUP: "1"} if ignored else {}
-
-
-def nohup_of_starter() -> None:
-    """Ignore SIGHUP as the process does that started this one."""
-    if os.environ.get(_NOHUP):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def handle_signals(signals: list[signal.Signals], act: Callable[[str], None]) -> None:

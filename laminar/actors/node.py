@@ -2,13 +2,15 @@
 
 Reads   RestartActor commands; exit codes of its children
 Writes  nothing; removes the shared memory of killed relays, when the run ends
-Emits   ProcessExited, once per process that ended
+Starts  a warm process of each kind (warm_process.py), which forks the actors
+Emits   ProcessExited, once per actor that ended
 
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
 again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
 them. A child that ends with the code of a user's mistake is never started again: the same mistake
-would meet it. Children have the node's share of the run directory's lock from their birth, and end
-when the other end of their standard input, which the node has, is closed.
+would meet it. Actors are children of the node, whoever forked them. They have its share of the run
+directory's lock from their birth, and end when the other end of their standard input, which the
+node has, is closed.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from laminar import exit_codes, ids
+from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
 from laminar.actors.host import Host
+from laminar.actors.roles import kind, modules
+from laminar.actors.warm import WarmProcess
+from laminar.actors.warm_process import Launch
 from laminar.engines.environment import environment as engine_environment
 from laminar.engines.environment import gpus_per_replica
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.stop_requests import nohup_for_children
 from laminar.weights.arena import sweep_arenas
 
 GRACE_S = 10.0
@@ -36,9 +40,8 @@ GRACE_S = 10.0
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
 RESTARTED_ROLES = ("rollout", "relay")
-COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
-"""Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
-virtual machine reports, such copies go through the cache at a little over half the speed."""
+REAP_S = 1.0
+"""Between two looks for children of killed actors, which are the node's then."""
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Child:
     name: str
     role: str
     boot: str = ""
-    process: asyncio.subprocess.Process | None = None
+    process: ChildProcess | None = None
     restarts: int = 0
 
 
@@ -81,7 +84,7 @@ class Node:
 
     def __init__(self, host: Host, roles: list[tuple[str, int]]) -> None:
         self.host = host
-        self.children = {
+        self.children: dict[str, Child] = {
             (name := ids.actor_name(role, host.node, index)): Child(name, role)
             for role, count in roles
             for index in range(count)
@@ -89,8 +92,14 @@ class Node:
         self._gpus = visible_gpus()
         self._stopping = False
         self._launching = asyncio.Lock()  #: one process at a time
+        self._lifeline = os.pipe()  #: its first end is the standard input of the actors
+        self._warm = {name: self._warm_process(name) for name in self._kinds()}
 
     async def start(self) -> None:
+        adopt_orphans()
+        self.host.spawn(self._reap())
+        for warm in self._warm.values():
+            warm.begin()
         for child in self.children.values():
             await self._launch(child)
 
@@ -119,6 +128,10 @@ class Node:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        for warm in self._warm.values():
+            await warm.close()
+        for fd in self._lifeline:
+            os.close(fd)
         sweep_arenas()
 
     async def _launch(self, child: Child) -> None:
@@ -131,32 +144,48 @@ class Node:
         self.host.log.info("launched", actor=child.name, pid=process.pid)
         self.host.spawn(self._watch(child, process))
 
-    async def _start_process(self, child: Child) -> asyncio.subprocess.Process:
+    async def _start_process(self, child: Child) -> ChildProcess:
         child.boot = secrets.token_hex(8)
-        environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **os.environ, "LAMINAR_BOOT": child.boot}
-        environment |= nohup_for_children()
-        if child.role == "rollout":
-            for variable, value in engine_environment(self.host.config, bool(self._gpus)).items():
-                environment.setdefault(variable, value)
+        environment: dict[str, str | None] = {"LAMINAR_BOOT": child.boot}
         gpus = gpus_of(child.role, child.name, self._gpus, gpus_per_replica(self.host.config))
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "laminar.actors",
-            str(self.host.run_dir),
-            child.name,
-            child.role,
-            self.host.node,
-            self.host.address,
-            str(self.host.lock.fd),
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=(self.host.lock.fd,),
-            env=environment,
+        launch = Launch(
+            run_dir=str(self.host.run_dir),
+            name=child.name,
+            role=child.role,
+            node=self.host.node,
+            address=self.host.address,
+            environment=environment,
+        )
+        warm = self._warm[kind(child.role, self.host.config)]
+        return await warm.fork(launch, self._lifeline[0], self.host.lock.fd)
+
+    def _kinds(self) -> dict[str, list[str]]:
+        """The roles of each kind of process that this machine has."""
+        found: dict[str, list[str]] = {}
+        for child in self.children.values():
+            found.setdefault(kind(child.role, self.host.config), []).append(child.role)
+        return found
+
+    def _warm_process(self, name: str) -> WarmProcess:
+        config, roles, gpus = self.host.config, self._kinds()[name], bool(self._gpus)
+        return WarmProcess(
+            name,
+            modules(roles, config, gpus),
+            engine_environment(config, gpus) if "rollout" in roles else {},
+            log=self.host.log,
+            ready_s=config.coordinator.start_timeout_s,
         )
 
-    async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
+    async def _reap(self) -> None:
+        seen = 0
+        while True:
+            known = {child.process.pid for child in self.children.values() if child.process}
+            seen = reap_orphan(known | {warm.pid for warm in self._warm.values()}, seen)
+            await asyncio.sleep(REAP_S)
+
+    async def _watch(self, child: Child, process: ChildProcess) -> None:
         code = await process.wait()
         may = child.role in RESTARTED_ROLES and child.restarts < self._restarts_max
         restarting = (

@@ -1,4 +1,4 @@
-"""What an engine's process needs before it begins: variables of its environment, and GPUs.
+"""What an engine's process needs before it begins: variables of its environment, modules, GPUs.
 
 Reads   rollout.engine, rollout.threads, rollout.vllm.tensor_parallel_size
 Gives   the same for the node that starts it; without torch, since a node has none
@@ -14,6 +14,13 @@ VLLM = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+VLLM_MODULES = (
+    "laminar.engines.vllm_start",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+)
+"""What the processes of a vLLM replica import, its core included."""
 VLLM_ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # a helper of the sampler would be compiled at the first token
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,6 +39,13 @@ def environment(config: Config, gpus: bool) -> dict[str, str]:
         return {}
     threads = {} if gpus else {"OMP_NUM_THREADS": str(config.rollout.threads)}
     return threads | vllm_environment(gpus)
+
+
+def engine_modules(config: Config, gpus: bool) -> tuple[str, ...]:
+    """What the engine imports sooner or later, besides the modules of the rollout actor."""
+    if config.rollout.engine != "vllm":
+        return ()
+    return (*VLLM_MODULES, f"vllm.v1.worker.{'gpu' if gpus else 'cpu'}_worker")
 
 
 def gpus_per_replica(config: Config) -> int:

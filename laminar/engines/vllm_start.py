@@ -12,6 +12,7 @@ of a start.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,6 @@ IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By this name vLLM's CPU platform does not replace it by one with a process more."""
 CPU_BLOCK = 32  #: tokens; vLLM's attention on CPU takes multiples of 32
 
-os.register_at_fork(after_in_child=die_with_parent)
-
 
 async def start_vllm(
     config: Config,
@@ -52,6 +51,7 @@ async def start_vllm(
 ) -> VllmEngine:
     """The engine of one replica. The core's parent is a thread that lives as long as the engine:
     the kernel tells a child of the end of the thread that forked it."""
+    _cores_die_with_us()
     thread = ThreadPoolExecutor(1, "vllm")
     loop = asyncio.get_running_loop()
     made: list[Gauges] = []
@@ -71,6 +71,12 @@ async def start_vllm(
     )
     await engine.begin()
     return engine
+
+
+@functools.cache
+def _cores_die_with_us() -> None:
+    """Once, in the process of the replica: the one that it was forked from has ended already."""
+    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def engine_config(config: Config, dtype: str, seed: int) -> Any:

@@ -195,7 +195,10 @@ async def machine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Machine]:
     made = Machine(tmp_path, getattr(request, "param", "rollout"))
-    monkeypatch.setattr(node_module.asyncio, "create_subprocess_exec", made.launch)
+    monkeypatch.setattr(node_module.WarmProcess, "begin", lambda warm: None)
+    monkeypatch.setattr(node_module.WarmProcess, "fork", made.launch)
+    monkeypatch.setattr(node_module, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(node_module, "reap_orphan", lambda known, seen: 0)
     await made.node.start()
     yield made
     made.host.end()

@@ -52,7 +52,7 @@ import xxhash
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.actors.node import COPY_TUNABLE  # noqa: E402
+from laminar.actors.warm import COPY_TUNABLE  # noqa: E402
 from laminar.weights.chain import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
 from tools.bench import weights_copies, weights_delta  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402

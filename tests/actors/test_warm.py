@@ -1,0 +1,275 @@
+"""A node's actors: forked from a warm process, children of the node, in nobody else's fate."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import structlog
+
+from laminar import exit_codes
+from laminar.actors import warm as warm_module
+from laminar.actors import warm_process
+from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
+from laminar.actors.warm import OWN_ENVIRONMENT, Seed, WarmProcess
+from laminar.actors.warm_process import Launch
+from laminar.config import dumps, load
+from laminar.run_lock import RunLock, holders
+from laminar.rundir import CONFIG_FILE
+from tests.actors.parts import MINIMAL, until
+
+ROOT = Path(__file__).parents[2]
+PR_SET_CHILD_SUBREAPER = 36
+READY_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def parent_of_orphans() -> Iterator[None]:
+    """As a node is."""
+    adopt_orphans()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class Machine:
+    """What a node has: a run directory with its lock, the end of a pipe that keeps actors alive."""
+
+    def __init__(self, run_dir: Path, modules: Path) -> None:
+        run_dir.mkdir()
+        (run_dir / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+        self.run_dir, self.modules = run_dir, modules
+        self.lock = RunLock.join(run_dir, "node-0")
+        self.stdin, self.lifeline = os.pipe()
+        self.warm: list[WarmProcess] = []
+        self.actors: list[ChildProcess] = []
+
+    def make_warm(self, *modules: str) -> WarmProcess:
+        environment = {"PYTHONPATH": f"{ROOT}:{self.modules}"}
+        log = structlog.get_logger()
+        self.warm.append(WarmProcess("torch", modules, environment, log=log, ready_s=READY_S))
+        return self.warm[-1]
+
+    def module(self, name: str, text: str) -> str:
+        (self.modules / f"{name}.py").write_text(text)
+        return name
+
+    async def fork(self, warm: WarmProcess, name: str = "relay-0") -> ChildProcess:
+        launch = Launch(
+            run_dir=str(self.run_dir),
+            name=name,
+            role="relay",
+            node="node-0",
+            address="127.0.0.1",
+            environment={"LAMINAR_BOOT": "1"},
+        )
+        self.actors.append(await warm.fork(launch, self.stdin, self.lock.fd))
+        return self.actors[-1]
+
+    async def until_it_works(self, actor: ChildProcess, name: str = "relay-0") -> None:
+        """It has its card in the run directory, handles SIGTERM, and waits for a coordinator."""
+        await until(lambda: (name, actor.pid) in [(h.name, h.pid) for h in holders(self.run_dir)])
+        await until(lambda: catches(actor.pid, signal.SIGTERM))
+
+    async def close(self) -> None:
+        for actor in self.actors:
+            actor.kill()
+            await actor.wait()
+        for warm in self.warm:
+            await warm.close()
+        self.lock.close()
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest_asyncio.fixture
+async def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "modules").mkdir()
+    made = Machine(tmp_path / "run", tmp_path / "modules")
+    (made.run_dir / "logs" / "latest").mkdir(parents=True)
+    yield made
+    await made.close()
+
+
+async def test_an_actor_is_a_child_of_its_node_which_sees_how_it_ends(machine: Machine) -> None:
+    """By a signal, by its own code; and by the end of the node, which is that of its input."""
+    warm = machine.make_warm()
+    killed, ended = await machine.fork(warm), await machine.fork(warm, "relay-1")
+    assert [psutil.Process(a.pid).ppid() for a in (killed, ended)] == [os.getpid()] * 2
+    killed.kill()
+    assert await killed.wait() == killed.returncode == -signal.SIGKILL
+    await machine.until_it_works(ended, "relay-1")
+    assert Path(f"/proc/{ended.pid}/comm").read_text() == "relay-1\n"
+    ended.terminate()
+    assert await ended.wait() == exit_codes.TERMINATED
+    alone = await machine.fork(warm)
+    await machine.until_it_works(alone)
+    os.close(machine.lifeline)
+    assert await alone.wait() == exit_codes.FAILED
+
+
+async def test_a_warm_process_that_is_killed_costs_no_actor_and_is_replaced(
+    machine: Machine,
+) -> None:
+    warm = machine.make_warm()
+    first = await machine.fork(warm)
+    await machine.until_it_works(first)
+    pid = warm.pid
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: warm.pid not in (0, pid))  # without being asked
+    second = await machine.fork(warm, "relay-1")
+    await machine.until_it_works(second, "relay-1")
+    assert psutil.Process(first.pid).is_running() and first.returncode is None
+
+
+async def test_a_module_that_starts_threads_is_imported_by_each_actor_itself(
+    machine: Machine,
+) -> None:
+    """A fork of a process with threads may wait for ever for a lock that one of them had."""
+    text = "import ctypes, threading, time\n"
+    text += "t = threading.Thread(target=time.sleep, args=(60,), daemon=True)\nt.start()\n"
+    warm = machine.make_warm(machine.module("busy_module", text))
+    actor = await machine.fork(warm)
+    assert "importing busy_module starts threads" in warm.note
+    assert len(os.listdir(f"/proc/{warm.pid}/task")) == 1
+    await machine.until_it_works(actor)
+
+
+async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(
+    machine: Machine,
+) -> None:
+    """It says so in the run, as one that was started alone would."""
+    with structlog.testing.capture_logs() as lines:
+        warm = machine.make_warm("no_such_module")
+        await machine.until_it_works(await machine.fork(warm))
+    said = [line["missing"] for line in lines if line["event"] == "warm"]
+    assert said == [["no_such_module: ModuleNotFoundError: No module named 'no_such_module'"]]
+
+
+async def test_imports_that_end_the_process_are_one_sentence(machine: Machine) -> None:
+    name = machine.module("crashing_module", "import os\nos.kill(os.getpid(), 11)\n")
+    warm = machine.make_warm(name)
+    with pytest.raises(RuntimeError, match=r"\(torch\) ended with code -11, 3 times in a row"):
+        await machine.fork(warm)
+
+
+async def test_imports_that_do_not_end_have_a_deadline(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_module, "TRIES", 1)
+    monkeypatch.setattr(sys.modules[__name__], "READY_S", 0.5)
+    warm = machine.make_warm(machine.module("endless_module", "import time\ntime.sleep(600)\n"))
+    with pytest.raises(RuntimeError, match=r"has not answered for 0 s \(its imports\)"):
+        await machine.fork(warm)
+
+
+def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
+    program = (
+        "import time\nfrom laminar.actors.warm import Seed\n"
+        "print(Seed.spawn(['endless_module'], {}).pid, flush=True)\ntime.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    node = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
+    )
+    assert node.stdout is not None
+    warm = psutil.Process(int(node.stdout.readline()))
+    while "python" in warm.name() and warm.cpu_times().user < 0.1:  # it has begun
+        time.sleep(0.02)
+    time.sleep(0.5)
+    node.kill()
+    node.communicate()
+    assert os.waitpid(warm.pid, 0)[1] == signal.SIGKILL
+
+
+def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) -> None:
+    """Its warm process has died between two words; the successor forks another one."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    launch = Launch(
+        run_dir=str(tmp_path), name="x", role="relay", node="", address="", environment={}
+    )
+    actor = warm_process._Actor(launch, theirs, stdin=-1, lock_fd=-1)
+    assert warm_process._become(actor) == exit_codes.FAILED
+
+
+async def test_a_launch_names_what_differs_from_the_nodes_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What only the warm process needs, its actors do not have."""
+    monkeypatch.setattr(warm_process.Path, "write_text", lambda path, text: len(text))
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
+    sent: list[Launch] = []
+
+    async def ask(warm: WarmProcess, launch: Launch, fds: list[int]) -> Any:
+        sent.append(launch)
+
+    monkeypatch.setattr(WarmProcess, "begin", lambda warm: None)
+    monkeypatch.setattr(WarmProcess, "_ask", ask)
+    environment: dict[str, str | None] = {"LAMINAR_BOOT": "7"}
+    launch = Launch(
+        run_dir="", name="x", role="relay", node="", address="", environment=environment
+    )
+    await WarmProcess("torch", (), {}, log=None, ready_s=1).fork(launch, 0, 0)
+    for name, value in OWN_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LAMINAR_BOOT", "")
+    warm_process._adopt(sent[0])
+    found = {name: os.environ.get(name) for name in ("LAMINAR_BOOT", *OWN_ENVIRONMENT)}
+    assert found == {
+        "LAMINAR_BOOT": "7",
+        "OPENBLAS_NUM_THREADS": "4",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": None,
+    }
+
+
+async def test_a_dead_child_that_nobody_knows_is_reaped_the_second_time_it_is_seen() -> None:
+    known, orphan = os.fork(), 0
+    if known == 0:
+        os._exit(3)
+    assert reap_orphan({known}, 0) == 0
+    child = ChildProcess(known)
+    assert await child.wait() == 3
+    orphan = os.fork()
+    if orphan == 0:
+        os._exit(0)
+    await until(lambda: psutil.Process(orphan).status() == psutil.STATUS_ZOMBIE)
+    assert reap_orphan(set(), 0) == orphan
+    assert reap_orphan(set(), orphan) == 0
+    assert not psutil.pid_exists(orphan)
+
+
+async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    child = ChildProcess(pid)
+    child.kill()
+    assert await asyncio.wait_for(child.wait(), 5) == 0
+    child.kill()
+
+
+def test_seed_is_one_process(tmp_path: Path) -> None:
+    """Its socket's end is its own."""
+    seed = Seed.spawn([], {})
+    seed.socket.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE
