@@ -19,17 +19,16 @@ import asyncio
 import os
 import secrets
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from laminar import exit_codes, ids
 from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
 from laminar.actors.host import Host
-from laminar.actors.roles import kind, modules
-from laminar.actors.warm import WarmProcess
+from laminar.actors.roles import kind, needs
+from laminar.actors.warm import Seed, WarmProcess
 from laminar.actors.warm_process import Launch
-from laminar.engines.environment import environment as engine_environment
-from laminar.engines.environment import gpus_per_replica
+from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -55,15 +54,6 @@ class Child:
     restarts: int = 0
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs of this machine that we may use, by the names that CUDA takes."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(devices, key=int)
-
-
 def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:
     """The trainer has the first GPU, replicas take turns on the others (or share the only one).
 
@@ -82,7 +72,10 @@ def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list
 class Node:
     """The processes of one machine."""
 
-    def __init__(self, host: Host, roles: list[tuple[str, int]]) -> None:
+    def __init__(
+        self, host: Host, roles: list[tuple[str, int]], seeds: Mapping[str, Seed] | None = None
+    ) -> None:
+        """`seeds`: warm processes that were started before, by kind."""
         self.host = host
         self.children: dict[str, Child] = {
             (name := ids.actor_name(role, host.node, index)): Child(name, role)
@@ -93,7 +86,7 @@ class Node:
         self._stopping = False
         self._launching = asyncio.Lock()  #: one process at a time
         self._lifeline = os.pipe()  #: its first end is the standard input of the actors
-        self._warm = {name: self._warm_process(name) for name in self._kinds()}
+        self._warm = self._make_warm(seeds or {})
 
     async def start(self) -> None:
         adopt_orphans()
@@ -161,22 +154,14 @@ class Node:
         warm = self._warm[kind(child.role, self.host.config)]
         return await warm.fork(launch, self._lifeline[0], self.host.lock.fd)
 
-    def _kinds(self) -> dict[str, list[str]]:
-        """The roles of each kind of process that this machine has."""
-        found: dict[str, list[str]] = {}
-        for child in self.children.values():
-            found.setdefault(kind(child.role, self.host.config), []).append(child.role)
-        return found
-
-    def _warm_process(self, name: str) -> WarmProcess:
-        config, roles, gpus = self.host.config, self._kinds()[name], bool(self._gpus)
-        return WarmProcess(
-            name,
-            modules(roles, config, gpus),
-            engine_environment(config, gpus) if "rollout" in roles else {},
-            log=self.host.log,
-            ready_s=config.coordinator.start_timeout_s,
-        )
+    def _make_warm(self, seeds: Mapping[str, Seed]) -> dict[str, WarmProcess]:
+        """One of each kind that this machine's actors are of."""
+        config, roles = self.host.config, [child.role for child in self.children.values()]
+        ready_s = config.coordinator.start_timeout_s
+        return {
+            name: WarmProcess(name, need, self.host.log, ready_s=ready_s, seed=seeds.get(name))
+            for name, need in needs(roles, config, gpus=bool(self._gpus)).items()
+        }
 
     async def _reap(self) -> None:
         seen = 0

@@ -1,8 +1,8 @@
 """The roles of actors: the class of each, and the modules that its process needs.
 
 Reads   the configuration
-Gives   make, the actor of a process; modules, what a process of a role imports; kind, which
-        processes may share their imports
+Gives   make, the actor of a process; kind, which processes may share their imports; needs, what
+        those are
 
 Modules are named, not imported: a node knows what to import and imports none of it.
 """
@@ -10,10 +10,13 @@ Modules are named, not imported: a node knows what to import and imports none of
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-from laminar.actors.host import Actor, Host
 from laminar.config import Config
-from laminar.engines.environment import engine_modules
+from laminar.engines.environment import engine_modules, environment
+
+if TYPE_CHECKING:
+    from laminar.actors.host import Actor, Host
 
 COMMON = "torch"
 """The kind of every process without an engine of another kind."""
@@ -26,22 +29,33 @@ _MODULES = {
     "rollout": ("laminar.actors.rollout", _TOKENIZER),
 }
 
+ROLES = tuple(_MODULES)
+
 
 def kind(role: str, config: Config) -> str:
     """Processes of one kind have the same imports and the same environment."""
     return config.rollout.engine if role == "rollout" else COMMON
 
 
-def modules(roles: Iterable[str], config: Config, gpus: bool) -> list[str]:
-    """What processes of these roles import sooner or later, without the user's own code."""
-    found: dict[str, None] = {"uvloop": None}
-    for role in roles:
-        found |= dict.fromkeys(_MODULES[role])
+class Needs(NamedTuple):
+    """What a warm process has for the actors that are forked from it."""
+
+    modules: list[str]
+    environment: dict[str, str]  #: below what the user has set
+
+
+def needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
+    """By kind: what processes of these roles import sooner or later, the user's own code aside."""
+    found: dict[str, Needs] = {}
+    for role in dict.fromkeys(roles):
+        need = found.setdefault(kind(role, config), Needs(["uvloop"], {}))
+        need.modules.extend(_MODULES[role])
         if role == "store" and config.data.dataset:
-            found["reasoning_gym.factory"] = None
+            need.modules.append("reasoning_gym.factory")
         if role == "rollout":
-            found |= dict.fromkeys(engine_modules(config, gpus))
-    return list(found)
+            need.modules.extend(engine_modules(config, gpus))
+            need.environment.update(environment(config, gpus))
+    return found
 
 
 def make(host: Host) -> Actor:

@@ -77,7 +77,7 @@ class Rollout:
         self.scorer = Scorer(self.host, self.store, tokenizer)
         await self.store.start()
         await self.relay.start()
-        await self.scorer.start()
+        self.host.spawn(self.scorer.start())  # needed when the first response has ended
         self.host.spawn(self._engine_ends())
         self.host.spawn(self._report_progress())
         self.host.spawn(self._keep_tokens())

@@ -11,6 +11,7 @@ What went wrong is in the store for each response; events and log tell the first
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import numpy as np
@@ -43,6 +44,7 @@ class Scorer:
         reward = host.config.reward
         printed = OutputLog(reward_log(host.run_dir, host.name))
         output = host.telemetry.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX)
+        self._open = asyncio.Event()
         self._told: Counter[str] = Counter()  #: failures of each reason
         self.spec = reward_spec(host.config)
         self.pool = RewardPool(
@@ -55,7 +57,9 @@ class Scorer:
         )
 
     async def start(self) -> None:
+        """Until the workers have loaded the function; calls of `score` wait for that."""
         await self.pool.start()
+        self._open.set()
 
     async def close(self) -> None:
         await self.pool.close()
@@ -64,6 +68,7 @@ class Scorer:
 
     async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool."""
+        await self._open.wait()
         rows = await self.store.fetch([i.trajectory for i in command.items], with_prompt=True)
         texts = [self._text(row) for row in rows]
         call = RewardCall(

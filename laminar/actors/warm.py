@@ -16,13 +16,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from laminar.actors.child_process import ChildProcess
+from laminar.actors.roles import Needs
 from laminar.actors.warm_process import MESSAGE_MAX, Answer, Forked, Launch, Ready, Refused
 
 FORK_S = 60.0
@@ -34,7 +34,7 @@ OWN_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking whether there is a GPU opens it
 }
-"""Of the warm process alone; its children have what their node has."""
+"""Of the warm process alone; its children have what they would have without it."""
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
 """Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
 virtual machine reports, such copies go through the cache at a little over half the speed."""
@@ -49,16 +49,16 @@ class Seed:
     socket: socket.socket
 
     @classmethod
-    def spawn(cls, modules: Sequence[str], environment: Mapping[str, str]) -> Seed:
-        """`environment` is added to this process's for the warm process and its children, below
-        what the user has set. Signals that are ignored here (nohup) are ignored there."""
+    def spawn(cls, needs: Needs) -> Seed:
+        """Its environment is this process's and what is needed besides; what the user has set
+        stays. Signals that are ignored here (nohup) are ignored there."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, "-m", "laminar.actors.warm_process", str(_CHILD_FD), ""]
-        all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **environment, **os.environ}
+        all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
         with theirs:
             pid = os.posix_spawn(
                 sys.executable,
-                [*program, *modules],
+                [*program, *needs.modules],
                 all_of_it | OWN_ENVIRONMENT,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -76,17 +76,16 @@ class WarmProcess:
     def __init__(
         self,
         kind: str,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-        *,
+        needs: Needs,
         log: Any,
+        *,
         ready_s: float,
         seed: Seed | None = None,
     ) -> None:
         """`ready_s`: how long its imports may take. `seed`: one that was started before."""
         self.kind = kind
         self.note = ""  #: for people: why it is not warm
-        self._modules, self._environment = modules, environment
+        self._needs = needs
         self._log, self._ready_s, self._seed = log, ready_s, seed
         self._process: ChildProcess | None = None
         self._socket: socket.socket | None = None
@@ -103,15 +102,16 @@ class WarmProcess:
         """Start it, if it does not run; it imports while others work."""
         if self._process is not None or self._closed:
             return
-        seed, self._seed = self._seed or Seed.spawn(self._modules, self._environment), None
+        seed, self._seed = self._seed or Seed.spawn(self._needs), None
         self._socket, self._process = seed.socket, ChildProcess(seed.pid)
         self._ready = asyncio.ensure_future(self._until_ready(seed.socket))
         self._watcher = asyncio.ensure_future(self._watch(self._process))
 
     async def fork(self, launch: Launch, stdin: int, lock_fd: int) -> ChildProcess:
         """The actor's process, a child of this one; RuntimeError when there can be none."""
-        node_has = {name: os.environ.get(name) for name in OWN_ENVIRONMENT}
-        launch = msgspec.structs.replace(launch, environment=node_has | launch.environment)
+        below = self._needs.environment
+        its_own = {name: os.environ.get(name, below.get(name)) for name in OWN_ENVIRONMENT}
+        launch = msgspec.structs.replace(launch, environment=its_own | launch.environment)
         async with self._using:
             for _ in range(TRIES):
                 self.begin()

@@ -12,42 +12,48 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laminar import ids
 from laminar.actors.host import run_actor
 from laminar.actors.node import Node
+from laminar.actors.roles import ROLES
+from laminar.actors.warm import Seed
 from laminar.cli.arguments import Parser, run_config
 from laminar.cli.endings import exit_code
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
 from laminar.net.transport import loopback
 from laminar.run_lock import RunLock
 from laminar.stop_requests import add_child_option
 
-ROLES = ("store", "relay", "trainer", "rollout")
-
 
 def main() -> None:
-    sys.exit(exit_code("laminar-node", _run))
+    sys.exit(exit_code("laminar-node", run))
 
 
-def _run() -> int:
+def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = None) -> int:
+    """A node until it has ended; `seeds`: warm processes that it takes over, by kind."""
     parser = Parser(prog="laminar-node", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
     parser.add_argument("--host", default="127.0.0.1")
     add_child_option(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     config = run_config(arguments.run_dir)
-    default = f"store,relay,trainer,rollout:{config.rollout.replicas}"
-    roles = parse_roles(arguments.roles or default)
+    roles = parse_roles(arguments.roles) if arguments.roles else default_roles(config)
     check_roles(arguments.name, roles)
     address = loopback(arguments.host)
     lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
-    make = functools.partial(Node, roles=roles)
+    make = functools.partial(Node, roles=roles, seeds=seeds)
     return run_actor(lock, name, "node", name, address, make)
+
+
+def default_roles(config: Config) -> list[tuple[str, int]]:
+    """Everything, on the one machine of a run."""
+    return [("store", 1), ("relay", 1), ("trainer", 1), ("rollout", config.rollout.replicas)]
 
 
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:

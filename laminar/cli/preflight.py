@@ -51,8 +51,8 @@ class Plan:
     trial: list[RewardCall]  #: of the reward, before anything starts
 
 
-def check(config: Config) -> Plan:
-    """Look at everything once; nothing is written."""
+def check_settings(config: Config) -> Config:
+    """What can be seen without the data; hub names become paths, nothing else is written."""
     _check_directory(config.run_dir)
     _check_port(config, "coordinator.port", config.coordinator.port)
     _check_loggers(config)
@@ -62,6 +62,11 @@ def check(config: Config) -> Plan:
     check_import(config.reward.custom_reward_function.path, "reward.custom_reward_function.path")
     _check_strategy(config)
     check_room(run_size(config))
+    return config
+
+
+def look_at_data(config: Config) -> Plan:
+    """All of the data, the tokenizer and the reward; nothing is written."""
     spec = reward_spec(config)
     prompts = load_prompts(config.data)
     check_rows(spec, [*prompts.train, *prompts.held_out])

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from laminar import exit_codes
+from laminar.cli.early import EarlyNode
 from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
@@ -49,10 +50,18 @@ Process = subprocess.Popen[bytes]
 class Supervisor:
     """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
-    def __init__(self, config: Config, lock: RunLock, console: Console, asked: Asked) -> None:
+    def __init__(
+        self,
+        config: Config,
+        lock: RunLock,
+        console: Console,
+        asked: Asked,
+        early: EarlyNode | None = None,
+    ) -> None:
+        """`early`: the first node, where it has been started already."""
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self.progress = Progress(lock.run_dir, console)
-        self._asked = asked
+        self._asked, self._early = asked, early
         self._told = Asked.NOTHING  #: what the present coordinator knows of it
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
@@ -118,9 +127,10 @@ class Supervisor:
         first = "store,trainer," if index == 0 else ""
         roles = f"{first}relay,rollout:{self.config.rollout.replicas}"
         address = f"127.0.0.{index + 1}"
-        return self._start(
-            "laminar.cli.node", "--name", f"node-{index}", "--roles", roles, "--host", address
-        )
+        words = ["--name", f"node-{index}", "--roles", roles, "--host", address]
+        if index == 0 and self._early is not None:
+            return self._early.go([str(self.run_dir), *words], self._lock.fd)
+        return self._start("laminar.cli.node", *words)
 
     def _start(self, module: str, *options: str) -> Process:
         """In a session of its own: Ctrl-C is ours to hand on. It sees our end by its stdin's."""

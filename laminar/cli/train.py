@@ -17,8 +17,9 @@ from laminar import exit_codes
 from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import range_line
 from laminar.analysis.report import summary_of, write_summary
+from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
-from laminar.cli.preflight import Plan, check
+from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
 from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Asked, Supervisor
@@ -62,22 +63,27 @@ def train(arguments: argparse.Namespace) -> int:
             f"run directory {run_dir} exists; give another run.name, or --move-old to keep it "
             "under another name"
         )
-    plan = check(config)
-    if arguments.dry_run:
-        ask_vllm(plan.config)
-    console.lines(plan_lines(plan))
-    show_trial(plan.reward, plan.config.reward, plan.trial, console)
-    if arguments.dry_run:
-        return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
-    console.when_gone(
-        f"nobody reads the output any more; the run goes on, and `{typed('stop', run_dir)}` ends it"
-    )
+    config = check_settings(config)
     with contextlib.ExitStack() as ends:
+        early = None
+        if not arguments.dry_run:
+            early = ends.enter_context(contextlib.closing(EarlyNode(config)))
+        plan = look_at_data(config)
+        if arguments.dry_run:
+            ask_vllm(plan.config)
+        console.lines(plan_lines(plan))
+        show_trial(plan.reward, plan.config.reward, plan.trial, console)
+        if arguments.dry_run:
+            return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
+        console.when_gone(
+            "nobody reads the output any more; the run goes on, and "
+            f"`{typed('stop', run_dir)}` ends it"
+        )
         with Asked() as asked:  # before there is a directory: nothing is left half made
             if run_dir.exists():
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
             lock = ends.enter_context(contextlib.closing(_prepare(plan.config, run_dir)))
-            over = Supervisor(plan.config, lock, console, asked).run()
+            over = Supervisor(plan.config, lock, console, asked, early).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
         else:

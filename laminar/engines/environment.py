@@ -6,6 +6,9 @@ Gives   the same for the node that starts it; without torch, since a node has no
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from laminar.config import Config
 
 VLLM = {
@@ -46,6 +49,15 @@ def engine_modules(config: Config, gpus: bool) -> tuple[str, ...]:
     if config.rollout.engine != "vllm":
         return ()
     return (*VLLM_MODULES, f"vllm.v1.worker.{'gpu' if gpus else 'cpu'}_worker")
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that we may use, by the names that CUDA takes."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(devices, key=int)
 
 
 def gpus_per_replica(config: Config) -> int:

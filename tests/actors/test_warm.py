@@ -23,6 +23,7 @@ from laminar import exit_codes
 from laminar.actors import warm as warm_module
 from laminar.actors import warm_process
 from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
+from laminar.actors.roles import Needs
 from laminar.actors.warm import OWN_ENVIRONMENT, Seed, WarmProcess
 from laminar.actors.warm_process import Launch
 from laminar.config import dumps, load
@@ -56,9 +57,8 @@ class Machine:
         self.actors: list[ChildProcess] = []
 
     def make_warm(self, *modules: str) -> WarmProcess:
-        environment = {"PYTHONPATH": f"{ROOT}:{self.modules}"}
-        log = structlog.get_logger()
-        self.warm.append(WarmProcess("torch", modules, environment, log=log, ready_s=READY_S))
+        needs = Needs([*modules], {"PYTHONPATH": f"{ROOT}:{self.modules}"})
+        self.warm.append(WarmProcess("torch", needs, structlog.get_logger(), ready_s=READY_S))
         return self.warm[-1]
 
     def module(self, name: str, text: str) -> str:
@@ -182,8 +182,9 @@ async def test_imports_that_do_not_end_have_a_deadline(
 def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
     program = (
-        "import time\nfrom laminar.actors.warm import Seed\n"
-        "print(Seed.spawn(['endless_module'], {}).pid, flush=True)\ntime.sleep(600)\n"
+        "import time\nfrom laminar.actors.roles import Needs\n"
+        "from laminar.actors.warm import Seed\n"
+        "print(Seed.spawn(Needs(['endless_module'], {})).pid, flush=True)\ntime.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     node = subprocess.Popen(
@@ -227,7 +228,7 @@ async def test_a_launch_names_what_differs_from_the_nodes_environment(
     launch = Launch(
         run_dir="", name="x", role="relay", node="", address="", environment=environment
     )
-    await WarmProcess("torch", (), {}, log=None, ready_s=1).fork(launch, 0, 0)
+    await WarmProcess("torch", Needs([], {}), None, ready_s=1).fork(launch, 0, 0)
     for name, value in OWN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LAMINAR_BOOT", "")
@@ -270,6 +271,6 @@ async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
 
 def test_seed_is_one_process(tmp_path: Path) -> None:
     """Its socket's end is its own."""
-    seed = Seed.spawn([], {})
+    seed = Seed.spawn(Needs([], {}))
     seed.socket.close()
     assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE

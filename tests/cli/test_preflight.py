@@ -12,7 +12,7 @@ import torch
 from laminar import exit_codes
 from laminar.cli import preflight, train
 from laminar.cli.commands import run
-from laminar.cli.preflight import check
+from laminar.cli.preflight import check_settings, look_at_data
 from laminar.config import Config, ConfigError, load
 from laminar.engines.checkpoint_files import check_weight_files
 
@@ -28,6 +28,10 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(tmp_path: Path, *overrides: str) -> Config:
     return load([QUICKSTART], [f"run.output_dir={tmp_path / 'runs'}", *overrides])
+
+
+def check(config: Config) -> None:
+    look_at_data(check_settings(config))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,9 @@ def test_a_run_directory_that_is_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing is checked that takes long, nothing is started, and a dangling link is in the way."""
-    monkeypatch.setattr(train, "check", lambda config: pytest.fail("it was refused too late"))
+    monkeypatch.setattr(
+        train, "check_settings", lambda config: pytest.fail("it was refused too late")
+    )
     (tmp_path / "quickstart").symlink_to(tmp_path / "nowhere")
     words = ["train", "-c", QUICKSTART, *options, f"run.output_dir={tmp_path}"]
     assert run(words) == exit_codes.USER_ERROR
