@@ -1,22 +1,26 @@
 """What `laminar train` shows while a run works: a live panel on a terminal, plain lines elsewhere.
 
-Reads   RUN/status.json
+Reads   RUN/status.json; once, when the first step is done, the event log
 Writes  the terminal, by a thread: one that is gone or stands still holds nobody up
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from laminar.analysis.evaluations import held_out
+from laminar.analysis.start import start_parts
+from laminar.config import ConfigError
 from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
 from laminar.rundir import STATUS_FILE
 
@@ -86,6 +90,8 @@ class Progress:
             return
         self._tell_trouble(status)
         self._tell_silence(status["silent_nodes"])
+        if status["step"]:
+            self._tell_start()
         if self._live is None:
             return self._line(status)
         if not self._live.is_started:
@@ -109,6 +115,19 @@ class Progress:
             self._tell_once(line, f"MISMATCH: {line}")
         if status["failure"]:
             self._tell_once("failure", f"the run ends: {status['failure']}")
+
+    def _tell_start(self) -> None:
+        """Once: after what time the first step was done, and what that went into."""
+        if "start" in self._told:
+            return
+        self._told.add("start")
+        begun_ns = int(psutil.Process().create_time() * 1e9)
+        with contextlib.suppress(ConfigError):  # the log cannot be read; others will say so
+            parts = start_parts(self._path.parent, begun_ns)
+            text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
+            total = sum(seconds for _, seconds in parts)
+            if parts:
+                self._print_line(f"the first step is done after {total:.1f} s: {text}")
 
     def _tell_once(self, what: str, text: str) -> None:
         if what not in self._told:

@@ -14,6 +14,7 @@ from laminar.analysis.evaluations import held_out
 from laminar.cli.progress import Pace, Progress
 from laminar.cli.train import _held_out
 from laminar.rundir import STATUS_FILE
+from tests.analysis.made_run import world_log, write_log
 
 STATUS: dict[str, Any] = {
     "phase": "running",
@@ -60,6 +61,14 @@ def test_each_replica_and_version_that_is_left_out_is_told_once(tmp_path: Path) 
     first, second = ("8 answers of rollout-1 with version 7", "3 answers of rollout-1 [version 8]")
     text = show(tmp_path, False, {"left_out": [first]}, {"left_out": [first, second]})
     assert [text.count(f"MISMATCH: {line}") for line in (first, second)] == [1, 1]
+
+
+def test_what_the_start_took_is_told_once_with_the_first_step(tmp_path: Path) -> None:
+    write_log(tmp_path, world_log())
+    assert "first step" not in show(tmp_path, False, {"step": 0})
+    text = show(tmp_path, False, {"step": 1}, {"step": 2})
+    assert text.count("the first step is done after") == 1
+    assert "answers and training" in text
 
 
 def test_a_silent_node_is_told_once_and_when_it_is_heard_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.preflight import check
+from laminar.cli.preflight import check_settings
 from laminar.config import ConfigError, load
 from laminar.tasks.import_trial import check_import
 from tests.run.conftest import ROOT
@@ -57,4 +57,4 @@ def test_a_start_imports_no_user_file_that_was_not_tried(
     monkeypatch.chdir(ROOT)
     config = load(["configs/quickstart.toml"], [setting.format(path), f"run.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match="exit code 3"):
-        check(config)
+        check_settings(config)

@@ -1,0 +1,43 @@
+"""What the time until the first step went into: the parts follow one another without a gap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from laminar.analysis.history import WallClock, records, typed_event
+from laminar.analysis.start import start_parts
+from laminar.eventlog.record import EventRecord
+from laminar.events import events as ev
+from tests.analysis.made_run import CLOCK_NS, Log, world_log, write_log
+
+CHECKS_NS = 5 * 10**9
+
+
+def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
+    parts = start_parts(made, CLOCK_NS - CHECKS_NS)
+    assert [name for name, _ in parts] == [
+        "checks",
+        "processes",
+        "data and models",
+        "weights",
+        "answers and training",
+    ]
+    assert dict(parts)["checks"] == CHECKS_NS / 1e9
+    assert all(seconds >= 0 for _, seconds in parts)
+    clock = WallClock()
+    events = [typed_event(r) for r in records(made) if isinstance(r, EventRecord)]
+    times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
+    first_step = next(at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted))
+    whole_ns = first_step - CLOCK_NS + CHECKS_NS
+    assert abs(sum(seconds for _, seconds in parts) - whole_ns / 1e9) < 1e-6
+
+
+def test_without_a_step_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    log: Log = []
+    for stamped, commands in world_log():
+        if isinstance(stamped.event, ev.StepCompleted):
+            break
+        log.append((stamped, commands))
+    (tmp_path / "run").mkdir()
+    write_log(tmp_path / "run", log)
+    assert start_parts(tmp_path / "run", CLOCK_NS) == []
