@@ -269,8 +269,7 @@ async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
     child.kill()
 
 
-def test_seed_is_one_process(tmp_path: Path) -> None:
-    """Its socket's end is its own."""
+def test_a_warm_process_ends_in_good_order_when_its_socket_is_closed() -> None:
     seed = Seed.spawn(Needs([], {}))
     seed.socket.close()
     assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE
