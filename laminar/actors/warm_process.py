@@ -80,6 +80,7 @@ Answer = Ready | Forked | Refused
 
 def main(fd: str, note: str, *modules: str) -> int:
     die_with_parent()
+    _take_name("laminar-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node
     node = socket.socket(fileno=int(fd))
     begun = time.monotonic()
@@ -206,7 +207,7 @@ def _become(actor: _Actor) -> int:
 
 def _adopt(launch: Launch) -> None:
     """Name, environment and random numbers of its own."""
-    Path("/proc/self/comm").write_text(launch.name)  # what ps and top show
+    _take_name(launch.name)
     for variable, value in launch.environment.items():
         if value is None:
             os.environ.pop(variable, None)
@@ -214,6 +215,11 @@ def _adopt(launch: Launch) -> None:
             os.environ[variable] = value
     if numpy := sys.modules.get("numpy"):  # Python's own generator does this by itself
         numpy.random.seed()
+
+
+def _take_name(name: str) -> None:
+    """What `ps -e` and `top` show; the command line is the same for all."""
+    Path("/proc/self/comm").write_text(name)
 
 
 def _send(node: socket.socket, answer: Answer) -> None:
