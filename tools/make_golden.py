@@ -171,6 +171,13 @@ RUNS = (
         ("event-crashes", "event-poison"),
         ("event:EventGivenUp", "log:taken-over", FAILED),
     ),
+    Recipe(
+        "evaluation_sampled",
+        "three answers to each held-out prompt, some of them lost with their replica",
+        ("replica-dies",),
+        ("dropped:replica-lost",),
+        {"eval_answers": 3, "every_s": 1.0},
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "failed",

@@ -311,6 +311,7 @@ class Rollout(Idle):
                     reason=reason,
                     num_tokens=row.num_tokens,
                     truncated=row.finish_reason == "length",
+                    extras={"half": score / 2} if command.purpose == ids.EVAL else {},
                 )
                 self.process.emit(rewarded)
 
