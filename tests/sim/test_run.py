@@ -79,7 +79,7 @@ def test_violation_is_an_outcome_with_a_story(monkeypatch: pytest.MonkeyPatch) -
     """The trainer's book is broken on purpose: the outcome names the promise and what was hurt,
     and the story tells of nothing else."""
 
-    def broken(checks: object, command: object) -> None:
+    def broken(checks: object, command: object, left_out: object) -> None:
         hurt = command.trajectories[0]  # type: ignore[attr-defined]
         raise Violation("at_most_one_trained", f"{hurt} is in two batches", hurt)
 
