@@ -1,6 +1,6 @@
 """Real runs for the tests: the command line, real processes, the shipped model.
 
-A run costs some twenty seconds, most of it imports, so the tests share a few.
+A run costs some twenty seconds, so the tests share a few.
 """
 
 from __future__ import annotations

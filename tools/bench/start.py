@@ -118,7 +118,9 @@ def read_times(run: Path, begun_ns: int, killed_ns: int) -> dict[str, float]:
         if kind in MOMENTS:
             name = MOMENTS[kind].format(stamped.peer.replace("-", "_"))
             seen.setdefault(name, (at_ns - begun_ns) / 1e9)
-        if kind in AGAIN and at_ns > killed_ns and stamped.peer == VICTIM:
+        if stamped.peer != VICTIM or at_ns < killed_ns:
+            continue
+        if kind in AGAIN and ("again_joined" in seen or kind is ev.ActorJoined):
             seen.setdefault(AGAIN[kind], (at_ns - killed_ns) / 1e9)
     return seen
 
