@@ -205,6 +205,19 @@ def versions_monotonic(state: State) -> None:
     _require(state.chosen - state.completed == in_training or given_up, state.chosen)
 
 
+def evaluation_adds_up(state: State) -> None:
+    """Every held-out answer that is done was scored or is missing, and waits for nobody."""
+    evaluation = state.evaluation
+    if evaluation is None or evaluation.held_out is None:
+        return
+    held, prompts = evaluation.held_out, evaluation.held_out.prompts.values()
+    _require(evaluation.done == held.missing + sum(p.answers for p in prompts), "done", evaluation)
+    _require(evaluation.correct == sum(p.right for p in prompts), "correct", evaluation)
+    asked = [g for g in state.groups.values() if g.purpose == ids.EVAL and g.status == "open"]
+    open_answers = len(evaluation.queue) + len(asked)
+    _require(evaluation.done + open_answers == evaluation.total, "total", evaluation)
+
+
 def lookup_is_true(state: State) -> None:
     """What is kept at hand is what the state implies."""
     kept, made = state.lookup, Lookup(state)
@@ -240,5 +253,6 @@ ALL: tuple[Callable[[State], None], ...] = (
     no_standstill,
     lost_work_takes_room,
     versions_monotonic,
+    evaluation_adds_up,
     lookup_is_true,
 )

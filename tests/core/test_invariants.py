@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from laminar.core import invariants
-from laminar.core.state import State
+from laminar.core.held_out import HeldOut, Prompt
+from laminar.core.state import Evaluation, State
 from laminar.events import commands as cmd
 from laminar.ids import TrajectoryId
 from tests.core.bench import Bench
@@ -149,6 +150,26 @@ def holder_forgotten(state: State) -> None:
     state.relays["relay-1"].held = []
 
 
+def evaluation_of_two(state: State, **changes: object) -> None:
+    """One answer was right, the other one is still to be asked for."""
+    held = HeldOut(prompts={0: Prompt(answers=1, right=1)})
+    values = {"queue": [1], "total": 2, "done": 1, "correct": 1, "held_out": held}
+    found = Evaluation(index=0, version=0, step=0, final=False, **(values | changes))  # type: ignore[arg-type]
+    state.evaluation = found
+
+
+def answer_without_a_score(state: State) -> None:
+    evaluation_of_two(state, done=2, queue=[])
+
+
+def answer_counted_as_wrong(state: State) -> None:
+    evaluation_of_two(state, correct=0)
+
+
+def answer_that_nobody_is_asked_for(state: State) -> None:
+    evaluation_of_two(state, queue=[])
+
+
 DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     token_appears: invariants.ledger_balances,
     group_disappears: invariants.ledger_balances,
@@ -176,6 +197,9 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     trainer_without_a_relay: invariants.every_wait_has_an_owner,
     relay_ahead: invariants.versions_monotonic,
     holder_forgotten: invariants.lookup_is_true,
+    answer_without_a_score: invariants.evaluation_adds_up,
+    answer_counted_as_wrong: invariants.evaluation_adds_up,
+    answer_that_nobody_is_asked_for: invariants.evaluation_adds_up,
 }
 
 
@@ -187,6 +211,14 @@ def test_damage_is_found(damage: Callable[[State], None]) -> None:
     damage(state)
     with pytest.raises(AssertionError):
         invariant(state)
+
+
+def test_an_evaluation_that_adds_up_is_sound() -> None:
+    state = working()
+    evaluation_of_two(state)
+    invariants.evaluation_adds_up(state)
+    evaluation_of_two(state, held_out=None, correct=0)  # of an older log
+    invariants.evaluation_adds_up(state)
 
 
 def test_every_invariant_is_damaged_here() -> None:
