@@ -7,12 +7,14 @@ Gives   what the probe says of each load, and what the learner says of each batc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from laminar.actors.trainer import PROBE_TOLERANCE, probe_of, probe_sequences
+from laminar.actors.weight_loader import probe_difference, probe_failure
 from laminar.config import Config, load
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import (
@@ -90,14 +92,24 @@ class SmallRun:
         self.model, self.step = model, 0
         self.replicas: list[Replica] = []
         self.sources: list[WeightSource] = []  #: by version
+        text = [np.array(self.prompt(g), "<i4").tobytes() for g in range(16)]
+        self.probe_ids = probe_sequences(text, self.config.max_model_len - 1)
         self._rows = 0
         self.publish()
 
     async def start(self, count: int) -> SmallRun:
         for index in range(count):
-            replica = Replica(f"rollout-{index}")
+            replica = Replica(f"rollout-{len(self.replicas)}")
             replica.engine = await start_engine(self.config, self.limit, index, replica.take)
             self.replicas.append(replica)
+        return self
+
+    def take_over(self, other: SmallRun) -> SmallRun:
+        """Its replicas, which take seconds to start; `other` is closed all the same."""
+        self.replicas = other.replicas
+        for replica in self.replicas:
+            replica.tokens.clear()
+            replica.logprobs.clear()
         return self
 
     async def close(self) -> None:
@@ -114,10 +126,14 @@ class SmallRun:
         places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in self.specs)
         self.sources.append(WeightSource(str(path), 0, nbytes, tuple(places)))
 
-    async def load(self, replica: Replica, version: int = -1) -> None:
-        """The newest version, or another one; whatever is loaded, it is said to be the newest."""
+    async def load(self, replica: Replica, version: int = -1) -> str:
+        """The newest version, or another one that is taken for it; why the probe fails, or
+        nothing."""
         replica.version = len(self.sources) - 1
         await replica.engine.load(self.sources[version])
+        tolerance = PROBE_TOLERANCE[self.config.weights.dtype]
+        probe = probe_of(self.learner, self.probe_ids, tolerance)
+        return probe_failure(await probe_difference(replica.engine, probe), probe)
 
     async def sample(self, replica: Replica, groups: int = GROUPS) -> list[TrainSample]:
         """Groups of responses, as they come from the store; ids below 40 are good."""
@@ -158,6 +174,3 @@ class SmallRun:
         self.step += 1
         self.publish()
         return result
-
-
-Fault = Callable[[SmallRun, Replica], None]

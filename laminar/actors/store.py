@@ -32,7 +32,7 @@ from laminar.tasks.chat import EncodedPrompts, encode_all
 from laminar.tasks.prompts import PromptSet, load_prompts
 from laminar.tasks.tokenizer import load_tokenizer
 
-READS = (m.Fetch, m.Stats)
+READS = (m.Fetch, m.SamplePrompts, m.Stats)
 """Requests that need no room."""
 
 

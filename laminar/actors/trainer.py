@@ -15,6 +15,7 @@ import asyncio
 import json
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -44,10 +45,12 @@ from laminar.training.mismatch import Origin
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.weights import manifest as mf
 
-PROBE_SEQUENCES, PROBE_LENGTH = 4, 16
-"""Enough to show a wrong tensor (every layer and the head act on each token), cheap to score."""
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""Nats. Equal weights differ by some 1e-6 in float32 and some 1e-2 in bfloat16 kernels."""
+PROBE_SEQUENCES, PROBE_LENGTH, PROBE_PROMPTS = 8, 32, 32
+"""Enough tokens for a steady mean (every layer and the head act on each), cheap to score."""
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+"""Nats per token on average; what was measured is in docs/weights.md."""
+PROBE_OUTLIER = 10.0
+"""How many times the tolerance one token may be off."""
 
 
 class Trainer:
@@ -77,10 +80,10 @@ class Trainer:
             reference = await asyncio.to_thread(self._load, config.model.name)
         total = config.trainer.total_training_steps
         self.learner = Learner(config, policy, reference=reference, total_steps=total)
-        self.probe_ids = _probe_sequences(policy.vocab_limit)
         await self.store.start()
         self.publisher = self._make_publisher(policy)
         await self.publisher.start()
+        self.probe_ids = probe_sequences(await self._prompts(), config.max_model_len - 1)
         specs = self.publisher.specs
         self.checkpoints = CheckpointWriter(self.host, policy.model, specs, self._probe)
         self.host.spawn(self._work())
@@ -88,6 +91,16 @@ class Trainer:
         weights_bytes = self.publisher.version_bytes
         ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=weights_bytes)
         self.host.emit(ready, parameters=parameters)
+
+    async def _prompts(self) -> tuple[bytes, ...]:
+        """Some of the run's. The store may take long to read them: coordinator.start_timeout_s is
+        the deadline of both."""
+        while True:
+            try:
+                sample = store.SamplePrompts(count=PROBE_PROMPTS)
+                return (await self.store.ask(sample, store.SamplePromptsReply)).prompts
+            except TimeoutError:
+                self.host.log.warning("no-prompts", reason="the store has not read the data yet")
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         for order in orders:
@@ -156,13 +169,8 @@ class Trainer:
         return WeightPublisher(self.host, relay, policy.model, dtype, self._probe)
 
     def _probe(self) -> mf.Probe:
-        """What these weights say about a few fixed sequences: an engine must say the same."""
-        scores = self.learner.score(self.probe_ids)
-        return mf.Probe(
-            sequences=tuple(tuple(s) for s in self.probe_ids),
-            logprobs=tuple(tuple(s) for s in scores),
-            tolerance=self.tolerance,
-        )
+        """What these weights say about text of the run's prompts: an engine must say the same."""
+        return probe_of(self.learner, self.probe_ids, self.tolerance)
 
     # --- exporting ----------------------------------------------------------------------------
 
@@ -227,12 +235,27 @@ def _weights_dtype(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _probe_sequences(vocab_limit: int) -> list[list[int]]:
-    """Fixed token ids, spread over the vocabulary by the hash that all choices use."""
-    return [
-        [ids.hash64("probe", s, i) % vocab_limit for i in range(PROBE_LENGTH)]
-        for s in range(PROBE_SEQUENCES)
-    ]
+def probe_of(learner: Learner, sequences: Sequence[Sequence[int]], tolerance: float) -> mf.Probe:
+    """The scores of the learner's weights; `tolerance`: nats per token on average."""
+    return mf.Probe(
+        sequences=tuple(tuple(s) for s in sequences),
+        logprobs=tuple(tuple(s) for s in learner.score(sequences)),
+        tolerance=tolerance * PROBE_OUTLIER,
+        mean_tolerance=tolerance,
+    )
+
+
+def probe_sequences(prompts: Sequence[bytes], longest: int) -> list[list[int]]:
+    """Text that the run is about: its prompts one after the other, cut into equal pieces.
+
+    As often as it takes: a piece needs two tokens, and there may be one prompt of one.
+    """
+    text = [token for ids in prompts for token in np.frombuffer(ids, "<i4").tolist()] or [0]
+    length = min(PROBE_LENGTH, longest)
+    text *= -(-2 // len(text))
+    starts = range(0, min(len(text), PROBE_SEQUENCES * length), length)
+    pieces = [text[start : start + length] for start in starts]
+    return [piece for piece in pieces if len(piece) > 1]
 
 
 def _sample(row: store.Trajectory) -> TrainSample:

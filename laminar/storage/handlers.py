@@ -43,6 +43,7 @@ class Handlers:
             m.Fetch: self._fetch,
             m.PutRewards: self._put_rewards,
             m.End: self._end,
+            m.SamplePrompts: self._sample_prompts,
             m.Stats: self._stats,
         }
 
@@ -227,6 +228,16 @@ class Handlers:
             num_tokens=row.num_tokens if row else 0,
             tokens_lost=row.tokens_lost if row else 0,
         )
+
+    def _sample_prompts(self, request: m.SamplePrompts) -> m.SamplePromptsReply:
+        meta, room = self._tables.meta(), _Room()
+        purpose, rows = "train", int(meta["train_prompts"])
+        if not rows:
+            purpose, rows = "eval", int(meta["eval_prompts"])
+        count = min(request.count, rows)
+        payloads = (self._tables.prompt(purpose, i * rows // count) for i in range(count))
+        prompts = (_prompt_ids.decode(p).prompt_ids for p in payloads if p is not None)
+        return m.SamplePromptsReply(prompts=tuple(p for p in prompts if room.take(len(p))))
 
     def _stats(self, request: m.Stats) -> m.StatsReply:
         meta = self._tables.meta()

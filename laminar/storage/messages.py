@@ -147,11 +147,17 @@ class End(Message, frozen=True, kw_only=True):
     items: Annotated[tuple[EndItem, ...], Many]
 
 
+class SamplePrompts(Message, frozen=True, kw_only=True):
+    """Ask for some prompts of the run, spread over its data; held-out ones when no others are."""
+
+    count: Annotated[int, Meta(ge=1, le=256)]
+
+
 class Stats(Message, frozen=True, kw_only=True):
     """Ask for totals. Scans the trajectories: meant for reports, not for every step."""
 
 
-Request = Open | Append | Finish | Fetch | PutRewards | End | Stats
+Request = Open | Append | Finish | Fetch | PutRewards | End | SamplePrompts | Stats
 
 
 # --- replies ----------------------------------------------------------------------------------
@@ -254,6 +260,10 @@ class EndReply(Message, frozen=True, kw_only=True):
     results: tuple[EndResult, ...]
 
 
+class SamplePromptsReply(Message, frozen=True, kw_only=True):
+    prompts: tuple[bytes, ...]  #: int32 little-endian; what the reply has no room for is left out
+
+
 class Total(Item, frozen=True, kw_only=True):
     """The trajectories with one end, or without an end and with one status."""
 
@@ -283,6 +293,7 @@ Reply = (
     | FetchReply
     | PutRewardsReply
     | EndReply
+    | SamplePromptsReply
     | StatsReply
     | ErrorReply
 )

@@ -76,6 +76,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sequences: tuple[tuple[Natural, ...], ...]  #: token ids, at least two per sequence
     logprobs: tuple[tuple[float, ...], ...]  #: of tokens 1..L-1 of each sequence, temperature 1
     tolerance: float  #: largest |difference| of one log-prob, nats
+    mean_tolerance: float  #: largest mean |difference|, nats
 
     def __post_init__(self) -> None:
         if not self.sequences or min(map(len, self.sequences)) < 2:
@@ -88,8 +89,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
         if not all(math.isfinite(value) for row in self.logprobs for value in row):
             raise ManifestError("a log-prob of the probe is not finite")
-        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
-            raise ManifestError(f"the probe's tolerance {self.tolerance} is not a positive number")
+        for limit in (self.tolerance, self.mean_tolerance):
+            if not (math.isfinite(limit) and limit > 0):
+                raise ManifestError(f"the probe's tolerance {limit} is not a positive number")
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from laminar.weights.transfer import write_tensors
 
 DEADLINE_S = 30.0
 MINIMAL = ["model.name=none", "data.dataset=none"]
-PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1)
+PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 SHAPE = (4, 16)
 SPECS = mf.layout([("w", SHAPE)], "float32")
 VERSION_BYTES = mf.check_tensors(SPECS)

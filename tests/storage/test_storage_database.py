@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -297,6 +298,21 @@ def test_stats(database):
     rows = [(t.state, t.trajectories, t.tokens, t.tokens_lost) for t in stats.totals]
     assert rows == [("open", 1, 0, 1), ("trained", 1, 6, 0)]
     assert stats.database_bytes > 4096
+
+
+def test_sampled_prompts_are_spread_over_the_data(database, path):
+    """Without training prompts the held-out ones; never more than there are."""
+
+    def sampled(data, count):
+        (reply,) = data.handle_batch([m.SamplePrompts(count=count)])
+        return reply.prompts
+
+    every = tuple(prompt(i).prompt_ids for i in range(PROMPTS))
+    assert sampled(database, 256) == every
+    assert sampled(database, 2) == (every[0], every[PROMPTS // 2])
+    with closing(Database(path.with_name("eval"))) as only_held_out:
+        only_held_out.load_prompts([], [prompt(7)], "data-1")
+        assert sampled(only_held_out, 3) == (prompt(7).prompt_ids,)
 
 
 def test_prompts_are_loaded_once(database, path):

@@ -21,9 +21,20 @@ REQUESTS = [
     reward("0.1.2", 0.1, reason="right", detail="{}", text="4"),
     reward("0.1.2", None),
     end("0.1.2", "trained", step=3),
+    m.SamplePrompts(count=8),
     m.Stats(),
 ]
-TAGS = ["open", "append", "finish", "fetch", "put-rewards", "put-rewards", "end", "stats"]
+TAGS = [
+    "open",
+    "append",
+    "finish",
+    "fetch",
+    "put-rewards",
+    "put-rewards",
+    "end",
+    "sample-prompts",
+    "stats",
+]
 
 
 @pytest.mark.parametrize(("request_", "tag"), list(zip(REQUESTS, TAGS, strict=True)))

@@ -15,7 +15,7 @@ from laminar.weights.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
 from laminar.weights.hashes import manifest_of
 from laminar.weights.transfer import write_tensors
 
-PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1)
+PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 Tensors = dict[str, torch.Tensor]
 
 

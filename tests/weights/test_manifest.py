@@ -11,7 +11,12 @@ from laminar.weights import manifest as mf
 
 SHAPES = [("embed", (5, 8)), ("norm", (3,)), ("scale", ()), ("head", (8, 5))]
 TENSORS = mf.layout(SHAPES, "float32")
-PROBE = mf.Probe(sequences=((1, 2, 3), (4, 5)), logprobs=((-0.5, -1.0), (-2.0,)), tolerance=1e-3)
+PROBE = mf.Probe(
+    sequences=((1, 2, 3), (4, 5)),
+    logprobs=((-0.5, -1.0), (-2.0,)),
+    tolerance=1e-3,
+    mean_tolerance=1e-4,
+)
 
 
 def build(**changes: Any) -> mf.Manifest:
@@ -129,12 +134,40 @@ def test_inconsistent_content_is_refused(changes: dict[str, Any], message: str) 
         {"digest": "0" * 31},
         {"digest": "G" * 32},
         {"unknown": 1},
-        {"probe": {"sequences": [[1]], "logprobs": [[]], "tolerance": 1.0}},
-        {"probe": {"sequences": [], "logprobs": [], "tolerance": 1.0}},
-        {"probe": {"sequences": [[1, 2]], "logprobs": [[0.0, 0.0]], "tolerance": 1.0}},
-        {"probe": {"sequences": [[1, 2]], "logprobs": [[float("nan")]], "tolerance": 1.0}},
-        {"probe": {"sequences": [[1, 2]], "logprobs": [[0.0]], "tolerance": float("nan")}},
-        {"probe": {"sequences": [[1, 2]], "logprobs": [[0.0]], "tolerance": 0.0}},
+        {"probe": {"sequences": [[1]], "logprobs": [[]], "tolerance": 1.0, "mean_tolerance": 1.0}},
+        {"probe": {"sequences": [], "logprobs": [], "tolerance": 1.0, "mean_tolerance": 1.0}},
+        {
+            "probe": {
+                "sequences": [[1, 2]],
+                "logprobs": [[0.0, 0.0]],
+                "tolerance": 1.0,
+                "mean_tolerance": 1.0,
+            }
+        },
+        {
+            "probe": {
+                "sequences": [[1, 2]],
+                "logprobs": [[float("nan")]],
+                "tolerance": 1.0,
+                "mean_tolerance": 1.0,
+            }
+        },
+        {
+            "probe": {
+                "sequences": [[1, 2]],
+                "logprobs": [[0.0]],
+                "tolerance": float("nan"),
+                "mean_tolerance": 1.0,
+            }
+        },
+        {
+            "probe": {
+                "sequences": [[1, 2]],
+                "logprobs": [[0.0]],
+                "tolerance": 0.0,
+                "mean_tolerance": 1.0,
+            }
+        },
     ],
 )
 def test_bad_field_is_refused(changes: dict[str, Any]) -> None:
