@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Sequence
 
@@ -209,7 +208,7 @@ def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
 
 
 def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
-    """By origin; the wire has no number that is not finite."""
+    """By origin."""
     rows: dict[Origin, list[TrajectoryId]] = {}
     for sample_id, origin in result.left_out.items():
         rows.setdefault(origin, []).append(TrajectoryId(sample_id))
@@ -217,7 +216,7 @@ def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
         ev.LeftOut(
             replica=replica,
             version=version,
-            diff=suspect.diff if math.isfinite(suspect.diff) else -1.0,
+            diff=suspect.diff,
             limit=suspect.limit,
             trajectories=tuple(rows[replica, version]),
         )

