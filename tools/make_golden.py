@@ -178,6 +178,12 @@ RUNS = (
         ("dropped:replica-lost",),
         {"eval_answers": 3, "every_s": 1.0},
     ),
+    Recipe(
+        "warned",
+        "weights are refused by a replica, of which the user is warned",
+        ("weights-corrupt",),
+        ("event:TrainingWarning", "event:WeightsRejected"),
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "failed",

@@ -44,6 +44,7 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"the run FAILED: {summary['failure']}"
     if summary["interrupted"]:
         yield "it was asked to stop before its time"
+    yield from summary["warnings"].values()
     if summary["reward_errors"]:
         first = summary["reward_error_first"]
         yield f"the reward FAILED on {_errors(summary)}" + (f", first: {first}" if first else "")

@@ -96,6 +96,7 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
         **_lengths(account),
         **group_figures(account),
         "by_length": by_length(account),
+        "warnings": state.warnings,
         **_rewards(state, account),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
         "tokens_per_s": tokens_per_s(steps.values()),

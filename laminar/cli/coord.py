@@ -28,6 +28,7 @@ from laminar.observe.metrics import MetricsWriter
 from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
+from laminar.observe.warnings import Watch, written_figures
 from laminar.run_lock import RunLock
 from laminar.stop_requests import add_child_option, follow_starter
 
@@ -72,11 +73,12 @@ async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
     boards = Boards(config, run_dir, telemetry, log)
     metrics = MetricsWriter(run_dir, telemetry, boards.scalars)
     status = StatusWriter(run_dir, telemetry, boards=boards.status)
+    watch = Watch(lambda event: coordinator.report(event), written_figures(run_dir))
     coordinator = Coordinator(
         config,
         run_dir,
         on_replayed=Observers(log, metrics=metrics),
-        on_event=Observers(log, metrics=metrics, status=status),
+        on_event=Observers(log, metrics=metrics, status=status, warnings=watch),
         replay_from=metrics.replay_from,
     )
     watching = asyncio.create_task(_watch_directory(lock, coordinator))

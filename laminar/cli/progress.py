@@ -106,11 +106,13 @@ class Progress:
         return status
 
     def _tell_trouble(self, status: dict[str, Any]) -> None:
-        """Once each: the first failure of the reward, answers that were left out, and why a run
-        ends before its time."""
+        """Once each: the first failure of the reward, warnings, answers that were left out, and why
+        a run ends before its time."""
         errors = status["reward_errors"]
         if errors and errors["first"]:
             self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+        for text in status["warnings"]:
+            self._tell_once(text, f"WARNING: {text}")
         for line in status["left_out"]:
             self._tell_once(line, f"MISMATCH: {line}")
         if status["failure"]:

@@ -181,6 +181,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
         *_reward_errors(summary, run_dir),
+        *(f"WARNING          {text}" for text in summary["warnings"].values()),
         f"look at          {typed('report', run_dir)}; {typed('samples', run_dir)}",
         f"figures          {run_dir / SUMMARY_FILE}, {run_dir / METRICS_FILE}, "
         f"{run_dir / TENSORBOARD_DIR}",

@@ -199,6 +199,11 @@ def on_heartbeat_lost(turn: Turn, event: ev.HeartbeatLost) -> None:
     membership.on_heartbeat_lost(turn, event)
 
 
+def on_training_warning(turn: Turn, event: ev.TrainingWarning) -> None:
+    """Remembered, so that it is given once; nothing depends on it."""
+    turn.state.warnings[event.kind] = event.text
+
+
 def on_batch_proposed(turn: Turn, event: ev.BatchProposed) -> None:
     buffering.proposal_answered(turn, event.step, event.groups)
 
@@ -308,6 +313,7 @@ HANDLERS: dict[type[Event], Handler] = {
     ev.NodeHeard: membership.on_node_heard,
     ev.DrainRequested: lifecycle.on_drain_requested,
     ev.EventGivenUp: lifecycle.on_event_given_up,
+    ev.TrainingWarning: on_training_warning,
     ev.BatchProposed: on_batch_proposed,
     ev.ActorJoined: membership.on_actor_joined,
     ev.ActorLeft: membership.on_actor_left,

@@ -257,6 +257,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: None: nothing was scored yet
+    warnings: dict[str, str] = {}  #: of bad learning, text by kind, in the order they came
     staleness_sum: int = 0  #: over trained trajectories
     staleness_max: int = 0
 

@@ -79,6 +79,14 @@ class EventGivenUp(Event, frozen=True, kw_only=True):
         return f"the coordinator crashed {self.crashes} times on {self.what}: {self.error}"
 
 
+class TrainingWarning(Event, frozen=True, kw_only=True):
+    """Learning goes badly in a way that a person should look at; each kind comes once in a run."""
+
+    kind: str  #: no-signal, truncated, ...: docs/training.md
+    step: int  #: completed steps when it was seen
+    text: str  #: the figure, its limit, and what to look at
+
+
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 
@@ -360,6 +368,7 @@ ALL_EVENTS: tuple[type[Event], ...] = (
     NodeSilent,
     NodeHeard,
     DrainRequested,
+    TrainingWarning,
     EventGivenUp,
     BatchProposed,
     ActorJoined,

@@ -74,6 +74,7 @@ INDEX: tuple[Row, ...] = (
         (*_END_RUN, cmd.ExportModel, cmd.PullWeights),
     ),
     Row(ev.EventGivenUp, (COORDINATOR,), "lifecycle.on_event_given_up", _END_RUN),
+    Row(ev.TrainingWarning, (COORDINATOR,), "machine.on_training_warning", ()),
     Row(ev.BatchProposed, (COORDINATOR,), "machine.on_batch_proposed", (cmd.TrainStep,)),
     Row(
         ev.ActorJoined,

@@ -100,6 +100,7 @@ class StatusWriter:
             "failure": state.failure or state.drained_for,
             "reward_errors": reward_errors(state),
             "left_out": list(self.left_out),
+            "warnings": list(state.warnings.values()),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
             "processes": {a.name: a.pid for a in state.actors.values()},
         }

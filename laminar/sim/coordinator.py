@@ -25,8 +25,9 @@ from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Event
+from laminar.events.base import Command, Event, Stamped
 from laminar.net.session import MS, NEVER_NS, Limits
+from laminar.observe.warnings import Watch
 from laminar.ports import DiskError
 from laminar.sim.disk import PowerCut, SimDisk
 from laminar.sim.exits import Exits
@@ -102,6 +103,7 @@ class SimCoordinator:
         if found.unlogged:
             self.world.marks.hit("log:decisions-of-the-dead-completed")
         self.incarnations = restored.incarnation
+        self._watch = Watch(self.report)
         writer = take_over(
             self.disk,
             restored,
@@ -119,7 +121,7 @@ class SimCoordinator:
             lease_ms=scenario.lease_ms,
             node_lease_ms=scenario.node_lease_ms,
             clock_ns=self.world.scheduler.now,
-            observer=self.world.checks.observe,
+            observer=self._observe,
             limits=self._limits,
             given_up=given_up(crashes(self.disk)),
         )
@@ -209,6 +211,10 @@ class SimCoordinator:
             self._introduced[route] = None
         if route in self._introduced:
             self.world.checks.heard(self._routes[route])
+
+    def _observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self.world.checks.observe(stamped, commands, state)
+        self._watch(stamped, commands, state)
 
     # --- turns --------------------------------------------------------------------------------
 

@@ -365,6 +365,9 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.DrainRequested: lambda state, peer: iter(
         [ev.DrainRequested(reason="SIGINT", at_once=at_once) for at_once in (False, True)]
     ),
+    ev.TrainingWarning: lambda state, peer: iter(
+        [ev.TrainingWarning(kind="no-signal", step=3, text="of 90% of the groups")]
+    ),
     ev.NodeSilent: _node_silent,
     ev.NodeHeard: _node_heard,
     ev.BatchProposed: _batch_proposed,

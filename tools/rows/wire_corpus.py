@@ -33,6 +33,7 @@ UNTYPED_MEMORY_FACTOR = 96
 """A prompt keeps the user's own columns: whatever MessagePack can hold, at worst a dict of 232
 bytes for three bytes. It comes from the run's own store, which read it from the user's data."""
 RARE: tuple[Event, ...] = (
+    ev.TrainingWarning(kind="no-signal", step=3, text="of 90% of the groups"),
     ev.VersionGone(version=3, held=(4, 5)),
     ev.EventGivenUp(
         what="timer-fired start",

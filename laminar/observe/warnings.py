@@ -1,0 +1,200 @@
+"""Warnings of bad learning: what a person would want to know while a run works.
+
+Reads   every event and the state after it; the figures of earlier steps, after a restart
+Gives   Watch, an observer that hands TrainingWarning events to the coordinator, which logs them
+
+Nothing is decided here, and nothing in the core depends on a warning: the state only remembers
+which kinds were given, so that each comes once in a run, also when the coordinator comes back. Each
+has a figure, the limit it passed, and what to look at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from laminar.core.held_out import facts
+from laminar.core.state import ENDED, State
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.rundir import METRICS_FILE
+
+WINDOW = 5  #: steps over which figures of a batch are looked at
+ANSWERS_MIN = 64  #: below, a share of failed answers says little
+ERRORS_SHARE = 0.05
+FLAT_SHARE = 0.9  #: of the groups, without any difference between their rewards
+TRUNCATED_SHARE = 0.5
+ENTROPY_SHARE = 0.1  #: of the first steps'
+FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
+
+Figures = dict[str, float]
+
+
+class Watch:
+    """Sees every event; `report` takes the warnings."""
+
+    def __init__(self, report: Callable[[Event], None], earlier: Iterable[Figures] = ()) -> None:
+        """`earlier`: the figures of the steps before this coordinator, oldest first."""
+        self._report = report
+        self._recent: deque[Figures] = deque(maxlen=WINDOW)
+        self._first: list[Figures] = []
+        self._evaluations = 0
+        self._given: set[str] = set()  #: a report is handled in a later turn
+        for figures in earlier:
+            self._take(figures)
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        if isinstance(stamped.event, ev.StepCompleted):
+            self._take(stamped.event.metrics)
+        if state.phase == ENDED:
+            return
+        for kind, text in self._found(stamped.event, state):
+            if kind not in state.warnings and kind not in self._given:
+                self._given.add(kind)
+                step = state.completed
+                self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
+
+    def _take(self, figures: Figures) -> None:
+        self._recent.append(figures)
+        if len(self._first) < WINDOW:
+            self._first.append(figures)
+
+    def _found(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
+        """Kind and text of what is wrong now, looked for at the events that could show it."""
+        if isinstance(event, ev.DataLoaded):
+            yield from _few_prompts(state)
+        elif isinstance(event, ev.WeightsRejected):
+            yield "weights", _rejected(event)
+        elif isinstance(event, ev.TrajectoryRewarded | ev.TrajectoryFailed):
+            yield from _reward_errors(state)
+        elif isinstance(event, ev.StepCompleted):
+            yield from _mismatch(event)
+            yield from self._no_signal()
+            yield from self._truncated()
+            yield from self._entropy()
+        if len(state.evaluations) > self._evaluations:
+            self._evaluations = len(state.evaluations)
+            yield from _falling(state)
+
+    def _mean(self, name: str) -> float | None:
+        """Over the last WINDOW steps; None before there are so many that have it."""
+        values = [figures[name] for figures in self._recent if name in figures]
+        return fmean(values) if len(values) == WINDOW else None
+
+    def _no_signal(self) -> Iterator[tuple[str, str]]:
+        flat = self._mean("groups/no_variance")
+        if flat is not None and flat >= FLAT_SHARE:
+            reward = self._mean("reward/mean")
+            yield (
+                "no-signal",
+                f"{flat:.0%} of the groups of the last {WINDOW} steps have the same reward for all "
+                f"siblings (mean reward {reward:.3g}), so they teach nothing: look at the answers "
+                "with `laminar samples`, at the reward function and at the answer column; else the "
+                "task is too hard or too easy for this model",
+            )
+
+    def _truncated(self) -> Iterator[tuple[str, str]]:
+        cut = self._mean("response_length/clip_ratio")
+        if cut is not None and cut >= TRUNCATED_SHARE:
+            yield (
+                "truncated",
+                f"{cut:.0%} of the answers of the last {WINDOW} steps were cut at "
+                "data.max_response_length: make it larger, or see with `laminar samples` whether "
+                "the model ends its answers (chat template, end tokens)",
+            )
+
+    def _entropy(self) -> Iterator[tuple[str, str]]:
+        name = "actor/entropy"
+        now = self._mean(name)
+        first = [figures[name] for figures in self._first if name in figures]
+        if now is not None and len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first):
+            yield (
+                "entropy",
+                f"the entropy fell from {fmean(first):.3g} to {now:.3g} nats a token: the model "
+                "gives nearly the same answer each time and explores no more; try a smaller "
+                "optim.lr, or algorithm.entropy_coeff or use_kl_loss",
+            )
+
+
+def _few_prompts(state: State) -> Iterator[tuple[str, str]]:
+    wanted = state.settings.groups_per_step
+    if 0 <= state.num_train < wanted:
+        yield (
+            "few-prompts",
+            f"the data has {state.num_train} training prompts and a step takes {wanted} "
+            "(data.train_batch_size): steps are smaller, or prompts come twice in one; give more "
+            "prompts or a smaller batch",
+        )
+
+
+def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
+    rewards = state.rewards
+    if rewards is None or rewards.answers < ANSWERS_MIN:
+        return
+    failed = sum(rewards.errors.values())
+    if failed > ERRORS_SHARE * rewards.answers:
+        yield (
+            "reward-errors",
+            f"the reward failed on {failed} of {rewards.answers} answers "
+            f"({failed / rewards.answers:.0%}), first: {rewards.first}; they count as "
+            "reward.error_score, so the model learns from the failures",
+        )
+
+
+def _falling(state: State) -> Iterator[tuple[str, str]]:
+    """The last evaluation against the best one before it, by the score, else by right answers."""
+    results = [facts(result) for result in state.evaluations]
+    for name in ("score", "share"):
+        known = [r for r in results if r[name] is not None and r[f"{name}_se"] is not None]
+        if len(known) < 2:
+            continue
+        last, best = known[-1], max(known[:-1], key=lambda r: r[name])
+        error = (last[f"{name}_se"] ** 2 + best[f"{name}_se"] ** 2) ** 0.5
+        if best[name] - last[name] > FALL_ERRORS * error > 0:
+            what = "score" if name == "score" else "share of right answers"
+            yield (
+                "held-out-falls",
+                f"the held-out {what} fell from {best[name]:.3g} after step {best['step']} to "
+                f"{last[name]:.3g} after step {last['step']} (standard error of the difference "
+                f"{error:.2g}): look at `laminar samples --eval {last['step']}`, the sign of the "
+                "reward and optim.lr",
+            )
+            return
+
+
+def _mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
+    if event.left_out:
+        part = event.left_out[0]
+        yield (
+            "mismatch",
+            f"{len(part.trajectories)} answers of {part.replica} with weight version "
+            f"{part.version} were left out: its log-probs differ from the trainer's by "
+            f"{part.diff:.3g} a token where {part.limit:.3g} is the most for weights of that age; "
+            "if it goes on, the engine of that replica computes something else than the trainer",
+        )
+
+
+def _rejected(event: ev.WeightsRejected) -> str:
+    return (
+        f"weight version {event.version} was refused by a replica: {event.reason}; it loads again, "
+        "and if it goes on, engine and trainer do not agree on this model"
+    )
+
+
+def written_figures(run_dir: Path) -> Iterator[Figures]:
+    """What an earlier coordinator wrote of its steps; whole lines only."""
+    try:
+        with open(run_dir / METRICS_FILE, "rb") as lines:
+            for line in lines:
+                try:
+                    figures: Any = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(figures, dict) and "training/global_step" in figures:
+                    yield figures
+    except OSError:  # none yet; what cannot be read, the metrics writer reports
+        return

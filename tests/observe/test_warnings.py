@@ -1,0 +1,176 @@
+"""Warnings: each comes from its figure, once, and none from a run that is well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laminar.core.held_out import HeldOutFigures
+from laminar.core.machine import Machine
+from laminar.core.scores import bits_of
+from laminar.core.state import EvaluationResult, RewardErrors, State
+from laminar.events import events as ev
+from laminar.events.base import Event, Stamped
+from laminar.observe.warnings import WINDOW, Watch, written_figures
+from tests.core.world import World
+from tests.core.world_parts import settings
+
+WELL = {
+    "groups/no_variance": 0.5,
+    "reward/mean": 0.4,
+    "response_length/clip_ratio": 0.1,
+    "actor/entropy": 0.5,
+}
+
+
+@pytest.fixture
+def state() -> State:
+    world = World(settings(), num_eval=4, seed=3).run()
+    machine = Machine()
+    for stamped, _ in world.log[: len(world.log) // 2]:
+        machine.handle(stamped)
+    machine.state.evaluations.clear()
+    return machine.state
+
+
+class Seen:
+    """A watch, and what it reported; a report reaches the state later, as in the coordinator."""
+
+    def __init__(self, state: State, *earlier: dict[str, float]) -> None:
+        self.state, self.events = state, list[ev.TrainingWarning]()
+        self.watch = Watch(self._report, earlier)
+
+    def _report(self, event: Event) -> None:
+        assert isinstance(event, ev.TrainingWarning)
+        self.events.append(event)
+
+    def take(self, event: Event) -> None:
+        self.watch(
+            Stamped(seq=1, time_ns=0, peer="x", incarnation=1, peer_seq=1, event=event),
+            [],
+            self.state,
+        )
+
+    def steps(self, count: int, **figures: float) -> list[str]:
+        """Kinds of the warnings after so many steps with these figures."""
+        for step in range(count):
+            self.take(step_completed(step, WELL | figures))
+        return [event.kind for event in self.events]
+
+
+def step_completed(step: int, metrics: dict[str, float], **fields: Any) -> ev.StepCompleted:
+    return ev.StepCompleted(
+        step=step,
+        version=step + 1,
+        changed=True,
+        reason="",
+        num_tokens=1,
+        digest="",
+        metrics=metrics,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "word"),
+    [
+        ("no-signal", {"groups/no_variance": 0.9}, "90%"),
+        ("truncated", {"response_length/clip_ratio": 0.5}, "50%"),
+    ],
+)
+def test_a_figure_of_the_last_steps(
+    state: State, kind: str, figures: dict[str, float], word: str
+) -> None:
+    seen = Seen(state)
+    assert seen.steps(WINDOW - 1, **figures) == []
+    assert seen.steps(3, **figures) == [kind]
+    assert word in seen.events[0].text
+    below = {name: value - 0.01 for name, value in figures.items()}
+    assert Seen(State(settings=state.settings, logic=1)).steps(30, **below) == []
+
+
+def test_entropy_is_held_against_the_first_steps(state: State) -> None:
+    seen = Seen(state)
+    assert seen.steps(20) == []
+    assert seen.steps(WINDOW, **{"actor/entropy": 0.049}) == ["entropy"]
+    assert "from 0.5 to 0.049" in seen.events[0].text
+
+
+def test_a_coordinator_that_comes_back_knows_the_first_steps(state: State, tmp_path: Path) -> None:
+    lines = [WELL | {"training/global_step": step} for step in range(1, 11)]
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / "metrics.jsonl").write_text(text + '\n{"val/version": 3}\n[1]\n{"cut')
+    seen = Seen(state, *written_figures(tmp_path))
+    assert seen.steps(WINDOW, **{"actor/entropy": 0.01}) == ["entropy"]
+    assert list(written_figures(tmp_path / "none")) == []
+
+
+def test_each_kind_comes_once_also_after_a_restart(state: State) -> None:
+    assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == ["no-signal"]
+    state.warnings["no-signal"] = "said"
+    assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == []
+
+
+def test_failing_rewards(state: State) -> None:
+    seen = Seen(state)
+    rewarded = next(
+        stamped.event
+        for stamped, _ in World(settings(), seed=3).run().log
+        if isinstance(stamped.event, ev.TrajectoryRewarded)
+    )
+    for answers, failed in ((63, 60), (100, 5), (100, 6)):
+        state.rewards = RewardErrors(
+            window=bytearray(1), answers=answers, errors={"error": failed}, first="ValueError: q"
+        )
+        assert seen.events == []
+        seen.take(rewarded)
+    assert [event.kind for event in seen.events] == ["reward-errors"]
+    assert "6 of 100 answers (6%), first: ValueError: q" in seen.events[0].text
+
+
+def result(step: int, score: float, error: float) -> EvaluationResult:
+    figures = HeldOutFigures(
+        prompts=100,
+        answers_per_prompt=1,
+        answered=100,
+        passed=0,
+        missing=0,
+        tokens=1,
+        truncated=0,
+        score_bits=bits_of(score),
+        score_se_bits=bits_of(error),
+        share_se_bits=bits_of(0.0),
+    )
+    return EvaluationResult(
+        index=step, version=step, step=step, final=False, total=100, correct=0, figures=figures
+    )
+
+
+def test_a_held_out_score_that_falls(state: State) -> None:
+    seen = Seen(state)
+    for step, score in ((0, 0.3), (10, 0.5), (20, 0.4)):  # by two standard errors of the difference
+        state.evaluations.append(result(step, score, 0.05 / 2**0.5))
+        assert seen.steps(1) == []
+    state.evaluations.append(result(30, 0.34, 0.05 / 2**0.5))
+    assert seen.steps(1) == ["held-out-falls"]
+    assert "from 0.5 after step 10 to 0.34 after step 30" in seen.events[0].text
+
+
+def test_what_an_event_says_by_itself(state: State) -> None:
+    seen = Seen(state)
+    part = ev.LeftOut(replica="rollout-1", version=7, trajectories=("0.1.2",), diff=0.5, limit=0.1)
+    seen.take(step_completed(3, WELL, left_out=(part,)))
+    seen.take(ev.WeightsRejected(version=8, reason="the probe differs by 3"))
+    state.num_train = state.settings.groups_per_step - 1
+    seen.take(ev.DataLoaded(num_train=1, num_eval=0, overlap=0, digest=""))
+    assert [event.kind for event in seen.events] == ["mismatch", "weights", "few-prompts"]
+    assert "rollout-1 with weight version 7" in seen.events[0].text
+    assert "the probe differs by 3" in seen.events[1].text
+
+
+def test_an_ended_run_is_not_warned_of(state: State) -> None:
+    state.phase = "ended"
+    assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == []
