@@ -32,6 +32,8 @@ STATUS: dict[str, Any] = {
     "failure": "",
     "reward_errors": None,
     "left_out": [],
+    "warnings": [],
+    "warnings": [],
     "silent_nodes": [],
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
@@ -55,6 +57,11 @@ def test_why_a_run_ends_before_its_time_is_told_once(tmp_path: Path) -> None:
 
 def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     assert "FAILED" not in show(tmp_path, False, {}, {"step": 4})
+
+
+def test_a_warning_is_told_once(tmp_path: Path) -> None:
+    text = show(tmp_path, False, {"warnings": ["of this"]}, {"warnings": ["of this", "of that"]})
+    assert text.count("WARNING: of this") == 1 and text.count("WARNING: of that") == 1
 
 
 def test_each_replica_and_version_that_is_left_out_is_told_once(tmp_path: Path) -> None:
