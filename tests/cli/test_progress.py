@@ -33,7 +33,6 @@ STATUS: dict[str, Any] = {
     "reward_errors": None,
     "left_out": [],
     "warnings": [],
-    "warnings": [],
     "silent_nodes": [],
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
