@@ -10,8 +10,9 @@ Forks   actors, by way of a process that ends at once: they are children of the 
 
 A fork copies one thread. Locks that another one holds would stay locked in the child for ever, so a
 process with more than one forks nothing: if an import has started threads, it begins again without
-imports, says so, and each actor imports for itself. It opens no device and no connection, and what
-cannot be imported is left to the actor that needs it, which can say so in the run.
+imports, says so, and each actor imports for itself; so if one has begun CUDA, which no child could
+use then. It opens no connection, and what cannot be imported is left to the actor that needs it,
+which can say so in the run.
 """
 
 from __future__ import annotations
@@ -85,11 +86,10 @@ def main(fd: str, note: str, *modules: str) -> int:
     node = socket.socket(fileno=int(fd))
     begun = time.monotonic()
     missing = import_all(modules)
-    if threads := other_threads():
+    if hindrance := hindrance_to_fork():
         if not modules:
-            sys.exit(f"a warm process has threads before it imports anything: {threads}")
-        why = f"importing {', '.join(modules)} starts threads ({threads}): each actor imports anew"
-        _exec_again(fd, why)
+            sys.exit(f"a warm process that has imported nothing {hindrance}")
+        _exec_again(fd, f"importing {', '.join(modules)} {hindrance}: each actor imports anew")
     gc.collect()
     gc.freeze()  # children share these pages until a collection writes into them
     sys.stdout.flush()  # what is in a buffer would be written by every child
@@ -109,8 +109,15 @@ def import_all(modules: Sequence[str]) -> list[str]:
     return missing
 
 
-def other_threads() -> str:
-    """Names of the threads beside this one; empty when there are none."""
+def hindrance_to_fork() -> str:
+    """What children of this process would suffer from; empty: nothing."""
+    if threads := _other_threads():
+        return f"has started threads ({threads})"
+    torch = sys.modules.get("torch")
+    return "has begun CUDA" if torch is not None and torch.cuda.is_initialized() else ""
+
+
+def _other_threads() -> str:
     names = []
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
@@ -120,7 +127,7 @@ def other_threads() -> str:
 
 
 def _exec_again(fd: str, note: str) -> None:
-    """Without modules; the threads end with the program that had them."""
+    """Without modules; threads end with the program that had them."""
     program = [sys.executable, "-m", "laminar.actors.warm_process", fd, note]
     os.execv(sys.executable, program)
 

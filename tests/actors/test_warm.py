@@ -138,15 +138,25 @@ async def test_a_warm_process_that_is_killed_costs_no_actor_and_is_replaced(
     assert psutil.Process(first.pid).is_running() and first.returncode is None
 
 
-async def test_a_module_that_starts_threads_is_imported_by_each_actor_itself(
-    machine: Machine,
+THREADS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+CUDA = """
+import sys, types
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+"""
+
+
+@pytest.mark.parametrize(("text", "note"), [(THREADS, "started threads"), (CUDA, "begun CUDA")])
+async def test_a_module_that_must_not_be_forked_is_imported_by_each_actor_itself(
+    machine: Machine, text: str, note: str
 ) -> None:
-    """A fork of a process with threads may wait for ever for a lock that one of them had."""
-    text = "import ctypes, threading, time\n"
-    text += "t = threading.Thread(target=time.sleep, args=(60,), daemon=True)\nt.start()\n"
+    """A fork may wait for ever for a lock that another thread had, and cannot use such a CUDA."""
     warm = machine.make_warm(machine.module("busy_module", text))
     actor = await machine.fork(warm)
-    assert "importing busy_module starts threads" in warm.note
+    assert f"importing busy_module has {note}" in warm.note
     assert len(os.listdir(f"/proc/{warm.pid}/task")) == 1
     await machine.until_it_works(actor)
 
