@@ -24,8 +24,8 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
     yield "groups", groups_line(summary)
     yield from _held_out(summary["evaluations"])
-    if ranges := summary["eval_by_prompt_length"]:
-        yield "  by prompt length", "; ".join(map(range_line, ranges))
+    for found in summary["eval_by_prompt_length"]:
+        yield "  by prompt length", range_line(found)
     yield "reward", _first_to_last(data, "reward/mean")
     yield "entropy (nats)", _first_to_last(data, "actor/entropy")
     yield "length (tokens)", _lengths(summary)

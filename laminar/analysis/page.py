@@ -109,14 +109,22 @@ def _of(data: PageData, runs: Sequence[PageData]) -> str:
 
 def _figures(runs: Sequence[PageData]) -> Iterator[str]:
     """A row for each figure, a column for each run."""
-    columns = [dict(headline(data)) for data in runs]
+    columns = [_by_name(data) for data in runs]
     yield "<table>"
     if len(runs) > 1:
         yield f"<tr><th></th>{''.join(f'<th>{escape(data.name)}</th>' for data in runs)}</tr>"
-    for name in columns[0]:
-        cells = "".join(f"<td>{escape(column[name])}</td>" for column in columns)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        cells = "".join(f"<td>{'<br>'.join(column.get(name, ['-']))}</td>" for column in columns)
         yield f"<tr><th>{escape(name)}</th>{cells}</tr>"
     yield "</table>"
+
+
+def _by_name(data: PageData) -> dict[str, list[str]]:
+    """A figure may have several lines."""
+    found: dict[str, list[str]] = {}
+    for name, text in headline(data):
+        found.setdefault(name, []).append(escape(text))
+    return found
 
 
 def _troubles(runs: Sequence[PageData]) -> Iterator[str]:

@@ -111,6 +111,7 @@ def test_runs_side_by_side_share_their_charts_and_axes(run: Path, tmp_path: Path
     page = html(runs)
     reward = next(svg for svg in svgs(page) if 'aria-label="Reward, mean' in svg)
     assert reward.count("<polyline") == 2 and ">copy</text>" in reward and ">other</text>" in reward
+    assert page.count("<td>") == 2 * len({name for name, _ in headline(runs[0])})
     lengths = [svg for svg in svgs(page) if 'aria-label="Response length (' in svg]
     assert len(lengths) == 2
     assert len({tuple(re.findall(r'"end">([^<]*)<', svg)) for svg in lengths}) == 1
@@ -145,3 +146,17 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
     data: PageData = page_data(tmp_path / "run", None)
     assert dict(headline(data))["outcome"] == "not ended"
     assert "no figures yet" in html([data])
+
+
+def test_no_line_of_a_figure_is_lost(run: Path) -> None:
+    """Several lines of one name, and figures that only one of the runs has."""
+    first, second = page_data(run, decode), page_data(run, decode)
+    ranges = [
+        {"prompt_tokens_min": i, "prompt_tokens_max": i, "first_total": 1, "first_correct": 1}
+        | {"last_total": 1, "last_correct": 0}
+        for i in (3, 4)
+    ]
+    second.summary["eval_by_prompt_length"] = ranges
+    page = html([first, second])
+    assert "<th>  by prompt length</th><td>-</td><td>3 tokens 1.00 -&gt; 0.00 (1)" in page
+    assert page.count("4 tokens 1.00 -&gt; 0.00 (1)") == 1
