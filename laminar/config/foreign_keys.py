@@ -17,6 +17,8 @@ VERL = {
     "data.train_max_samples": "data.dataset_size",
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.val_kwargs.n": "rollout.val_kwargs.n",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val_kwargs.temperature",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.vllm.tensor_parallel_size",
@@ -79,7 +81,9 @@ TRL = {
     "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "vllm_max_model_length": "rollout.max_model_len",
-    "reward_funcs": "reward.custom_reward_function.path",
+    "num_generations_eval": "rollout.val_kwargs.n",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.functions",
 }
 
 OTHERS = {
@@ -96,6 +100,8 @@ OTHERS = {
     "eps_clip_c": "algorithm.clip_ratio_c",
     "save_interval": "trainer.save_freq",
     "eval_interval": "trainer.test_freq",
+    "n_samples_per_eval_prompt": "rollout.val_kwargs.n",
+    "eval_temperature": "rollout.val_kwargs.temperature",
     "advantage_estimator": "algorithm.adv_estimator",
     # AReaL
     "actor.path": "model.name",
