@@ -28,7 +28,7 @@ def round_up(length: int) -> int:
 
 
 class Span(NamedTuple):
-    """Neighbouring rows of a batch; its row 0 lies in the first slot."""
+    """Neighbouring slots that share an attention call."""
 
     first: int
     stop: int

@@ -215,7 +215,7 @@ class TorchEngine:
         integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(device)
         reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(device)
         spans = self._spans.of(lengths)
-        hidden = self._model.forward(integers[0, :, None], integers[1, :, None], 0, spans)
+        hidden = self._model.forward(integers[0, :, None], integers[1, :, None], spans)
         tokens, logprobs = choose(self._model.logits(hidden[:, 0]), reals[0], reals[1])
         return tokens.tolist(), logprobs.tolist()
 

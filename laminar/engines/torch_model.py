@@ -3,12 +3,12 @@
 Reads   ModelSpec, Hugging Face tensors by name, token ids with their positions
 Gives   hidden states and logits; the cache rows of the slots it ran over
 
-One forward pass serves prefill, decode and scoring: n rows of L tokens, row r being slot
-first + r. Rows are always neighbouring slots, so that the cache is read as a view, without a
-gather; each span of them (spans.py) is one attention call over its own number of positions. The
-heads of a group that share one key head are folded into the query length, because fused attention
-kernels then read each key once and no repeated copy is made. Q, K, V and gate, up are one matrix
-each: a small model's step is bound by the number of kernels.
+One forward pass serves prefill, decode and scoring: n rows of L tokens in neighbouring slots, so
+that the cache is read as a view, without a gather; each span of them (spans.py) is one attention
+call over its own number of positions. The heads of a group that share one key head are folded into
+the query length, because fused attention kernels then read each key once and no repeated copy is
+made. Q, K, V and gate, up are one matrix each: a small model's step is bound by the number of
+kernels.
 """
 
 from __future__ import annotations
@@ -182,23 +182,24 @@ class DecoderModel:
         kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
         self._head_kind = torch.tensor(kinds, device=device)
 
-    def forward(self, ids: Tensor, positions: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
-        """Run `ids` [n, L] at `positions` ([n, L], or [1, L] for all rows) in n slots.
+    def forward(self, ids: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Run `ids` [n, L] at `positions` ([n, L], or with one span [1, L] for all) in n slots.
 
         Keys and values are written to the cache, and each token attends to the positions up to
-        its own. `spans` cover the n rows; the kv_len of each, a multiple of KV_ROUND, is above
-        every position of its rows. Gives the normalised hidden states [n, L, H].
+        its own. `spans` cover the n neighbouring slots; the kv_len of each, a multiple of KV_ROUND,
+        is above every position of its rows. Gives the normalised hidden states [n, L, H].
         """
-        rows = self._steps[: ids.shape[0], None] + first
+        rows = self._steps[spans[0].first : spans[-1].stop, None]
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-        masks = [self._mask(positions[_rows_of(span, positions)], span.kv_len) for span in spans]
+        parts = zip(_parts(positions, spans), spans, strict=True)
+        masks = [self._mask(part, span.kv_len) for part, span in parts]
         x = F.embedding(ids, self.weights.embed)
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
             keys, values = self.cache.k[index], self.cache.v[index]
             keys[rows, :, positions] = k
             values[rows, :, positions] = v
-            attended = self._attend(q, keys[first:], values[first:], spans, masks)
+            attended = self._attend(q, keys, values, spans, masks)
             x = x + F.linear(attended, layer.o)
             gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -230,8 +231,8 @@ class DecoderModel:
                 part = torch.tensor(row[start:end])
                 padded[: len(part)] = part
             positions = self._steps[None, start:end]
-            spans = [Span(0, count, round_up(end))]
-            yield start, self.forward(ids.to(self.device), positions, first, spans)
+            spans = [Span(first, first + count, round_up(end))]
+            yield start, self.forward(ids.to(self.device), positions, spans)
             start = end
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -270,28 +271,30 @@ class DecoderModel:
         spans: Sequence[Span],
         masks: Sequence[Tensor],
     ) -> Tensor:
-        """q [n, L, h, D] over keys and values [n or more, k, T, D]; gives [n, L, h * D]."""
+        """q [n, L, h, D] over a layer's keys and values [slots, k, T, D]; gives [n, L, h * D]."""
         n, length, heads, size = q.shape
         kv_heads = self.spec.num_kv_heads
         q = q.view(n, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, -1, size)
         parts = [
             F.scaled_dot_product_attention(
-                q[first:stop],
+                part,
                 keys[first:stop, :, :kv_len],
                 values[first:stop, :, :kv_len],
                 attn_mask=mask,
             )
-            for (first, stop, kv_len), mask in zip(spans, masks, strict=True)
+            for part, (first, stop, kv_len), mask in zip(
+                _parts(q, spans), spans, masks, strict=True
+            )
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         out = out.view(n, kv_heads, -1, length, size).permute(0, 3, 1, 2, 4)
         return out.reshape(n, length, heads * size)
 
 
-def _rows_of(span: Span, positions: Tensor) -> slice:
-    """Of the positions of a span's rows; all rows may share one."""
-    return slice(span.first, span.stop) if positions.shape[0] > 1 else slice(0, 1)
+def _parts(rows: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """The rows of each span. One span takes no kernel or view more than no spans would."""
+    return [rows] if len(spans) == 1 else rows.split([stop - first for first, stop, _ in spans])
 
 
 def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
