@@ -230,11 +230,11 @@ async def mismatch(driver: Driver, trainer: Trainer, args: argparse.Namespace) -
 
 async def speed(driver: Driver, args: argparse.Namespace) -> None:
     for rows in args.rows:
-        await driver.run(driver.prompts([args.prompt] * rows), 16)  # warm-up
         rates = []
-        for _ in range(args.rounds):
+        for _ in range(args.rounds + 1):  # the first one warms up, here and below
             await driver.run(driver.prompts([args.prompt] * rows), args.new)
             rates.append(driver.decode_rate())
+        del rates[0]
         show("decode", rows=rows, tokens_per_s=statistics.median(rates), spread=spread(rates))
     rates = []
     for _ in range(args.rounds + 1):
@@ -254,7 +254,7 @@ async def long_row(driver: Driver, args: argparse.Namespace) -> None:
     for turn in range(args.rounds + 1):
         for name, lengths in (("tail", tail), ("equal", equal)):
             await driver.run(driver.prompts(lengths), args.new)
-            if turn:  # the first one warms up
+            if turn:
                 steps[name].append(len(lengths) / driver.decode_rate())
     with_tail, same = (statistics.median(steps[name]) for name in ("tail", "equal"))
     show("long_row", step_ms=1e3 * with_tail, equal_rows_ms=1e3 * same, ratio=with_tail / same)
