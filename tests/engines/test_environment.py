@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
+
 from laminar.config import Config, load
 from laminar.engines.environment import environment
 
@@ -25,3 +31,15 @@ def test_vllm_without_gpus_has_as_many_threads_as_are_set() -> None:
 
 def test_the_embedded_engine_needs_nothing() -> None:
     assert environment(config("torch"), gpus=True) == environment(config("torch"), gpus=False) == {}
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_progress_bar_of_vllm_does_not_reach_the_terminal(gpus: bool) -> None:
+    bar = "from tqdm import tqdm; list(tqdm([1], desc='Capturing CUDA graphs'))"
+    child = subprocess.run(
+        [sys.executable, "-c", bar],
+        env={**os.environ, **environment(config("vllm"), gpus)},
+        capture_output=True,
+        check=True,
+    )
+    assert child.stderr == b""
