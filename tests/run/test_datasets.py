@@ -19,17 +19,19 @@ DATASETS = [
 
 
 @pytest.mark.long
-def test_three_steps_with_closed_books(tmp_path: Path) -> None:
+def test_the_example_of_the_readme_earns_and_closes_its_books(tmp_path: Path) -> None:
     finished = train(
         tmp_path,
-        "data.dataset=letter_counting",
-        "data.dataset_config={}",
+        "data.dataset=word_sequence_reversal",
+        "data.dataset_config={min_words=1, max_words=1}",
         "data.dataset_size=400",
         "data.val_size=16",
         "trainer.total_training_steps=3",
     )
     assert finished.code == 0, finished.output
     assert finished.summary["steps"] == 3
+    rewards = [line["reward/mean"] for line in finished.metrics() if "reward/mean" in line]
+    assert len(rewards) == 3 and max(rewards) > 0
     audit = laminar("audit", str(finished.directory))
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
