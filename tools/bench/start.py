@@ -12,6 +12,8 @@ NAME_ready    ... in which it can work: data loaded, model loaded, engine there
 version_0     ... in which the first replica has weights
 dispatched    ... in which the first trajectory is in an engine
 first_step    ... in which the first step is completed
+cpu           of all processes of the whole run, twelve steps included: other work on the machine
+              does not change it
 again_joined, again_ready, again_serves   from the kill of a replica to its successor's first word,
               its engine, its weights
 """
@@ -76,7 +78,7 @@ def one_round(directory: Path, settings: list[str]) -> dict[str, float]:
     run = directory / "run"
     words = ["train", "-c", "configs/quickstart.toml", "trainer.total_training_steps=12"]
     words += [*settings, f"run.output_dir={directory}", "run.name=run"]
-    begun_ns = time.time_ns()
+    begun_ns, begun_cpu = time.time_ns(), children_cpu()
     with subprocess.Popen(
         [sys.executable, "-m", "laminar.cli.main", *words], cwd=ROOT, stdout=subprocess.PIPE
     ) as process:
@@ -85,7 +87,12 @@ def one_round(directory: Path, settings: list[str]) -> dict[str, float]:
             process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()
-    return read_times(run, begun_ns, killed_ns)
+    return read_times(run, begun_ns, killed_ns) | {"cpu": children_cpu() - begun_cpu}
+
+
+def children_cpu() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def kill_a_replica(run: Path) -> int:
