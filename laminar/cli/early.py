@@ -1,11 +1,11 @@
-"""The first node of `laminar train`, started before there is a run: it imports during the checks.
+"""The nodes of `laminar train`, started before there is a run: they import during the checks.
 
 Reads   the configuration
 Starts  python -m laminar.cli.early_node
-Writes  the words of a laminar-node to it, with the lock of the run's directory
+Writes  the words of a laminar-node to each, with the lock of the run's directory
 
 What the actors import and what the checks before a run import takes seconds each, on a core of its
-own. If the checks find a mistake, the process is ended; it has written nothing.
+own. If the checks find a mistake, the processes are ended; they have written nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from laminar.actors.roles import ROLES, needs
+from laminar.actors.roles import needs
 from laminar.config import Config
 from laminar.engines.environment import visible_gpus
 
@@ -24,10 +24,10 @@ from laminar.engines.environment import visible_gpus
 class EarlyNode:
     """A node daemon that imports; `go` makes it one of a run, `close` ends one that is none."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, roles: Sequence[str]) -> None:
         """In a session of its own: Ctrl-C is the starter's to hand on."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        imports = json.dumps(needs(ROLES, config, gpus=bool(visible_gpus())))
+        imports = json.dumps(needs(roles, config, gpus=bool(visible_gpus())))
         with theirs:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "laminar.cli.early_node", imports],

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ TERM_S = 15.0
 Process = subprocess.Popen[bytes]
 
 
+def roles_of(machine: int) -> list[str]:
+    """The first machine has the store and the trainer, all have a relay and replicas."""
+    return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
+
+
 class Supervisor:
     """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
@@ -56,9 +62,9 @@ class Supervisor:
         lock: RunLock,
         console: Console,
         asked: Asked,
-        early: EarlyNode | None = None,
+        early: Sequence[EarlyNode] = (),
     ) -> None:
-        """`early`: the first node, where it has been started already."""
+        """`early`: the nodes, where they have been started already."""
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self.progress = Progress(lock.run_dir, console)
         self._asked, self._early = asked, early
@@ -123,13 +129,11 @@ class Supervisor:
         self._told = Asked.NOTHING
 
     def _start_node(self, index: int) -> Process:
-        """The first machine has the store and the trainer, all have a relay and replicas."""
-        first = "store,trainer," if index == 0 else ""
-        roles = f"{first}relay,rollout:{self.config.rollout.replicas}"
-        address = f"127.0.0.{index + 1}"
-        words = ["--name", f"node-{index}", "--roles", roles, "--host", address]
-        if index == 0 and self._early is not None:
-            return self._early.go([str(self.run_dir), *words], self._lock.fd)
+        name, address = f"node-{index}", f"127.0.0.{index + 1}"
+        roles = ",".join([*roles_of(index)[:-1], f"rollout:{self.config.rollout.replicas}"])
+        words = ["--name", name, "--roles", roles, "--host", address]
+        if self._early:
+            return self._early[index].go([str(self.run_dir), *words], self._lock.fd)
         return self._start("laminar.cli.node", *words)
 
     def _start(self, module: str, *options: str) -> Process:

@@ -22,7 +22,7 @@ from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
 from laminar.cli.reward_trial import show_trial
-from laminar.cli.supervisor import Asked, Supervisor
+from laminar.cli.supervisor import Asked, Supervisor, roles_of
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
@@ -65,9 +65,9 @@ def train(arguments: argparse.Namespace) -> int:
         )
     config = check_settings(config)
     with contextlib.ExitStack() as ends:
-        early = None
-        if not arguments.dry_run:
-            early = ends.enter_context(contextlib.closing(EarlyNode(config)))
+        early = []
+        for index in range(0 if arguments.dry_run else config.run.nodes):
+            early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
         plan = look_at_data(config)
         if arguments.dry_run:
             ask_vllm(plan.config)

@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[EarlyNode]:
     """Its warm process imports nothing, since that is not what is looked at here."""
     monkeypatch.setattr(early_module, "needs", lambda *roles, **gpus: {"torch": Needs([], {})})
-    made = EarlyNode(load([], ["model.name=m", "data.dataset=gcd"]))
+    made = EarlyNode(load([], ["model.name=m", "data.dataset=gcd"]), ["relay"])
     yield made
     made.close()
 
