@@ -28,6 +28,7 @@ SHARES = (0.0, 1.0)
 #: (title, key of metrics.jsonl, unit, range or None): a line for each run
 FIGURES = (
     ("Reward, mean of the batch", "reward/mean", "reward", None),
+    ("Groups with one score for all, which teach nothing", "groups/no_variance", "share", SHARES),
     ("Entropy", "actor/entropy", "nats per token", None),
     ("Truncated responses", "response_length/clip_ratio", "share of the batch", SHARES),
     ("Gradient norm before clipping", "actor/grad_norm", "norm", None),

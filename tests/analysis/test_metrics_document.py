@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from laminar.analysis.page import FIGURES
 from laminar.analysis.report import summarize
 from laminar.training.metrics import BY_LENGTH, TOKEN_MAXIMA, TOKEN_MEANS
 
@@ -31,6 +32,11 @@ def test_every_key_of_the_summary(copy: Path) -> None:
     keys = set(summary) | set(summary["evaluations"][0])
     keys |= {state for shares in summary["time_shares"].values() for state in shares}
     assert keys <= documented()
+
+
+def test_every_figure_that_the_page_draws() -> None:
+    """A chart of a name that nothing writes would stay empty for ever."""
+    assert {key for _, key, *_ in FIGURES} <= documented()
 
 
 def test_every_figure_of_the_tokens() -> None:
