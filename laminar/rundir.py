@@ -2,6 +2,7 @@
 
 config.toml       the resolved configuration
 run.lock          locked by every process of the run; processes/ says which they are
+first_look.json   what was wrong before it started, by kind of warning; none: nothing
 coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
@@ -24,6 +25,7 @@ from pathlib import Path
 CONFIG_FILE = "config.toml"
 LOCK_FILE = "run.lock"
 PROCESSES_DIR = "processes"
+FIRST_LOOK_FILE = "first_look.json"
 COORDINATOR_FILE = "coordinator.json"
 EVENTS_DIR = "events"
 STORE_FILE = "store.sqlite"

@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from laminar.cli.reward_trial import trial_calls
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, DataConfig
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
 from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.chat import encode_all, encode_prompt
+from laminar.tasks.chat import encode_all, encode_prompt, is_templated
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
-from laminar.tasks.prompts import load_prompts
+from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_LOOKED_AT = 64
 LONGEST_PROMPTS = 64
 """Only the longest texts are tokenised here; the store does all of them, and says the same."""
 
@@ -49,6 +55,7 @@ class Plan:
     end_ids: list[int]
     reward: RewardSpec
     trial: list[RewardCall]  #: of the reward, before anything starts
+    warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
 
 
 def check_settings(config: Config) -> Config:
@@ -92,7 +99,23 @@ def look_at_data(config: Config) -> Plan:
             prompts.train,
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         ),
+        warnings=_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], config.data),
     )
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
+) -> dict[str, str]:
+    """A warning, where most prompts have been through the chat template."""
+    count = sum(is_templated(tokenizer, row, data) for row in rows)
+    if 2 * count <= len(rows):
+        return {}
+    return {
+        "template": f"{count} of the first {len(rows)} prompts have already what the chat template "
+        "puts around a message, and get it again: give what the user says alone, or set "
+        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` is what the "
+        "model sees"
+    }
 
 
 def planned_steps(config: Config, num_train: int) -> int:

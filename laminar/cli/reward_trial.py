@@ -2,11 +2,14 @@
 
 Reads   the first training rows, the resolved scorer
 Writes  the terminal: what each call returned
+Gives   a warning, when the right answers score less than empty ones
 Raises  ConfigError when the scorer cannot be loaded; whatever it returns ends nothing
 
 A reward that fails on everything, or gives every answer the same, is a mistake of an hour's run; so
 the user sees its scores first. A user's function runs in a worker process with its time-out, as in
-the run; what it prints is dropped here. The scorers of this project need neither.
+the run; what it prints is dropped here. The scorers of this project need neither. How a user's
+function wants its answers is not known, so it gets them in the usual forms; the one is shown that
+makes a difference to an empty answer.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
 
 ROWS = 3
 SHOWN_CHARS = 60
+FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
+"""In which an answer is written for a function of the user."""
 NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
 Encode = Callable[[str], list[int]]
 
 
 def trial_calls(spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode) -> list[RewardCall]:
-    """For each row the answer in the data, if there is one, and an empty one."""
+    """For each row the answer in the data, if there is one, in one form or several; last an empty
+    answer."""
     return [
         RewardCall(row, [(text, encode(text) if text else []) for text in _texts(spec, row)])
         for row in rows[:ROWS]
@@ -40,15 +46,15 @@ def _texts(spec: RewardSpec, row: PromptRow) -> list[str]:
     truth = restore(row.ground_truth)
     if truth is None:
         return [""]
-    answer = str(truth)
-    tagged = any(function.kind != "custom" for function in spec.functions)
-    return [f"<answer>{answer}</answer>" if tagged else answer, ""]
+    only_custom = all(function.kind == "custom" for function in spec.functions)
+    forms = FORMS if only_custom else FORMS[1:2]
+    return [*(form.format(truth) for form in forms), ""]
 
 
 def show_trial(
     spec: RewardSpec, reward: RewardConfig, calls: Sequence[RewardCall], console: Console
-) -> None:
-    """Call the reward and show what it returns."""
+) -> dict[str, str]:
+    """Call the reward and show what it returns; a warning by its kind, if there is reason."""
 
     def show(line: str) -> None:
         console.print(line, highlight=False, markup=False)
@@ -58,12 +64,37 @@ def show_trial(
         "with an empty one, it gives"
     )
     results: list[RewardResult] = []
+    pairs: list[tuple[float | None, float | None]] = []
     for call, found in zip(calls, _results(spec, reward, calls), strict=True):
         results += found
-        for (text, _), result in zip(call.completions, found, strict=True):
-            show(f"  row {call.row.index:<5}  {_short(text)}: {_outcome(result)}")
+        for index in sorted({_telling(found), len(found) - 1}):
+            text, _ = call.completions[index]
+            show(f"  row {call.row.index:<5}  {_short(text)}: {_outcome(found[index])}")
+        if found[1:]:  # else the data has no answer
+            pairs.append((found[_telling(found)].score, found[-1].score))
     if results and all(failed(result) for result in results):
         show(f"  NO CALL GAVE A SCORE. {_consequence(reward)}")
+    return _backward(pairs)
+
+
+def _telling(found: Sequence[RewardResult]) -> int:
+    """Which call shows what a right answer is worth: the best score that an empty one has not."""
+    empty = found[-1].score
+    scored = [i for i, r in enumerate(found) if r.score is not None and r.score != empty]
+    return max(scored, key=lambda i: (found[i].score, -i), default=0)
+
+
+def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:
+    """Of (right answer, empty answer): every right one is worth less."""
+    known = [(right, empty) for right, empty in pairs if right is not None and empty is not None]
+    if not known or not all(right < empty for right, empty in known):
+        return {}
+    right, empty = known[0]
+    return {
+        "reward-order": f"the reward gives {right:g} to the answer in the data and {empty:g} to an "
+        f"empty one, and so on each of the {len(known)} rows tried, so the model learns to avoid "
+        "right answers: look at the sign of the reward and at the answer column"
+    }
 
 
 def failed(result: RewardResult) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from laminar.rundir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     EXPORT_DIR,
+    FIRST_LOOK_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_DIR,
@@ -72,8 +74,9 @@ def train(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
-        show_trial(plan.reward, plan.config.reward, plan.trial, console)
+        found = plan.warnings | show_trial(plan.reward, plan.config.reward, plan.trial, console)
         if arguments.dry_run:
+            console.lines([f"WARNING: {text}" for text in found.values()])
             return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
         console.when_gone(
             "nobody reads the output any more; the run goes on, and "
@@ -82,7 +85,7 @@ def train(arguments: argparse.Namespace) -> int:
         with Asked() as asked:  # before there is a directory: nothing is left half made
             if run_dir.exists():
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
-            lock = ends.enter_context(contextlib.closing(_prepare(plan.config, run_dir)))
+            lock = ends.enter_context(contextlib.closing(prepare(plan.config, run_dir, found)))
             over = Supervisor(plan.config, lock, console, asked, early).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
@@ -127,12 +130,14 @@ def move_aside(run_dir: Path) -> Path:
     return target
 
 
-def _prepare(config: Config, run_dir: Path) -> RunLock:
-    """Make the directory, ours before anything is in it."""
+def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
+    """Make the directory, ours before anything is in it. The coordinator gives the warnings."""
     try:
         run_dir.mkdir(parents=True)
         lock = RunLock.create(run_dir, "train")
         (run_dir / CONFIG_FILE).write_text(dumps(config))
+        if warnings:
+            (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         new_attempt(run_dir)
         return lock
     except FileExistsError:

@@ -1,6 +1,7 @@
 """Warnings of bad learning: what a person would want to know while a run works.
 
-Reads   every event and the state after it; the figures of earlier steps, after a restart
+Reads   every event and the state after it; first_look.json, what was found before the run started;
+        the figures of earlier steps, after a restart
 Gives   Watch, an observer that hands TrainingWarning events to the coordinator, which logs them
 
 Nothing is decided here, and nothing in the core depends on a warning: the state only remembers
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ from laminar.core.held_out import facts
 from laminar.core.state import ENDED, State
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.rundir import METRICS_FILE
+from laminar.rundir import FIRST_LOOK_FILE, METRICS_FILE
 
 WINDOW = 5  #: steps over which figures of a batch are looked at
 ANSWERS_MIN = 64  #: below, a share of failed answers says little
@@ -37,9 +38,16 @@ Figures = dict[str, float]
 class Watch:
     """Sees every event; `report` takes the warnings."""
 
-    def __init__(self, report: Callable[[Event], None], earlier: Iterable[Figures] = ()) -> None:
-        """`earlier`: the figures of the steps before this coordinator, oldest first."""
+    def __init__(
+        self,
+        report: Callable[[Event], None],
+        earlier: Iterable[Figures] = (),
+        at_start: Mapping[str, str] = {},
+    ) -> None:
+        """`earlier`: the figures of the steps before this coordinator, oldest first; `at_start`:
+        texts of what was found before the run, by kind."""
         self._report = report
+        self._at_start = dict(at_start)
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
         self._evaluations = 0
@@ -65,6 +73,8 @@ class Watch:
 
     def _found(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
         """Kind and text of what is wrong now, looked for at the events that could show it."""
+        at_start, self._at_start = self._at_start, {}
+        yield from at_start.items()
         if isinstance(event, ev.DataLoaded):
             yield from _few_prompts(state)
         elif isinstance(event, ev.WeightsRejected):
@@ -183,6 +193,15 @@ def _rejected(event: ev.WeightsRejected) -> str:
         f"weight version {event.version} was refused by a replica: {event.reason}; it loads again, "
         "and if it goes on, engine and trainer do not agree on this model"
     )
+
+
+def first_look(run_dir: Path) -> dict[str, str]:
+    """Warnings from before the run, by kind; without such a file none."""
+    try:
+        found: dict[str, str] = json.loads((run_dir / FIRST_LOOK_FILE).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def written_figures(run_dir: Path) -> Iterator[Figures]:

@@ -1,7 +1,8 @@
 """From a prompt row to the token ids that the engine starts from.
 
 Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
-Gives   lists of token ids, made once at start; raises ConfigError
+Gives   lists of token ids, made once at start; raises ConfigError; whether a row has gone through
+        the chat template already
 
 This is the only place where a prompt's text becomes ids: the engine, the store and the trainer pass
 the ids on and never tokenise text again, so no two of them can disagree about a template.
@@ -65,6 +66,39 @@ def encode_all(
             f"{data.max_prompt_length}; raise the limit"
         )
     return EncodedPrompts(kept, kept_ids, len(rows) - len(kept))
+
+
+def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> bool:
+    """Whether the row's text has what the chat template puts around it, and is to get it again.
+
+    Such text has one of the template's special tokens, or all that stands around a message.
+    """
+    if not (data.apply_chat_template and tokenizer.chat_template):
+        return False
+    before, after = _around(tokenizer, data)
+    marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
+    messages = [{"content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    texts = [m["content"] for m in messages if isinstance(m.get("content"), str)]
+    if any(mark in text for text in texts for mark in marks):
+        return True
+    wrapped = bool(before + after)
+    return wrapped and any(text.startswith(before) and text.endswith(after) for text in texts)
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
+    """What the template puts before and after what a user says; nothing where it refuses that."""
+    said = "0d9c1f"  # found again in what comes out
+    try:
+        whole = tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **data.apply_chat_template_kwargs,
+        )
+    except (TemplateError, TypeError):
+        return "", ""
+    before, _, after = str(whole).partition(said)
+    return before, after
 
 
 def _with_template(

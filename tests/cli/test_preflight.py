@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from laminar.cli.commands import run
 from laminar.cli.preflight import check_settings, look_at_data
 from laminar.config import Config, ConfigError, load
 from laminar.engines.checkpoint_files import check_weight_files
+from laminar.observe.warnings import first_look
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -88,6 +90,24 @@ def test_a_run_directory_that_is_taken(
     assert run(words) == exit_codes.USER_ERROR
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "quickstart exists" in said and "--move-old" in said
+
+
+def test_what_a_run_is_warned_of_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run says it; a run leaves it to the coordinator, in a file that is else not there."""
+    rows = [{"prompt": f"say {n}\n", "answer": f"{n}"} for n in range(20)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"data.train_files={data}", "data.dataset=", "data.val_size=4", "reward.kind=exact"]
+    plan = look_at_data(check_settings(config(tmp_path, *words)))
+    assert list(plan.warnings) == ["template"] and "16 of the first 16" in plan.warnings["template"]
+    assert run(["train", "-c", QUICKSTART, "--dry-run", *words]) == 0
+    assert "WARNING: 16 of the first 16 prompts" in capsys.readouterr().out
+    for name, found in (("warned", plan.warnings), ("well", {})):
+        train.prepare(plan.config, tmp_path / name, found).close()
+        assert first_look(tmp_path / name) == found
+        assert (tmp_path / name / "first_look.json").exists() == bool(found)
 
 
 # --- the model's directory -----------------------------------------------------------------------

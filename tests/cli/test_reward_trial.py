@@ -22,6 +22,13 @@ ROWS = [PromptRow(i, "2+2?", str(i), {}, "sums") for i in range(5)]
 
 def shown(tmp_path: Path, source: str, rows: list[PromptRow] = ROWS, **reward: Any) -> list[str]:
     """The lines on the terminal."""
+    return tried(tmp_path, source, rows, **reward)[0]
+
+
+def tried(
+    tmp_path: Path, source: str, rows: list[PromptRow] = ROWS, **reward: Any
+) -> tuple[list[str], dict[str, str]]:
+    """The lines on the terminal, and the warnings."""
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(source))
     flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
@@ -29,8 +36,8 @@ def shown(tmp_path: Path, source: str, rows: list[PromptRow] = ROWS, **reward: A
     config = resolve({**flat, "reward.custom_reward_function.path": str(path)})
     spec, out = reward_spec(config), io.StringIO()
     calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text])
-    show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
-    return out.getvalue().splitlines()
+    found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
+    return out.getvalue().splitlines(), found
 
 
 def test_three_rows_with_the_right_answer_and_an_empty_one(
@@ -53,13 +60,51 @@ def test_three_rows_with_the_right_answer_and_an_empty_one(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_group_function_gets_both_as_siblings(tmp_path: Path) -> None:
+def test_a_group_function_gets_all_as_siblings(tmp_path: Path) -> None:
     source = """
         def f(prompts, completions, completion_ids, **columns):
             return [len(completions) + len(ids) for ids in completion_ids]
     """
     _, *lines = shown(tmp_path, source, ROWS[:1])
-    assert [line.split(": ")[1] for line in lines] == ["3", "2"]
+    assert [line.split(": ", 1)[1] for line in lines] == ["23", "5"]
+
+
+TAGGED = """
+    import re
+    def f(completion, answer):
+        found = re.findall("<answer>(.*?)</answer>", completion)
+        return {}
+"""
+
+
+def test_the_form_is_shown_that_makes_a_difference(tmp_path: Path) -> None:
+    lines, warnings = tried(tmp_path, TAGGED.format("float(found == [answer])"))
+    assert [line.split(maxsplit=2)[2] for line in lines[1:3]] == [
+        "'<answer>0</answer>': 1",
+        "'': 0",
+    ]
+    assert len(lines) == 7 and warnings == {}
+
+
+@pytest.mark.parametrize("value", ["-float(found == [answer])", "1 - float(found == [answer])"])
+def test_right_answers_that_score_less_than_empty_ones(tmp_path: Path, value: str) -> None:
+    _, warnings = tried(tmp_path, TAGGED.format(value))
+    assert list(warnings) == ["reward-order"]
+    assert "each of the 3 rows" in warnings["reward-order"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1.0",  # the same for all
+        "-1.0 if not found else 1.0",  # a wrong form costs, the right one does not
+        "-1.0 if found == ['1'] else 0.0",  # of one row only
+        "None if found else 0.0",
+        "1 / 0",
+    ],
+)
+def test_other_rewards_are_not_warned_of(tmp_path: Path, value: str) -> None:
+    assert tried(tmp_path, TAGGED.format(value))[1] == {}
 
 
 def test_a_failure_is_shown_with_the_line_of_the_users_file(tmp_path: Path) -> None:
@@ -106,7 +151,8 @@ def test_a_file_that_loads_here_and_not_in_a_worker_is_an_error(tmp_path: Path) 
 
 def test_a_row_without_an_answer_has_only_the_empty_one(tmp_path: Path) -> None:
     rows = [PromptRow(0, "q", None, {}, "d")]
-    assert len(shown(tmp_path, "def f(completion): return 0.0", rows)) == 2
+    lines, warnings = tried(tmp_path, "def f(completion): return 0.0", rows)
+    assert len(lines) == 2 and warnings == {}
 
 
 def test_the_scorer_of_a_dataset_gets_the_answer_as_it_wants_it() -> None:

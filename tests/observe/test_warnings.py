@@ -14,7 +14,7 @@ from laminar.core.scores import bits_of
 from laminar.core.state import EvaluationResult, RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
-from laminar.observe.warnings import WINDOW, Watch, written_figures
+from laminar.observe.warnings import WINDOW, Watch, first_look, written_figures
 from tests.core.world import World
 from tests.core.world_parts import settings
 
@@ -169,6 +169,22 @@ def test_what_an_event_says_by_itself(state: State) -> None:
     assert [event.kind for event in seen.events] == ["mismatch", "weights", "few-prompts"]
     assert "rollout-1 with weight version 7" in seen.events[0].text
     assert "the probe differs by 3" in seen.events[1].text
+
+
+def test_what_was_found_before_the_run(state: State, tmp_path: Path) -> None:
+    """At the first event; once, also when the coordinator comes back."""
+    (tmp_path / "first_look.json").write_text('{"template": "twice", "reward-order": "less"}')
+    state.warnings["reward-order"] = "said"
+    events: list[Event] = []
+    watch = Watch(events.append, at_start=first_look(tmp_path))
+    for _ in range(2):
+        event = step_completed(0, WELL)
+        stamped = Stamped(seq=1, time_ns=0, peer="x", incarnation=1, peer_seq=1, event=event)
+        watch(stamped, [], state)
+    assert [(e.kind, e.text) for e in events if isinstance(e, ev.TrainingWarning)] == [
+        ("template", "twice")
+    ]
+    assert first_look(tmp_path / "none") == {}
 
 
 def test_an_ended_run_is_not_warned_of(state: State) -> None:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.chat import encode_all, encode_prompt
+from laminar.tasks.chat import encode_all, encode_prompt, is_templated
 from laminar.tasks.prompts import PromptRow
 
 TEMPLATE = (
@@ -120,3 +120,33 @@ def test_overlong_prompts_are_left_out_on_demand(chat_tokenizer):
         encode_all(
             chat_tokenizer, rows, DataConfig(max_prompt_length=5, filter_overlong_prompts=True)
         )
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "marks", "prompt", "expected"),
+    [
+        (TEMPLATE, [], "hi", False),
+        (TEMPLATE, [], "u:hi;a:", True),
+        (TEMPLATE, [], [{"role": "user", "content": "u:hi;a:"}], True),
+        (TEMPLATE, [], "say u: and a:", False),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [], "hi", False),
+        (CHATML, ["<|im_start|>", "<|im_end|>"], "hi", False),
+        (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_start|>user\nhi<|im_end|>\n", True),
+        (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_start|>system\nBe short.<|im_end|>", True),
+        ("{{ raise_exception('none') }}", [], "hi", False),
+    ],
+)
+def test_a_prompt_that_has_gone_through_the_template(
+    chat_tokenizer, template, marks, prompt, expected
+):
+    """Special tokens of the template in the text, or all that it puts around a message."""
+    chat_tokenizer.chat_template = template
+    chat_tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    assert is_templated(chat_tokenizer, row(prompt), DataConfig()) is expected
+    assert not is_templated(chat_tokenizer, row(prompt), DataConfig(apply_chat_template=False))
