@@ -43,10 +43,12 @@ def healed(replica: Replica) -> None:
             vars(part).pop(name, None)
 
 
+SHALLOW = "algorithm.rollout_correction.mismatch_limit=0.05"
+"""Two layers round less than the default limit for bfloat16 allows for: clean rows are at 0.02."""
 PLANTS: dict[str, tuple[Plant | None, str, str]] = {
     **{name: (plant, "probe", "optim.lr=3e-2") for name, plant in SEEN_BY_PROBE.items()},
     "wrong temperature": (wrong_temperature, "mismatch", "rollout.temperature=0.6"),
-    "old keys and values": (old_keys_and_values, "mismatch", "optim.lr=1e-2"),
+    "old keys and values": (old_keys_and_values, "mismatch", f"optim.lr=1e-2 {SHALLOW}"),
     "nothing": (None, "nothing", "optim.lr=3e-2"),
 }
 
@@ -63,7 +65,7 @@ async def test_fifty_clean_versions_and_every_planted_fault(tmp_path: Path, dtyp
     assert await clean_versions(run, 50) == []
     found = {}
     for name, (plant, _, setting) in PLANTS.items():
-        planted = small(tmp_path / name, dtype, setting).take_over(run)
+        planted = small(tmp_path / name, dtype, *setting.split()).take_over(run)
         found[name] = await found_by(planted, plant)
         healed(run.replicas[1])
     assert found == {name: how for name, (_, how, _) in PLANTS.items()}
