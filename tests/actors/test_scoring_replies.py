@@ -58,6 +58,9 @@ class Pool:
         self.result = result
         self.calls: list[RewardCall] = []
 
+    async def start(self) -> None:
+        pass
+
     async def score(self, call: RewardCall) -> list[RewardResult]:
         self.calls.append(call)
         if isinstance(self.result, Exception):
@@ -83,6 +86,7 @@ class Scored:
             to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
         )
         order = cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b""))
+        await self.scorer.start()
         await self.scorer.score(order, command)
         return store
 
