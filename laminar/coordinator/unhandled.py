@@ -62,6 +62,7 @@ def instead_of(stamped: Stamped, crash: Crash) -> ev.EventGivenUp:
         actor_incarnation=stamped.incarnation,
         peer_seq=stamped.peer_seq,
         timer=event.timer if isinstance(event, ev.TimerFired) else "",
+        ended_by=event.command_id if isinstance(event, ev.TrajectoriesEnded) else 0,
     )
 
 

@@ -70,13 +70,17 @@ def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
 
 
 def on_event_given_up(turn: Turn, event: ev.EventGivenUp) -> None:
-    """The message counts as received and its timer as fired, or they would come again for ever."""
+    """The message counts as received and its timer as fired, or they would come again for ever.
+
+    An answer of the store is not waited for: it has come, and what it said is lost to the ledger.
+    """
     actor = turn.state.actors.get(event.actor)
     new = actor is not None and actor.incarnation == event.actor_incarnation
     if actor is not None and new and (new := event.peer_seq > actor.last_peer_seq):
         actor.last_peer_seq = event.peer_seq
     fired = clear_timer(turn.state, event.timer)
-    if not fail(turn, event.reason, 1) and not new and not fired:
+    awaited = turn.done(f"end:{event.ended_by}") is not None
+    if not (fail(turn, event.reason, 1) or new or fired or awaited):
         turn.ignore("run-ending")
 
 

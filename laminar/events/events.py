@@ -72,6 +72,7 @@ class EventGivenUp(Event, frozen=True, kw_only=True):
     actor_incarnation: int
     peer_seq: int  #: the session's number of the message: it counts as received
     timer: str  #: the timer that it was, else empty
+    ended_by: int = 0  #: the command to the store that it answered (trajectories-ended), else 0
 
     @property
     def reason(self) -> str:

@@ -98,6 +98,8 @@ def _event_given_up(state: State, peer: str) -> Iterator[Event]:
     yield given_up
     for timer in list(state.timers)[:1]:
         yield msgspec.structs.replace(given_up, timer=timer)
+    for key in [key for key in state.commands if key.startswith("end:")][:1]:
+        yield msgspec.structs.replace(given_up, ended_by=int(key.removeprefix("end:")))
     for actor in state.actors.values():
         numbers = {"actor_incarnation": actor.incarnation, "peer_seq": actor.last_peer_seq + 1}
         yield msgspec.structs.replace(given_up, actor=actor.name, **numbers)

@@ -7,7 +7,6 @@ import pytest
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command
 from tests.core.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
@@ -291,42 +290,6 @@ def test_loss_of_a_node_ends_the_run() -> None:
     bench.start()
     bench.own(ev.HeartbeatLost(actor="node-0", actor_incarnation=1, silent_ms=9_000))
     assert bench.state.failure == "node-0 is lost: nothing was heard from it for 9000 ms"
-
-
-def give_up(bench: Bench) -> list[Command]:
-    """Three coordinators have crashed on a message of the trainer."""
-    return bench.own(
-        ev.EventGivenUp(
-            what="trainer-ready, message 1 of trainer-0 (incarnation 3)",
-            crashes=3,
-            error="KeyError: '0.3'",
-            actor="trainer-0",
-            actor_incarnation=bench.state.actors["trainer-0"].incarnation,
-            peer_seq=bench.state.actors["trainer-0"].last_peer_seq + 1,
-            timer="",
-        )
-    )
-
-
-def test_event_that_is_given_up_ends_the_run_by_its_name() -> None:
-    """What is open ends, and the message counts as received."""
-    bench = small()
-    bench.start()
-    number = bench.state.actors["trainer-0"].last_peer_seq + 1
-    assert only(cmd.EndTrajectories, give_up(bench))
-    assert bench.state.failure == (
-        "the coordinator crashed 3 times on trainer-ready, message 1 of trainer-0 (incarnation 3): "
-        "KeyError: '0.3'"
-    )
-    assert bench.state.exit_code == 1
-    assert bench.state.actors["trainer-0"].last_peer_seq == number
-
-
-def test_event_that_is_given_up_before_anything_began_stops_everybody() -> None:
-    bench = small()
-    for name in ("node-0", "store-0", "relay-0", "trainer-0"):
-        bench.join(name)
-    assert len(only(cmd.StopActor, give_up(bench))) == 4
 
 
 def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> None:
