@@ -9,8 +9,9 @@ that is silent for it while a process of its machine speaks is no lost machine: 
 silent, until it is heard again or nobody of its machine is left to be heard.
 
 A coordinator that was paused (or restarted) has heard nobody and may judge nobody: a pause of
-more than a third of the lease gives everybody a full grace. Silence is judged only after the socket
-was seen empty, since words may lie unread in it, but at most a few turns later.
+more than a third of the lease gives everybody a full grace. Words may lie unread in the socket, so
+silence counts up to the time of which all words have been read: the present one when the socket was
+seen empty, else the one when the last round through everybody began.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from laminar.core.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 from laminar.events.index import NODE, STORE, TRAINER
 
-TURNS_UNTIL_JUDGED = 8
-"""A socket that is never empty must not keep the dead alive for ever."""
+ROUND_FRAMES = 4_096
+"""A round has no fewer: processes that come while it lasts are read in it as well."""
 LONG_LEASE_ROLES = (NODE, STORE, TRAINER)
 
 News = HeartbeatLost | NodeSilent | NodeHeard
@@ -36,24 +37,38 @@ class FailureDetector:
         self.lease_ns, self.node_lease_ns = lease_ns, node_lease_ns
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
-        self._turns_not_empty = 0
+        self._round_from_ns = now_ns
+        self._round_frames = 0  #: read in the present round
         self._nobody_until_ns = now_ns  #: nothing changes for those known so far before
 
     def lease_of_ns(self, role: str) -> int:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
 
-    def turn(self, now_ns: int, socket_empty: bool) -> bool:
-        """Begin a turn; True when silence may be judged in it."""
+    def turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
+        """Begin a turn that has read so many frames; up to when silence may be judged in it.
+
+        None: not in this turn. A socket that is never empty gives the word to one of its `peers`
+        after the other, frame by frame. Who had something to say when a round of twice as many
+        frames began was read in it, and a busy socket does not keep the dead alive for ever.
+        """
         if now_ns - self._last_turn_ns > self.lease_ns // 3:
             self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
-        self._turns_not_empty = 0 if socket_empty else self._turns_not_empty + 1
-        return socket_empty or self._turns_not_empty >= TURNS_UNTIL_JUDGED
+        self._round_frames += frames
+        if socket_empty:
+            read_up_to_ns = now_ns
+        elif self._round_frames >= max(ROUND_FRAMES, 2 * peers):
+            read_up_to_ns = self._round_from_ns
+        else:
+            return None
+        self._round_from_ns, self._round_frames = now_ns, 0
+        return read_up_to_ns
 
     def judge(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
     ) -> list[News]:
-        """What silence tells of live actors; `heard_ns` by boot id, absent: not heard yet.
+        """What silence until `now_ns` tells of live actors; `heard_ns` by boot id, absent: not
+        heard yet.
 
         Words and a grace only move the end of a lease away, and who joins has a whole one before
         it: so nobody is looked at before the first of the present leases can have ended. A silent

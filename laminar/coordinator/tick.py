@@ -112,9 +112,10 @@ class Tick:
         for routing_id, frame in frames:
             self._receive(routing_id, frame, now_ns, time_ns)
         self._fire_timers(time_ns)
-        if self.detector.turn(now_ns, socket_empty) and self.machine.started:
+        read_up_to_ns = self.detector.turn(now_ns, len(frames), socket_empty, len(self._route_of))
+        if read_up_to_ns is not None and self.machine.started:
             actors = self.machine.state.actors
-            for news in self.detector.judge(now_ns, actors, self._heard_ns):
+            for news in self.detector.judge(read_up_to_ns, actors, self._heard_ns):
                 self._apply(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
         out = self._send(now_ns)

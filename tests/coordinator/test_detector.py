@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from laminar.coordinator.detector import TURNS_UNTIL_JUDGED, FailureDetector, News
+from laminar.coordinator.detector import ROUND_FRAMES, FailureDetector, News
 from laminar.core.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 
@@ -28,7 +28,7 @@ def actor(name: str, role: str = "rollout", *, alive: bool = True) -> Actor:
 def run(detector: FailureDetector, start: int, end: int, step: int = 500) -> None:
     """Turns of a loop that is awake."""
     for now in range(start, end + 1, step):
-        detector.turn(now, True)
+        detector.turn(now, 0, True, 2)
 
 
 def lost(detector: FailureDetector, now: int, heard: dict[str, int]) -> list[str]:
@@ -68,7 +68,7 @@ def test_pause_of_the_loop_gives_everybody_a_full_lease() -> None:
     """More than a third of the lease between two turns: nobody could be heard meanwhile."""
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 2_000)
-    detector.turn(2_000 + LEASE // 3 + 1, True)
+    detector.turn(2_000 + LEASE // 3 + 1, 0, True, 2)
     assert lost(detector, 2_000 + LEASE // 3 + 1 + LEASE, {}) == []
     assert lost(detector, 2_000 + LEASE // 3 + 2 + LEASE, {}) == ["a", "b"]
 
@@ -81,13 +81,15 @@ def test_short_delay_of_the_loop_gives_no_grace() -> None:
 
 
 def test_silence_is_not_judged_while_words_may_lie_unread() -> None:
-    """The socket was not drained to its end: the missing heartbeat may be the next frame. But a
-    socket that is never empty must not keep the dead alive: at most eight turns."""
+    """The missing heartbeat may be the next frame of a socket that was not read to its end, and
+    with many processes it takes many turns until each had its turn. A socket that is never empty
+    keeps nobody alive: after a round, silence counts up to when that round began."""
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
-    judged = [detector.turn(now, False) for now in range(TURNS_UNTIL_JUDGED + 1)]
-    assert judged == [False] * (TURNS_UNTIL_JUDGED - 1) + [True] * 2
-    assert detector.turn(20, True)
-    assert not detector.turn(21, False)
+    peers, frames = 4 * ROUND_FRAMES, ROUND_FRAMES // 2
+    judged = [detector.turn(now, frames, False, peers) for now in range(33)]
+    assert [(at, upto) for at, upto in enumerate(judged) if upto is not None] == [(15, 0), (31, 15)]
+    assert detector.turn(40, 1, True, peers) == 40
+    assert [detector.turn(now, frames, False, 1) for now in (41, 42)] == [None, 40]
 
 
 @pytest.mark.parametrize("role", ["node", "store", "trainer"])
@@ -172,6 +174,6 @@ def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
 def test_grace_is_no_word_of_a_silent_node() -> None:
     """The coordinator was away: it has not heard the node since."""
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
-    detector.turn(AFTER, True)
+    detector.turn(AFTER, 0, True, 2)
     actors = machine("rollout", silent=True)
     assert detector.judge(AFTER + 1, actors, {"node": 1, "rollout": AFTER}) == []

@@ -11,6 +11,8 @@ one of the store (net/rpc.py), or a coordinator process that takes them for repl
 accepted_seconds    from the first connection until every client had its Welcome
 kept                clients that had one and the same link for all of --seconds
 unheard_seconds     the longest that a client did not hear the server, looked at twice a second
+late_seconds        the longest that a process of clients let one wait for its turn to speak: beyond
+                    a lease the machine is too small for so many clients, whatever the server does
 server_cpu_percent  of one core, while they were only kept
 turned_away         what the client after the last is told; only when --clients is all there may be
 """
@@ -57,6 +59,7 @@ class Kept(msgspec.Struct):
 
     same_link: int
     unheard_s: float
+    late_s: float
     reasons: list[str]
 
 
@@ -90,35 +93,38 @@ def hold(address: str, machine: int, count: int, report: Connection, stop: Any) 
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 2 * count + 64)
     node = f"node-{machine}"
     clients = [Client(f"rollout-{machine}.{i}", node, address) for i in range(count)]
-    until(lambda: all(c.link.state is not LinkState.JOINING for c in clients), clients)
+    late_s = until(lambda: all(c.link.state is not LinkState.JOINING for c in clients), clients)
     report.send(None)
     unheard_ns = 0
     while not stop.is_set():
-        turn_all(clients)
+        late_s = max(late_s, turn_all(clients))
         unheard_ns = max(unheard_ns, *(c.link.silent_ns(now_ns()) for c in clients))
     up = [c for c in clients if c.link.state is LinkState.UP]
     same = sum(c.link.server_boot == c.first_link for c in up)
     reasons = sorted({c.link.reason for c in clients if c.link.reason})
-    report.send(Kept(same, unheard_ns / 1e9, reasons))
+    report.send(Kept(same, unheard_ns / 1e9, late_s, reasons))
     for client in clients:
         client.close()
 
 
-def turn_all(clients: list[Client]) -> None:
-    """One round of ROUND_S."""
+def turn_all(clients: list[Client]) -> float:
+    """One round, of ROUND_S or as long as it takes; gives the seconds that it took."""
     begin = time.monotonic()
     for client in clients:
         client.turn()
     time.sleep(max(0.0, begin + ROUND_S - time.monotonic()))
+    return time.monotonic() - begin
 
 
-def until(reached: Callable[[], bool], clients: list[Client]) -> None:
-    deadline = time.monotonic() + WAIT_S
+def until(reached: Callable[[], bool], clients: list[Client]) -> float:
+    """Rounds until it is reached; gives the seconds of the longest."""
+    deadline, longest_s = time.monotonic() + WAIT_S, 0.0
     while not reached():
         if time.monotonic() > deadline:
             joining = sum(c.link.state is LinkState.JOINING for c in clients)
             raise TimeoutError(f"{joining} of {len(clients)} clients have no answer")
-        turn_all(clients)
+        longest_s = max(longest_s, turn_all(clients))
+    return longest_s
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -216,6 +222,7 @@ def measure(address: str, server_pid: int, arguments: argparse.Namespace) -> boo
     kept = sum(one.same_link for one in found)
     tell("kept", kept)
     tell("unheard_seconds", round(max(one.unheard_s for one in found), 2))
+    tell("late_seconds", round(max(one.late_s for one in found), 2))
     tell("server_cpu_percent", round(100 * share))
     for reason in sorted({reason for one in found for reason in one.reasons}):
         tell("refused", reason)
