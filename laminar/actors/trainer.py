@@ -106,9 +106,10 @@ class Trainer:
             self.jobs.put_nowait(order)
 
     async def stop(self) -> None:
-        await self.store.close()
+        closing = [self.store.close()]
         if hasattr(self, "publisher"):
-            await self.publisher.close()
+            closing.append(self.publisher.close())
+        await asyncio.gather(*closing)  # each may wait for a server that ends as well
         if hasattr(self, "checkpoints"):
             await self.checkpoints.close()
         self.book.close()

@@ -177,8 +177,9 @@ class Supervisor:
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
                 self._coordinator.process.kill()
-            for node in self._nodes:
+            for index, node in enumerate(self._nodes):
                 if number and node.poll() is None:
+                    self.progress.note(f"ending node-{index} ({signal.Signals(number).name}) ...")
                     os.killpg(node.pid, number)
             self._wait_for_processes(wait_s, killed=number == signal.SIGKILL)
 

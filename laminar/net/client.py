@@ -28,6 +28,8 @@ from laminar.net.session import MS, ClientLink, LinkState
 from laminar.net.transport import ClientSocket
 
 FLUSH_S = 2.0  #: how long `close` waits for acknowledgements
+GONE_S = 10.0
+"""A server that is started again is back sooner; one that is silent for longer is gone."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
 
 now_ns = time.monotonic_ns
@@ -99,8 +101,9 @@ class ClientShell:
 
     async def close(self, flush_s: float) -> int:
         """Wait for acknowledgements, say Bye; how many messages stayed unacknowledged."""
+        gone = self.link.silent_ns(now_ns()) > GONE_S * 1e9
         try:
-            async with asyncio.timeout(flush_s):
+            async with asyncio.timeout(0 if gone else flush_s):
                 while self.link.outbox and self.link.state is not LinkState.REFUSED:
                     self.turned.clear()
                     await self.turned.wait()

@@ -211,6 +211,16 @@ async def test_a_refused_client_is_told_once_and_sends_no_more(address_file):
     server.close()
 
 
+async def test_close_does_not_wait_for_a_server_that_is_silent_for_long(address_file, monkeypatch):
+    """What is unacknowledged is lost: nobody who would take it comes back in the time."""
+    actor = Actor(address_file)
+    await actor.client.start()
+    actor.client.send(b"a")
+    monkeypatch.setattr("laminar.net.client.GONE_S", 0.0)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await actor.client.close(flush_s=1_000.0) == 1
+
+
 async def test_close_says_how_many_messages_nobody_took(address_file):
     actor = Actor(address_file)
     await actor.client.start()
