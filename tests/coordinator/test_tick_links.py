@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from laminar.coordinator.tick import Tick
@@ -9,7 +11,8 @@ from laminar.events import events as ev
 from laminar.events.codec import encode
 from laminar.net.frames import Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import RESEND_MIN_NS, LinkState, ServerLink
+from laminar.net.session import MS, RESEND_MIN_NS, LinkState, ServerLink
+from tests.coordinator.net_world import LEASE_MS
 from tests.coordinator.test_tick import Desk
 
 NAMES = ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0", "rollout-1")
@@ -122,3 +125,23 @@ def test_who_leaves_is_fenced_without_a_look_at_the_others(monkeypatch: pytest.M
     assert [type(decode_server(f, 1 << 20)) for to, f in frames if to == b"rollout-1/a"] == [
         Refused
     ]
+
+
+def test_words_that_wait_in_a_busy_socket_keep_their_speakers_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 120 processes that all speak, six are read in a turn: each once in more than a lease, and
+    that is the coordinator's delay, not their silence. The one that is dead is found."""
+    monkeypatch.setattr("laminar.coordinator.detector.ROUND_FRAMES", 0)
+    desk = Desk()
+    routes = [desk.client(f"rollout-{number}").boot_id.encode() for number in range(120)]
+    desk.talk()
+    living = routes[1:]
+    speaking = itertools.cycle(living)
+    for _ in range(100):
+        desk.now += LEASE_MS * MS // 16
+        said = [(r, f) for r in itertools.islice(speaking, 6) for f in desk.links[r].poll(desk.now)]
+        for route, frame in desk.turn(said, empty=False):
+            desk.links[route].receive(frame, desk.now)
+    alive = [name for name, actor in desk.tick.machine.state.actors.items() if actor.alive]
+    assert alive == [desk.links[route].name for route in living]
