@@ -282,3 +282,24 @@ def test_a_warm_process_ends_in_good_order_when_its_socket_is_closed() -> None:
     seed = Seed.spawn(Needs([], {}))
     seed.socket.close()
     assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE
+
+
+LEAVING = """
+import atexit
+from laminar.actors.warm_process import leave
+
+class Module:
+    def __del__(self):
+        print("taken apart")
+
+module = Module()
+atexit.register(print, "logs are written")
+print("last words")
+leave(7)
+"""
+
+
+def test_an_actor_leaves_with_its_last_words_and_takes_nothing_apart() -> None:
+    """All that it has imported goes with the process; what was to be written is written first."""
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (7, "last words\nlogs are written\n"), done.stderr
