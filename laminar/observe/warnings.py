@@ -95,16 +95,22 @@ class Watch:
         values = [figures[name] for figures in self._recent if name in figures]
         return fmean(values) if len(values) == WINDOW else None
 
+    def _at_first(self, name: str) -> list[float]:
+        """In the first WINDOW steps, as far as they have it."""
+        return [figures[name] for figures in self._first if name in figures]
+
     def _no_signal(self) -> Iterator[tuple[str, str]]:
         flat = self._mean("groups/no_variance")
         if flat is not None and flat >= FLAT_SHARE:
-            reward = self._mean("reward/mean")
+            reward, first = self._mean("reward/mean"), self._at_first("reward/mean")
+            before = f"; in the first {len(first)} steps {fmean(first):.3g}" if first else ""
             yield (
                 "no-signal",
                 f"{flat:.0%} of the groups of the last {WINDOW} steps have the same reward for all "
-                f"siblings (mean reward {reward:.3g}), so they teach nothing: look at the answers "
-                "with `laminar samples`, at the reward function and at the answer column; else the "
-                "task is too hard or too easy for this model",
+                f"siblings (mean reward {reward:.3g}{before}), so they teach nothing: look at the "
+                "answers with `laminar samples`, at the reward function and at the answer column, "
+                "and where the reward has fallen, at optim.lr; else the task is too hard or too "
+                "easy for this model",
             )
 
     def _truncated(self) -> Iterator[tuple[str, str]]:
@@ -119,8 +125,7 @@ class Watch:
 
     def _entropy(self) -> Iterator[tuple[str, str]]:
         name = "actor/entropy"
-        now = self._mean(name)
-        first = [figures[name] for figures in self._first if name in figures]
+        now, first = self._mean(name), self._at_first(name)
         if now is not None and len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first):
             yield (
                 "entropy",

@@ -92,6 +92,13 @@ def test_a_figure_of_the_last_steps(
     assert Seen(State(settings=state.settings, logic=1)).steps(30, **below) == []
 
 
+def test_lost_signal_is_told_from_one_that_never_was(state: State) -> None:
+    seen = Seen(state)
+    assert seen.steps(3) == []
+    assert seen.steps(WINDOW, **{"groups/no_variance": 0.99, "reward/mean": 0.0}) == ["no-signal"]
+    assert "mean reward 0; in the first 5 steps 0.24)" in seen.events[0].text
+
+
 def test_entropy_is_held_against_the_first_steps(state: State) -> None:
     seen = Seen(state)
     assert seen.steps(20) == []
