@@ -65,3 +65,41 @@ def test_learning_rate_zero_changes_nothing(tmp_path: Path) -> None:
         assert line["rollout_corr/is_mean"] == pytest.approx(1, abs=1e-4)
     summary = run.summary
     assert abs(summary["eval_first"] - summary["eval_last"]) * 32 <= 1
+
+
+REWARD = """
+import random, re
+
+def whether_right(prompts, completions, answer, **columns):
+    found = [re.findall("<answer>(.*?)</answer>", text) for text in completions]
+    scores = [float(bool(f) and f[-1] == a) for f, a in zip(found, answer)]
+    {shuffle}
+    return scores
+"""
+SHUFFLE = "random.Random(prompts[0]).shuffle(scores)"
+LEARNING = [
+    "trainer.total_training_steps=8",
+    "trainer.test_freq=8",
+    "data.dataset_size=2000",
+    "data.max_response_length=64",
+    "optim.lr=3e-4",
+    "optim.lr_warmup_steps=2",
+]
+
+
+def test_it_learns_from_the_rewards_and_from_nothing_else(tmp_path: Path) -> None:
+    """Shuffled within each group, the same rewards say nothing of the answers they are given to.
+
+    An evaluation has one answer to a prompt, and its score stays its own. Three standard errors of
+    the difference of two evaluations of 128 prompts are about 0.16.
+    """
+    rise = {}
+    for name, shuffle in (("own", ""), ("shuffled", SHUFFLE)):
+        reward = tmp_path / f"{name}.py"
+        reward.write_text(REWARD.format(shuffle=shuffle))
+        path = f"reward.custom_reward_function.path={reward}"
+        run = train(tmp_path / name, *LEARNING, path)
+        assert run.code == 0, run.output
+        rise[name] = run.summary["eval_last"] - run.summary["eval_first"]
+    assert rise["own"] >= 0.32, rise
+    assert rise["shuffled"] <= 0.16, rise
