@@ -43,12 +43,13 @@ def healed(replica: Replica) -> None:
             vars(part).pop(name, None)
 
 
-SHALLOW = "algorithm.rollout_correction.mismatch_limit=0.05"
-"""Two layers round less than the default limit for bfloat16 allows for: clean rows are at 0.02."""
+SHALLOW = "algorithm.rollout_correction.mismatch_limit=0.02"
+"""Two layers round less than the default limit for bfloat16 allows for: clean rows are at 0.014,
+those with old keys and values at 0.04 and more (no two runs of vLLM sample the same)."""
 PLANTS: dict[str, tuple[Plant | None, str, str]] = {
     **{name: (plant, "probe", "optim.lr=3e-2") for name, plant in SEEN_BY_PROBE.items()},
     "wrong temperature": (wrong_temperature, "mismatch", "rollout.temperature=0.6"),
-    "old keys and values": (old_keys_and_values, "mismatch", f"optim.lr=1e-2 {SHALLOW}"),
+    "old keys and values": (old_keys_and_values, "mismatch", f"optim.lr=3e-2 {SHALLOW}"),
     "nothing": (None, "nothing", "optim.lr=3e-2"),
 }
 
