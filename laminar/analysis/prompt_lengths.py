@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.config import ConfigError
-from laminar.core.state import EvaluationResult
+from laminar.core.held_out import EvaluationResult
 from laminar.events.events import TrajectoryRewarded
 from laminar.ids import EVAL, TrajectoryId
 from laminar.rundir import STORE_FILE

@@ -18,7 +18,7 @@ from laminar import ids
 from laminar.core import held_out, siblings
 from laminar.core.admission import room, serving
 from laminar.core.dispatch import open_group
-from laminar.core.held_out import HeldOut
+from laminar.core.held_out import EvaluationResult, HeldOut
 from laminar.core.roster import Kind
 from laminar.core.state import (
     ENDED,
@@ -26,7 +26,6 @@ from laminar.core.state import (
     FINAL_EVALUATION,
     STOPPING,
     Evaluation,
-    EvaluationResult,
     Group,
     Replica,
     State,

@@ -10,15 +10,12 @@ while coordinators come and go. Sums are kept as the bits of float64, as scores 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from laminar.core.scores import added, bits_of, float_of, total
 from laminar.events import events as ev
-
-if TYPE_CHECKING:
-    from laminar.core.state import EvaluationResult
 
 FACTS = (
     "step", "version", "final",
@@ -72,6 +69,18 @@ class HeldOutFigures(msgspec.Struct, kw_only=True, omit_defaults=True):
     score_bits: int  #: mean over answers
     score_se_bits: int
     extras: dict[str, int] = {}  #: bits of the mean over the answers that have it, by name
+
+
+class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One evaluation that is done."""
+
+    index: int
+    version: int
+    step: int
+    final: bool
+    total: int  #: answers asked for
+    correct: int
+    figures: HeldOutFigures | None = None
 
 
 def count(held: HeldOut, row: int, event: ev.TrajectoryRewarded) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from laminar.core.held_out import HeldOut, HeldOutFigures
+from laminar.core.held_out import EvaluationResult, HeldOut
 from laminar.core.ledger import Ledger
 from laminar.core.lookup import Lookup
 from laminar.events.base import Settings
@@ -155,16 +155,6 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     done: int = 0
     correct: int = 0
     held_out: HeldOut | None = None  #: None: by the settings of an older log, only right or wrong
-
-
-class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    index: int
-    version: int
-    step: int
-    final: bool
-    total: int  #: answers asked for
-    correct: int
-    figures: HeldOutFigures | None = None
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):

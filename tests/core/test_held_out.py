@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from laminar.core.held_out import EXTRAS_MAX, FACTS, HeldOutFigures, facts
+from laminar.core.held_out import EXTRAS_MAX, FACTS, EvaluationResult, HeldOutFigures, facts
 from laminar.core.scores import float_of
-from laminar.core.state import EvaluationResult
 from laminar.events import commands as cmd
 from tests.core.bench import Bench, only
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from laminar.core.held_out import HeldOutFigures
+from laminar.core.held_out import EvaluationResult, HeldOutFigures
 from laminar.core.machine import Machine
 from laminar.core.scores import bits_of
-from laminar.core.state import EvaluationResult, RewardErrors, State
+from laminar.core.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.observe.warnings import WINDOW, Watch, first_look, written_figures
