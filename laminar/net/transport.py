@@ -11,6 +11,10 @@ Nothing here is reliable: a frame that a socket cannot take now, or that dies wi
 lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
 the same explicit id would be ignored without a word); who speaks is said inside the frames.
 
+A connection whose other side vanished without a word is ended by probes: of ZeroMQ at a client, of
+the kernel at a server. ZeroMQ looks through all timers of all connections to clear one, so its
+heartbeats alone keep the server of ten thousand clients busy.
+
 When a server comes back, all clients connect at once. ZeroMQ lets 100 wait to be accepted; beyond
 that they try again, all of them, and of thousands some never get through.
 """
@@ -32,12 +36,15 @@ DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
 SAFETY_TICK_S = 0.05
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 500
-PROBE_MS = 2_000  #: ZeroMQ's own heartbeat, which ends a connection whose other side vanished
+PROBE_MS = 2_000  #: of a client: ZeroMQ's heartbeat, which ends a connection to a vanished server
 PROBE_TIMEOUT_MS = 6_000
+KEEPALIVE_S = 5  #: of a server: the kernel's probes, three in a row, end one to a vanished client
 
 
 class _Socket:
     """One ZeroMQ socket and its place in an event loop."""
+
+    _probes: tuple[tuple[int, int], ...]  #: options of this end
 
     def __init__(self, kind: int, max_message: int) -> None:
         self._kind = kind
@@ -87,8 +94,7 @@ class _Socket:
             (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.BACKLOG, PEERS_MAX),
-            (zmq.HEARTBEAT_IVL, PROBE_MS),
-            (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS),
+            *self._probes,
         ):
             self._socket.set(option, value)
 
@@ -136,6 +142,13 @@ class _Socket:
 class ServerSocket(_Socket):
     """The bound end: many peers, each known by the routing id of its connection."""
 
+    _probes = (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+    )
+
     def __init__(self, host: str, port: int, max_message: int = FRAME_BYTES_MAX) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
         connection of their sender. ConfigError if the port is taken or the host not loopback."""
@@ -167,6 +180,8 @@ class ServerSocket(_Socket):
 
 class ClientSocket(_Socket):
     """The connecting end: one server at a time, reconnected by ZeroMQ for ever."""
+
+    _probes = ((zmq.HEARTBEAT_IVL, PROBE_MS), (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS))
 
     def __init__(self, max_message: int = FRAME_BYTES_MAX) -> None:
         super().__init__(zmq.DEALER, max_message)

@@ -82,6 +82,15 @@ def listening(port: int) -> int:
     raise AssertionError(f"nobody listens on {port}")
 
 
+def test_a_server_leaves_the_probing_of_its_connections_to_the_kernel(opened):
+    """One heartbeat of ZeroMQ costs the server a look at every other one: with ten thousand
+    clients it did nothing else, and no client was answered."""
+    server, client = opened(ServerSocket("127.0.0.1", 0)), opened(ClientSocket())
+    assert server._socket.get(zmq.HEARTBEAT_IVL) == 0
+    assert server._socket.get(zmq.TCP_KEEPALIVE) == 1
+    assert client._socket.get(zmq.HEARTBEAT_IVL) > 0
+
+
 def test_a_port_in_use_is_named_with_the_fix(opened):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
