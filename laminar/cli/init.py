@@ -20,7 +20,18 @@ from laminar.cli.shipped import QUICKSTART_MODEL, REFERENCE_CONFIG
 from laminar.config import ConfigError
 from laminar.program import typed
 
-WORDS = ["apple", "bread", "cloud", "dream", "earth", "flame", "grass", "heart", "island", "jungle"]
+WORDS = [
+    "elephant",
+    "mountain",
+    "sandwich",
+    "umbrella",
+    "keyboard",
+    "hospital",
+    "notebook",
+    "airplane",
+    "calendar",
+    "dinosaur",
+]
 
 CONFIG = """\
 # A run of your own. In this directory: laminar train -c run.toml --dry-run, then without --dry-run.
@@ -50,7 +61,7 @@ path = "reward.py"
 lr = 1e-4                         # for this small model; 1e-6 is usual for large ones
 
 [trainer]
-total_training_steps = 10
+total_training_steps = 40         # half a minute
 """
 
 REWARD = '''\

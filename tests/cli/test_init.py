@@ -23,7 +23,7 @@ def test_what_it_writes_passes_every_check(
     assert run(["train", "-c", "run.toml", "--dry-run"]) == exit_codes.COMPLETE
     shown = capsys.readouterr().out
     assert "8 training prompts, 2 held out" in shown
-    assert "'elppa': 1\n" in shown and "'': 0\n" in shown
+    assert "'tnahpele': 1\n" in shown and "'': 0\n" in shown
     assert not (tmp_path / "mine" / "runs").exists()
 
 
