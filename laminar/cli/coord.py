@@ -28,7 +28,7 @@ from laminar.observe.metrics import MetricsWriter
 from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
-from laminar.observe.warnings import Watch, first_look, written_figures
+from laminar.observe.warnings import Watch, first_look
 from laminar.run_lock import RunLock
 from laminar.stop_requests import add_child_option, follow_starter
 
@@ -71,11 +71,9 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
 async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
-    metrics = MetricsWriter(run_dir, telemetry, boards.scalars)
+    watch = Watch(lambda event: coordinator.report(event), first_look(run_dir))
+    metrics = MetricsWriter(run_dir, telemetry, boards.scalars, earlier=watch.take)
     status = StatusWriter(run_dir, telemetry, boards=boards.status)
-    watch = Watch(
-        lambda event: coordinator.report(event), written_figures(run_dir), first_look(run_dir)
-    )
     coordinator = Coordinator(
         config,
         run_dir,

@@ -84,7 +84,7 @@ def engine_config(config: Config, dtype: str, seed: int) -> Any:
     arguments = _arguments(config, dtype, seed)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:  # what vLLM refuses with
         raise ConfigError(
             f"vLLM cannot run model.name = {config.model.name!r} as configured: {_first(error)}"
         ) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,19 @@ from laminar.rundir import METRICS_FILE
 _STEP, _EVALUATION = "training/global_step", "val/version"
 
 
+Earlier = Callable[[dict[str, float]], None]
+"""Gets the figures of each step that an earlier coordinator has written, oldest first."""
+
+
+def _nobody(figures: dict[str, float]) -> None:
+    """For whom they are by default."""
+
+
 @dataclass
 class _Written:
     """What an earlier coordinator has written."""
 
+    earlier: Earlier
     event: int = 0  #: the last one that a line names
     step_event: int = 0  #: the last one of the line of a step
     evaluations: int = 0
@@ -49,7 +58,9 @@ class _Written:
         except (ValueError, KeyError, TypeError):
             return  # the line that a crash or a full disk cut short
         self.event = max(self.event, event)
-        self.step_event = max(self.step_event, event if _STEP in figures else 0)
+        if _STEP in figures:
+            self.step_event = max(self.step_event, event)
+            self.earlier(figures)
         self.evaluations += _EVALUATION in figures
 
 
@@ -57,10 +68,14 @@ class MetricsWriter:
     """An observer of the coordinator."""
 
     def __init__(
-        self, run_dir: Path, telemetry: Telemetry, boards: Sequence[Outlet[Scalars]] = ()
+        self,
+        run_dir: Path,
+        telemetry: Telemetry,
+        boards: Sequence[Outlet[Scalars]] = (),
+        earlier: Earlier = _nobody,
     ) -> None:
         """ConfigError when what an earlier coordinator has written cannot be read."""
-        written = _written(run_dir / METRICS_FILE)
+        written = _written(run_dir / METRICS_FILE, earlier)
         self._after = written.event
         self.replay_from = written.step_event  #: the first event that a replay must show again
         self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
@@ -160,9 +175,9 @@ def _reward_errors(state: State) -> dict[str, float]:
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
-def _written(path: Path) -> _Written:
+def _written(path: Path, earlier: Earlier = _nobody) -> _Written:
     """What the whole lines of the file say, one at a time; zeros for a new one."""
-    found = _Written()
+    found = _Written(earlier)
     try:
         with open(path, "rb") as lines:
             for line in lines:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from laminar.core.held_out import facts
 from laminar.core.state import ENDED, State
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.rundir import FIRST_LOOK_FILE, METRICS_FILE
+from laminar.rundir import FIRST_LOOK_FILE
 
 WINDOW = 5  #: steps over which figures of a batch are looked at
 ANSWERS_MIN = 64  #: below, a share of failed answers says little
@@ -41,23 +40,19 @@ class Watch:
     def __init__(
         self,
         report: Callable[[Event], None],
-        earlier: Iterable[Figures] = (),
         at_start: Mapping[str, str] = {},
     ) -> None:
-        """`earlier`: the figures of the steps before this coordinator, oldest first; `at_start`:
-        texts of what was found before the run, by kind."""
+        """`at_start`: texts of what was found before the run, by kind."""
         self._report = report
         self._at_start = dict(at_start)
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
         self._evaluations = 0
         self._given: set[str] = set()  #: a report is handled in a later turn
-        for figures in earlier:
-            self._take(figures)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):
-            self._take(stamped.event.metrics)
+            self.take(stamped.event.metrics)
         if state.phase == ENDED:
             return
         for kind, text in self._found(stamped.event, state):
@@ -66,7 +61,8 @@ class Watch:
                 step = state.completed
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
-    def _take(self, figures: Figures) -> None:
+    def take(self, figures: Figures) -> None:
+        """Those of a completed step; a coordinator that comes back gives those before it first."""
         self._recent.append(figures)
         if len(self._first) < WINDOW:
             self._first.append(figures)
@@ -207,18 +203,3 @@ def first_look(run_dir: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     return found
-
-
-def written_figures(run_dir: Path) -> Iterator[Figures]:
-    """What an earlier coordinator wrote of its steps; whole lines only."""
-    try:
-        with open(run_dir / METRICS_FILE, "rb") as lines:
-            for line in lines:
-                try:
-                    figures: Any = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(figures, dict) and "training/global_step" in figures:
-                    yield figures
-    except OSError:  # none yet; what cannot be read, the metrics writer reports
-        return

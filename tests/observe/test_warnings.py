@@ -14,9 +14,11 @@ from laminar.core.scores import bits_of
 from laminar.core.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
-from laminar.observe.warnings import WINDOW, Watch, first_look, written_figures
+from laminar.observe.metrics import MetricsWriter
+from laminar.observe.warnings import WINDOW, Watch, first_look
 from tests.core.world import World
 from tests.core.world_parts import settings
+from tests.observe.test_metrics_and_status import TELEMETRY
 
 WELL = {
     "groups/no_variance": 0.5,
@@ -39,9 +41,9 @@ def state() -> State:
 class Seen:
     """A watch, and what it reported; a report reaches the state later, as in the coordinator."""
 
-    def __init__(self, state: State, *earlier: dict[str, float]) -> None:
+    def __init__(self, state: State) -> None:
         self.state, self.events = state, list[ev.TrainingWarning]()
-        self.watch = Watch(self._report, earlier)
+        self.watch = Watch(self._report)
 
     def _report(self, event: Event) -> None:
         assert isinstance(event, ev.TrainingWarning)
@@ -107,12 +109,15 @@ def test_entropy_is_held_against_the_first_steps(state: State) -> None:
 
 
 def test_a_coordinator_that_comes_back_knows_the_first_steps(state: State, tmp_path: Path) -> None:
-    lines = [WELL | {"training/global_step": step} for step in range(1, 11)]
+    lines = [WELL | {"training/global_step": step, "event": step} for step in range(1, 11)]
     text = "\n".join(map(json.dumps, lines))
     (tmp_path / "metrics.jsonl").write_text(text + '\n{"val/version": 3}\n[1]\n{"cut')
-    seen = Seen(state, *written_figures(tmp_path))
+    seen = Seen(state)
+    MetricsWriter(tmp_path, TELEMETRY, earlier=seen.watch.take)
     assert seen.steps(WINDOW, **{"actor/entropy": 0.01}) == ["entropy"]
-    assert list(written_figures(tmp_path / "none")) == []
+    none: list[dict[str, float]] = []
+    MetricsWriter(tmp_path / "none", TELEMETRY, earlier=none.append)
+    assert none == []
 
 
 def test_each_kind_comes_once_also_after_a_restart(state: State) -> None:
