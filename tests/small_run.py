@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from laminar.actors.trainer import PROBE_TOLERANCE, probe_of, probe_sequences
-from laminar.actors.weight_loader import probe_difference, probe_failure
+from laminar.actors.weight_loader import probe_difference, probe_failure, source_of
 from laminar.config import Config, load
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import (
     GenerateRequest,
     ReplicaEngine,
-    TensorPlace,
     TokenDelta,
     WeightSource,
 )
@@ -123,8 +122,7 @@ class SmallRun:
         view = np.memmap(path, dtype=np.uint8, mode="w+", shape=(nbytes,))
         write_tensors(view, self.specs, named_weights(self.model))
         view.flush()
-        places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in self.specs)
-        self.sources.append(WeightSource(str(path), 0, nbytes, tuple(places)))
+        self.sources.append(source_of(str(path), 0, self.specs, nbytes))
 
     async def load(self, replica: Replica, version: int = -1) -> str:
         """The newest version, or another one that is taken for it; why the probe fails, or

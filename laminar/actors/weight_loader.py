@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class WeightLoader:
             return self.host.emit(refused, event_seq=order.cause, reason=reason)
         manifest = version.manifest
         reloaded = manifest.digest != self.digest
-        source = _source(version.path, 0, manifest)
+        source = source_of(version.path, 0, manifest.tensors, manifest.total_bytes)
         failure = await self._load_from(version.view, source, manifest) if reloaded else ""
         version.close()
         if not failure:
@@ -122,9 +123,8 @@ class WeightLoader:
     async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
         assert self._arena is not None
         offset = self._arena.offset(lease.slot)
-        return await self._load_from(
-            self._arena.slot(lease.slot), _source(lease.arena, offset, manifest), manifest
-        )
+        source = source_of(lease.arena, offset, manifest.tensors, manifest.total_bytes)
+        return await self._load_from(self._arena.slot(lease.slot), source, manifest)
 
     async def _load_from(self, view: Bytes, source: WeightSource, manifest: mf.Manifest) -> str:
         """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
@@ -164,10 +164,12 @@ class WeightLoader:
         self.host.emit(rejected, event_seq=order.cause, version=version, reason=failure)
 
 
-def _source(path: str, offset: int, manifest: mf.Manifest) -> WeightSource:
+def source_of(
+    path: str, offset: int, tensors: Iterable[mf.TensorSpec], nbytes: int
+) -> WeightSource:
     """What an engine needs to know of a version, in its words."""
-    places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in manifest.tensors)
-    return WeightSource(path, offset, manifest.total_bytes, tuple(places))
+    places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in tensors)
+    return WeightSource(path, offset, nbytes, tuple(places))
 
 
 class ProbeDifference(NamedTuple):

@@ -41,13 +41,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CU
 
 import numpy as np
 
+from laminar.actors.weight_loader import source_of
 from laminar.config import Config, load
 from laminar.engines.build import start_engine
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import (
     GenerateRequest,
     ReplicaEngine,
-    TensorPlace,
     TokenDelta,
     WeightSource,
 )
@@ -166,8 +166,7 @@ class Trainer:
         return time.monotonic() - started
 
     def source(self) -> WeightSource:
-        places = tuple(TensorPlace(s.name, s.dtype, s.shape, s.offset) for s in self.specs)
-        return WeightSource(str(self.path), 0, self.nbytes, places)
+        return source_of(str(self.path), 0, self.specs, self.nbytes)
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.learner.score(sequences)
