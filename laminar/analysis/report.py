@@ -295,11 +295,15 @@ def _processes(run_dir: Path, state: State) -> dict[str, int | None]:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Readers see the old summary or the new one; ConfigError."""
-    path = run_dir / SUMMARY_FILE
+    """ConfigError where it cannot be written."""
+    replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Readers see the old text or the new one; ConfigError."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_text(json.dumps(summary, indent=2) + "\n")
+        new.write_text(text, encoding="utf-8")
         new.replace(path)
     except OSError as error:
         new.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page import html
 from laminar.analysis.page_data import PageData, page_data
-from laminar.analysis.report import summarize, write_summary
+from laminar.analysis.report import replace_text, summarize, write_summary
 from laminar.cli.arguments import run_config
 from laminar.cli.endings import say
 from laminar.config import ConfigError
@@ -48,7 +47,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     for data in runs:
         write_summary(data.run_dir, data.summary)
     path = arguments.output or runs[0].run_dir / (COMPARISON_FILE if runs[1:] else REPORT_FILE)
-    _write(path, html(runs))
+    replace_text(path, html(runs))
     for line in [*(line for data in runs for line in lines(data)), f"page              {path}"]:
         print(line)
     return 0
@@ -82,14 +81,3 @@ def _largest(shares: dict[str, float]) -> str:
     parts: Sequence[tuple[str, float]] = sorted(shares.items(), key=lambda part: -part[1])
     chosen = [(name, share) for name, share in parts[:SHARES_SHOWN] if share >= 0.005]
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in chosen)
-
-
-def _write(path: Path, text: str) -> None:
-    """Readers see the old page or the new one."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error}") from error

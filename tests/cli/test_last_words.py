@@ -26,7 +26,7 @@ def test_a_full_disk_takes_the_file_and_not_the_words(
 ) -> None:
     make_run(tmp_path / "run", world_log()[:200])
 
-    def full(path: Path, text: str) -> int:
+    def full(path: Path, text: str, encoding: str) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
