@@ -100,6 +100,7 @@ def test_what_a_run_is_warned_of_before_it_starts(
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"data.train_files={data}", "data.dataset=", "data.val_size=4", "reward.kind=exact"]
+    words.append(f"run.output_dir={tmp_path / 'runs'}")
     plan = look_at_data(check_settings(config(tmp_path, *words)))
     assert list(plan.warnings) == ["template"] and "16 of the first 16" in plan.warnings["template"]
     assert run(["train", "-c", QUICKSTART, "--dry-run", *words]) == 0
