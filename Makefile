@@ -23,9 +23,11 @@ setup: .venv/.installed
 quickstart: setup
 	@$(BIN)/laminar quickstart
 
+# TESTS: further arguments of the tests that run side by side, as in TESTS=--ignore=tests/core.
+TESTS :=
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long"
-	$(BIN)/python -m pytest -m "process and not long"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "process and not long"
 
 # All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
 # what CI runs.

@@ -1,7 +1,7 @@
 """The exit codes of the processes of a run.
 
 Reads   nothing
-Gives   one name per code; FINAL: those after which nobody starts a coordinator again
+Gives   one name per code; FINAL: those after which a coordinator is not started again
 
 A supervisor decides by them alone, whether it is `laminar train`, a person or a batch system.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 COMPLETE = 0
 FAILED = 1  #: the run, or this actor; the reason is in the event log
-USER_ERROR = 2  #: the same mistake would meet whoever starts it again
+USER_ERROR = 2  #: the same mistake would end it again
 COORDINATOR_ABSENT = 3  #: an actor without a coordinator, or one that it refused
 CRASHED = 70  #: the program failed; a coordinator that is started again goes on from its log
 LOG_UNWRITABLE = 75  #: the same, once the disk of the event log takes data again
 STOPPED_EARLY = 130  #: by the user, before the run began, or at once; any command by Ctrl-C
-PIPE_CLOSED = 141  #: a command whose output nobody reads any more
+PIPE_CLOSED = 141  #: a command whose output is no longer read
 TERMINATED = 143  #: an actor by SIGTERM or SIGHUP, which is not an order of the coordinator
 
 FINAL = (COMPLETE, FAILED, USER_ERROR, STOPPED_EARLY)

@@ -10,6 +10,7 @@ evaluation with index 2 "e2.5".
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from typing import NewType
 
 import msgspec
@@ -22,8 +23,13 @@ BootId = NewType("BootId", str)  #: random name of one process start, before it 
 
 _NODE_NAME = re.compile(r"node-(0|[1-9][0-9]{0,5})")
 
-TRAIN = "train"
-EVAL = "eval"
+
+class Purpose(StrEnum):
+    """What an answer is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -38,10 +44,6 @@ def eval_group(evaluation: int, position: int) -> GroupId:
 
 def trajectory(group: GroupId, sibling: int) -> TrajectoryId:
     return TrajectoryId(f"{group}.{sibling}")
-
-
-def group_of(trajectory_id: TrajectoryId) -> GroupId:
-    return GroupId(trajectory_id.rpartition(".")[0])
 
 
 def node_index(node: str) -> int:

@@ -52,7 +52,8 @@ class Disk(Protocol):
         ...
 
     def sync(self, name: str) -> None:
-        """Make the present content of a file durable, whoever wrote it; raises DiskError."""
+        """Make the present content of a file durable, also one that another process wrote; raises
+        DiskError."""
         ...
 
     def replace(self, old: str, new: str) -> None:
@@ -77,7 +78,7 @@ class Background(Protocol):
         self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
     ) -> None:
         """Have `work` done on everything as it is now. `done` gets its answer, from `collect`
-        unless it is done here, or None when there is none: then `what` is counted and told."""
+        unless it is done here, or None when there is none: then `what` is counted and logged."""
         ...
 
     def collect(self) -> None:

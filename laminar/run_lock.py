@@ -6,7 +6,7 @@ Gives   RunLock, a process's share; moving, the whole; holders, who has a share
 Raises  ConfigError with one sentence for a user
 
 Whether a process lives is decided by its locks, never by its number, so a directory on a shared
-file system is judged rightly from any machine. A child inherits the descriptor of its starter's
+file system is recognised from any machine. A child inherits the descriptor of its starter's
 share: there is no moment in which a run lives and nothing is locked. A share names one directory
 for good: what has its path later is another run's, and `lost` says so.
 """
@@ -28,14 +28,14 @@ from laminar.program import typed
 from laminar.rundir import LOCK_FILE, PROCESSES_DIR
 
 MOVE_WAIT_S = 5.0
-"""How long to wait for somebody who moves the directory: that is one renaming."""
+"""How long to wait for a process that moves the directory: that is one renaming."""
 ASK_WAIT_S = 0.5
-"""How long to wait for somebody who asks whether a process lives: that is one reading."""
+"""How long to wait for a process that asks whether another one lives: that is one reading."""
 _POLL_S = 0.02
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A living process of a run."""
+    """A live process of a run."""
 
     name: str  #: train, coordinator, node-0, store-0, ...
     host: str
@@ -64,7 +64,7 @@ class RunLock:
 
     @classmethod
     def create(cls, run_dir: Path, name: str) -> RunLock:
-        """Of a directory that was just made; ConfigError if somebody else has it already."""
+        """Of a directory that was just made; ConfigError if another process has it already."""
         fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
         _share(fd, run_dir)
         return cls(run_dir, fd, name)
@@ -147,7 +147,7 @@ def moving(run_dir: Path) -> Iterator[None]:
 
 
 def holders(run_dir: Path) -> list[Holder]:
-    """The living processes of a run, on all its machines, by name."""
+    """The live processes of a run, on all its machines, by name."""
     try:
         cards = list((run_dir / PROCESSES_DIR).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -197,7 +197,7 @@ def _open(run_dir: Path, flags: int) -> int:
 
 
 def _share(fd: int, run_dir: Path) -> None:
-    """Wait for our share; whoever has the whole has it for one renaming."""
+    """Wait for our share; a process that has the whole has it for one renaming."""
     try:
         shared = _wait_for(fd, fcntl.LOCK_SH, MOVE_WAIT_S)
     except OSError as error:

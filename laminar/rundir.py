@@ -39,6 +39,7 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
+VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
 EXPORT_DIR = "export"
 
 

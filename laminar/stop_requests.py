@@ -1,4 +1,5 @@
-"""How a process of a run is asked to end from outside: by signals, and by whoever started it.
+"""How a process of a run is asked to end from outside: by signals, and by the process that started
+it.
 
 Reads   signals; lines on standard input, where the starter of a process has the other end
 Gives   stop_signals, handle_signals, follow_starter

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.engines.protocol import GenerateRequest, WeightSource
-from laminar.training.batching import TrainSample
+from laminar.training.steps import TrainSample
 from tests.small_run import Replica, SmallRun
 
 STALE = "model.layers.1.mlp.down_proj.weight"

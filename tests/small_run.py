@@ -24,11 +24,11 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.ids import hash64
-from laminar.training.batching import TrainSample
 from laminar.training.learner import Learner, StepResult
 from laminar.training.model import LoadedPolicy, named_weights
-from laminar.weights import manifest as mf
-from laminar.weights.transfer import write_tensors
+from laminar.training.steps import TrainSample
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.tensors import write_tensors
 
 GROUPS, SIBLINGS, TOKENS = 4, 8, 24
 WAIT_S = 60.0
@@ -130,7 +130,7 @@ class SmallRun:
         replica.version = len(self.sources) - 1
         await replica.engine.load(self.sources[version])
         tolerance = PROBE_TOLERANCE[self.config.weights.dtype]
-        probe = probe_of(self.learner, self.probe_ids, tolerance)
+        probe = probe_of(self.probe_ids, self.learner.score(self.probe_ids), tolerance)
         return probe_failure(await probe_difference(replica.engine, probe), probe)
 
     async def sample(self, replica: Replica, groups: int = GROUPS) -> list[TrainSample]:

@@ -35,9 +35,9 @@ from laminar.eventlog.record import (  # noqa: E402
 from laminar.events import codec  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
-from laminar.sim.disk import SimDisk  # noqa: E402
+from laminar.sim.runtime.disk import SimDisk  # noqa: E402
 from laminar.sim.world import World  # noqa: E402
-from tests.sim.worlds import config  # noqa: E402
+from laminar.testing.sim_worlds import SMALL, config  # noqa: E402
 from tools import log_forms  # noqa: E402
 from tools.rows.golden import GOLDEN, Golden, disk_of, follow, manifest, problem  # noqa: E402
 
@@ -46,13 +46,6 @@ PRESENT = f"schema_{SCHEMA_VERSION}"
 UNKNOWN = 99
 FAILED = "failed"  #: beside the simulator's marks: the run ended with a failure
 TIDIED = "tidied"  #: a segment was compressed
-#: A run of two hundred events in several segments, with two snapshots.
-SMALL: dict[str, Any] = {
-    "replicas": 3, "nodes": 2, "slots": 4, "group_size": 2, "groups_per_step": 2,
-    "num_train": 10, "num_eval": 2, "test_freq": 2, "total_steps": 0, "train_s": 0.2,
-    "median_tokens": 50, "max_tokens": 200, "progress_ms": 2_000, "seconds": 20.0,
-    "segment_bytes": 16_384, "snapshot_every": 60,
-}  # fmt: skip
 
 
 class Recipe(NamedTuple):
@@ -61,7 +54,7 @@ class Recipe(NamedTuple):
     name: str
     what: str
     faults: tuple[str, ...] = ()
-    shows: tuple[str, ...] = ()  #: marks of laminar/sim/marks.py, FAILED, TIDIED
+    shows: tuple[str, ...] = ()  #: marks of laminar/sim/checks/coverage.py, FAILED, TIDIED
     changes: dict[str, Any] = {}  # noqa: RUF012  (of SMALL; never written to)
 
 
@@ -255,7 +248,7 @@ def run(recipe: Recipe) -> SimDisk:
 
 def _shown(world: World) -> set[str]:
     state, names = world.coordinator.state, world.coordinator.disk.names()
-    shown = set(world.marks.counts)
+    shown = set(world.coverage.counts)
     shown |= {FAILED} if state is not None and state.failure else set()
     return shown | ({TIDIED} if any(name.endswith(".zst") for name in names) else set())
 

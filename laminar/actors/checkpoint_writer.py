@@ -5,33 +5,28 @@ Writes  checkpoints/step_N/ of the run directory
 Emits   CheckpointSaved
 
 The trainer stands still for one copy of the weights and their probe; files, digest and the removal
-of old checkpoints are the work of a thread. A checkpoint that is still being written when the next
-is due makes that one be left out: the trainer never waits for a disk.
+of old checkpoints go on beside it. A checkpoint that is still being written when the next is due
+makes that one be left out: the trainer never waits for a disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedModel
-
-from laminar.actors.host import Host
+from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.config import ConfigError
 from laminar.events import events as ev
-from laminar.rundir import CHECKPOINTS_DIR
-from laminar.training.export import export_hf
-from laminar.training.model import named_weights
-from laminar.weights import checkpoint
-from laminar.weights import manifest as mf
+from laminar.rundir import CHECKPOINTS_DIR, VERSION_FILE
+from laminar.weights.version import manifest as mf
+
+if TYPE_CHECKING:
+    from laminar.actors.host import Host
 
 STOP_S = 8.0
 """How long a write may go on when the process ends; less than the node waits for its children."""
-Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointWriter:
@@ -40,78 +35,73 @@ class CheckpointWriter:
     def __init__(
         self,
         host: Host,
-        model: PreTrainedModel,
+        files: ModelFiles,
         specs: tuple[mf.TensorSpec, ...],
-        probe: Callable[[], mf.Probe],
+        probe: Callable[[], Awaitable[mf.Probe]],
     ) -> None:
         """`specs`: how a version is published. `probe`: of the present weights."""
         self.host = host
-        self._model, self._specs, self._probe = model, specs, probe
+        self._files, self._specs, self._probe = files, specs, probe
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: by version, oldest first
-        self._writing: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()  #: none is being written
+        self._idle.set()
 
     async def save_if_due(self, version: int, step: int, event_seq: int) -> None:
         """Begin a checkpoint of the weights after `step` steps; they may change on return."""
         if not self._freq or step % self._freq:
             return
-        if self._writing is not None and not self._writing.done():
+        if not self._idle.is_set():
             self.host.log.warning("checkpoint-left-out", step=step, reason="one is being written")
             return
-        started = time.monotonic_ns()
-        tensors = await asyncio.to_thread(_copy, self._model)
-        probe = await asyncio.to_thread(self._probe)
-        self.host.span("saving", started, time.monotonic_ns(), step=step)
-        work = self._save(version, step, tensors, probe, event_seq)
-        self._writing = asyncio.create_task(work)
+        started = self.host.now_ns()
+        weights = await self._files.copy()
+        probe = await self._probe()
+        self.host.span("saving", started, self.host.now_ns(), step=step)
+        self._idle.clear()
+        self.host.spawn(self._save(version, step, weights, probe, event_seq))
 
     async def close(self) -> None:
-        """Let a write come to its end, for a while; what is half written has no name."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=STOP_S)
+        """Let a write come to its end, for a while; a part of a checkpoint has no name yet."""
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._idle.wait()
+        except TimeoutError:
+            self.host.log.warning("checkpoint-left-out", reason="the trainer ends")
 
     async def _save(
-        self, version: int, step: int, tensors: Tensors, probe: mf.Probe, event_seq: int
+        self, version: int, step: int, weights: Weights, probe: mf.Probe, event_seq: int
+    ) -> None:
+        try:
+            await self._write(version, step, weights, probe, event_seq)
+        finally:
+            self._idle.set()
+
+    async def _write(
+        self, version: int, step: int, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
         """A disk that fails costs this checkpoint and nothing else."""
         path = f"{CHECKPOINTS_DIR}/step_{step}"
         directory = self.host.run_dir / path
         try:
-            manifest = await asyncio.to_thread(
-                checkpoint.describe,
-                version=version,
-                step=step,
-                specs=self._specs,
-                tensors=tensors.items(),
-                probe=probe,
+            manifest = await self._files.describe(
+                weights, version=version, step=step, specs=self._specs, probe=probe
             )
-            await asyncio.to_thread(self._write, directory, tensors, manifest)
+            await save_model(self._files, directory, weights, {VERSION_FILE: mf.encode(manifest)})
         except (OSError, ConfigError) as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
             return
         self._kept[version] = directory
-        for error in await asyncio.to_thread(self._remove_old):
-            self.host.log.warning("checkpoint-not-removed", reason=str(error))
+        await self._remove_old()
         saved = ev.CheckpointSaved(version=version, step=step, path=path, kept=tuple(self._kept))
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
-    def _write(self, directory: Path, tensors: Tensors, manifest: mf.Manifest) -> None:
-        extra = {checkpoint.VERSION_FILE: mf.encode(manifest)}
-        source = self.host.config.model.name
-        export_hf(self._model, source, directory, tensors=tensors, extra=extra)
-
-    def _remove_old(self) -> list[OSError]:
-        """Those beyond the newest few; what went wrong. What is half removed is not kept."""
-        errors = []
+    async def _remove_old(self) -> None:
+        """Those beyond the newest few. What is half removed is not kept."""
         while self._keep and len(self._kept) > self._keep:
             version = next(iter(self._kept))
             try:
-                shutil.rmtree(self._kept.pop(version))
+                await self._files.remove(self._kept.pop(version))
             except OSError as error:
-                errors.append(error)
-        return errors
-
-
-def _copy(model: PreTrainedModel) -> Tensors:
-    return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model)}
+                self.host.log.warning("checkpoint-not-removed", reason=str(error))

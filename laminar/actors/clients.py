@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from laminar.net.client import FLUSH_S
-from laminar.net.rpc import RpcClient
+from laminar.net.calls import FLUSH_S, Client
 from laminar.storage import messages as store
 from laminar.weights import messages as relay
 
@@ -27,7 +26,7 @@ RelayAnswer = TypeVar("RelayAnswer", bound=relay.Message)
 class StoreClient:
     """Typed requests to the store; an answer of another kind is an error of the program."""
 
-    def __init__(self, rpc: RpcClient, disk_wait_s: float) -> None:
+    def __init__(self, rpc: Client, disk_wait_s: float) -> None:
         """`disk_wait_s`: how long the store may wait for room on its disk."""
         self._rpc = rpc
         self._timeout_s = RPC_TIMEOUT_S + disk_wait_s
@@ -64,7 +63,7 @@ class StoreClient:
 class RelayClient:
     """Typed requests to the relay of this machine."""
 
-    def __init__(self, rpc: RpcClient) -> None:
+    def __init__(self, rpc: Client) -> None:
         self._rpc = rpc
 
     async def start(self) -> None:

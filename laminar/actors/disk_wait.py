@@ -5,12 +5,11 @@ Gives   DiskWait, one per kind of write: when to try again
 Raises  DiskStayedFull after coordinator.disk_wait_s; at once, whatever else a write raised
 
 It says when the waiting begins and when it is over, in the log and on the terminal. A disk that
-fails otherwise than for want of room is not tried again: nobody knows what is on it.
+fails otherwise than for want of room is not tried again: it is unknown what is on it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -19,7 +18,7 @@ from laminar.storage.room import no_room
 
 PAUSE_S, PAUSE_MAX_S = 0.25, 5.0
 QUIET_S = 10.0
-"""A disk with little room takes one write and refuses the next: that is told this often at most."""
+"""A disk with little room takes one write and refuses the next: that is said this often at most."""
 
 Written = TypeVar("Written")
 
@@ -29,11 +28,14 @@ class Owner(Protocol):
 
     config: Config
 
+    def now_ns(self) -> int:
+        """Of a clock that only goes forward."""
+
     def announce(self, text: str) -> None:
         """Say it in the log and on the terminal."""
 
     async def pause(self, seconds: float) -> None:
-        """Wait; raises RuntimeError when this process is to end."""
+        """Wait; raises (host.Ended) when this process is to end."""
 
 
 class DiskStayedFull(OSError):
@@ -43,14 +45,12 @@ class DiskStayedFull(OSError):
 class DiskWait:
     """The state of one kind of write: has room, or waits for it since a while."""
 
-    def __init__(
-        self, owner: Owner, what: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, owner: Owner, what: str) -> None:
         """`what` is written, for people."""
-        self._owner, self._what, self._clock = owner, what, clock
+        self._owner, self._what = owner, what
         self._limit_s = owner.config.coordinator.disk_wait_s
         self._since_s: float | None = None
-        self._told_s = -QUIET_S  #: when the beginning of a wait was announced last
+        self._told_s: float | None = None  #: when the beginning of a wait was announced last
         self._told = False
         self._pause_s = PAUSE_S
 
@@ -58,7 +58,7 @@ class DiskWait:
         """Seconds until the next try; raises when there is to be none."""
         if not no_room(error):
             raise error
-        now = self._clock()
+        now = self._now_s()
         if self._since_s is None:
             self._since_s, self._pause_s = now, PAUSE_S
             self._tell_begin(now, error)
@@ -67,7 +67,7 @@ class DiskWait:
                 f"{self._what} could not be written for {self._limit_s:g} s "
                 f"(coordinator.disk_wait_s), the disk is full: {error}"
             )
-            self._owner.announce(str(over))  # the coordinator may not be there to be told
+            self._owner.announce(str(over))  # the coordinator may not be there to hear it
             raise over from error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
         return min(pause_s, self._since_s + self._limit_s - now)
@@ -75,12 +75,15 @@ class DiskWait:
     def worked(self) -> None:
         """A write came through."""
         if self._since_s is not None:
-            waited_s, self._since_s = self._clock() - self._since_s, None
+            waited_s, self._since_s = self._now_s() - self._since_s, None
             if self._told:
                 self._owner.announce(f"{self._what}: there is room again, after {waited_s:.1f} s")
 
+    def _now_s(self) -> float:
+        return self._owner.now_ns() / 1e9
+
     def _tell_begin(self, now: float, error: Exception) -> None:
-        self._told = now - self._told_s >= QUIET_S
+        self._told = self._told_s is None or now - self._told_s >= QUIET_S
         if self._told:
             self._told_s = now
             self._owner.announce(

@@ -1,65 +1,51 @@
-"""The shell of every actor process: joins the run, hands out commands, reports events, ends.
+"""The shell of every actor: joins the run, hands out commands, reports events, ends.
 
-Reads   the run directory (config.toml, coordinator.json), commands of the coordinator
-Writes  logs, timeline/NAME.*, by the telemetry thread
+Reads   commands of the coordinator
 Emits   events of the actor; ActorFailed and ActorLeft
 
 An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
 after coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop,
 it says so and ends with a non-zero code, so that its node can start it again. It does not outlive
 its node, nor its run directory; a node whose starter is gone waits no longer for a coordinator that
-nobody would start again.
+would not be started again.
+
+The world outside is a Process: a real one (actors/system/process.py), or one of the simulator.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import gc
-import json
-import os
-import secrets
-import signal
-import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TypeVar
 
 from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
-from laminar.events.codec import decode_order, encode
-from laminar.net.client import ControlClient, read_address
-from laminar.net.rpc import RpcClient
-from laminar.net.session import LinkClosed, OutboxFull
-from laminar.observe.files import GrowingFile
-from laminar.observe.logs import configure, get_logger
-from laminar.observe.telemetry import print_lines
-from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
-from laminar.stop_requests import (
-    STARTER_GONE,
-    follow_starter,
-    handle_signals,
-    not_ignored,
-    stop_signals,
-)
+from laminar.net.calls import Client, Handler, Server
+from laminar.net.session import LinkClosed
+from laminar.net.session_boxes import OutboxFull
 
-SWITCH_INTERVAL_S = 0.0005
-"""A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
-WATCH_S = 0.5
 ORPHAN_ABSENT_S = 10.0
-"""A coordinator that is started again is back sooner; without `laminar train` nobody does that."""
+"""A coordinator that is started again is back sooner; without `laminar train` it is not started
+again."""
 ORPHAN_STORE_S = 10.0
 """What the others leave unfinished is written down first, if a coordinator still says so."""
 ORPHAN_EXIT_S = 20.0
-"""An actor without a node has nobody who would kill it when it does not come to its end."""
+"""An actor without a node has no process that would kill it when it does not end."""
+WATCH_S = 0.5
 REASON_CHARS_MAX = 2_000
 """Of a failure: it goes to every process of the run. The log of this one has all of it."""
+
+Item = TypeVar("Item")
+ItemIn = TypeVar("ItemIn", contravariant=True)
+
+
+class Ended(RuntimeError):
+    """This process is to end: what waited for something else is given up, which is no failure."""
 
 
 class Actor(Protocol):
@@ -75,118 +61,192 @@ class Actor(Protocol):
         """Flush and let go of everything."""
 
 
+class Outlet(Protocol[ItemIn]):
+    """Items to be written beside the event loop, in order."""
+
+    def put(self, item: ItemIn) -> None:
+        """Never waits and never raises: what cannot be written is counted and lost."""
+
+
+class Process(Protocol):
+    """The process that an actor lives in, as its operating system and its network give it."""
+
+    name: str
+    role: str
+    node: str
+    boot_id: str  #: another process of the same name has another
+    address: str  #: of this machine, which its servers listen on
+    run_dir: Path
+    config: Config
+    log: Any  #: debug, info, warning, error and exception, as of structlog
+    clock_offset_ns: int
+
+    @property
+    def incarnation(self) -> int:
+        """By the coordinator's count; 0 until its first welcome."""
+        ...
+
+    @property
+    def silent_ns(self) -> int:
+        """How long the coordinator has said nothing."""
+        ...
+
+    def join(self, host: Host) -> None:
+        """Tell this host, once started, of commands (`obey`), of each coordinator that welcomes
+        the process (`welcomed`) and of the one that refuses it (`refused`)."""
+
+    async def start(self) -> None:
+        """Begin to look for the coordinator; does not wait for it."""
+
+    async def wait_closed(self) -> None:
+        """Return after `close`; raise what made the line to the coordinator fail."""
+
+    async def close(self) -> None:
+        """Wait a little for acknowledgements of the coordinator and say Bye to it."""
+
+    def send(self, event: Event) -> None:
+        """To the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
+
+    def gauge(self, event: Event) -> None:
+        """A value that the next one replaces; forgotten when the coordinator is away."""
+
+    def client(self, server: str) -> Client: ...
+
+    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server: ...
+
+    async def tell_address(self, address: str) -> None: ...
+
+    def now_ns(self) -> int: ...
+
+    def span(self, line: dict[str, Any]) -> None:
+        """One line of the timeline."""
+
+    def tell(self, text: str) -> None:
+        """To the people at the terminal."""
+
+    def outlet(
+        self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
+    ) -> Outlet[Item]: ...
+
+    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
+        """Call with the name of a signal that asks it to end; when the process that started it is
+        gone."""
+
+    def end_by_force(self, after_s: float) -> None:
+        """Unless it has ended by then."""
+
+    async def directory_lost(self) -> str:
+        """Wait until the run directory is not this run's any more; why."""
+        ...
+
+    def started(self) -> None:
+        """What the actor has now, it has as long as the process lives."""
+
+
 class Host:
     """What an actor may use: config, events out, other servers, background tasks, a timeline."""
 
-    def __init__(self, lock: RunLock, name: str, role: str, node: str, address: str) -> None:
-        """`address`: the IP of this machine, which its servers listen on."""
-        self.lock, self.run_dir = lock, (run_dir := lock.run_dir)
-        self.name, self.role, self.node, self.address = name, role, node, address
-        self.config: Config = load([run_dir / CONFIG_FILE])
-        self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
-        self.telemetry = configure(run_dir, self.config.run.name, name)
-        self.log = get_logger()
-        #: add to time.monotonic_ns() to get the time of day
-        self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.name, self.role, self.node = process.name, process.role, process.node
+        self.boot_id, self.address, self.run_dir = process.boot_id, process.address, process.run_dir
+        self.config, self.log = process.config, process.log
+        #: add to now_ns() to get the time of day
+        self.clock_offset_ns = process.clock_offset_ns
         self.incarnation = 0
+        self.ordered_to_stop = False  #: by the coordinator, as all others are
+        self.now_ns = process.now_ns  #: of a clock that only goes forward; its zero means nothing
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Order, Command]] = []
         self._actor: Actor | None = None
         self._stop = asyncio.Event()
-        self._welcome = asyncio.Event()
+        self._begin = asyncio.Event()  #: the first welcome, or the end before it
         self._failure: tuple[str, int] | None = None
-        self.ordered_to_stop = False  #: by the coordinator, as everybody else is
-        self._orphaned = False  #: whoever started this process is gone
-        self._tasks: set[asyncio.Task[Any]] = set()
-        coordinator = self.config.coordinator
-        self.control = ControlClient(
-            run_dir / COORDINATOR_FILE,
-            name,
-            role,
-            self.boot_id,
-            {"node": node, "pid": str(os.getpid())},
-            coordinator.heartbeat_ms,
-            coordinator.coordinator_absent_ms,
-            self._on_body,
-            self._on_welcome,
-            self._on_refused,
-        )
-        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
-        self._spans = self.telemetry.outlet("timeline", spans.write)
-        self._terminal = self.telemetry.outlet("terminal", print_lines)
+        self._tasks: dict[asyncio.Task[Any], None] = {}  #: in their order
+        process.join(self)
 
     # --- for actors ---------------------------------------------------------------------------
 
     def emit(self, event: Event, **context: Any) -> None:
         """Send an event; it is kept and resent until the coordinator has it on disk."""
-        self.control.send(encode(event))
+        self.process.send(event)
         self.log.info(type(event).__struct_config__.tag, **context)
 
     def gauge(self, event: Event) -> None:
-        self.control.gauge(encode(event))
+        """Send a value that the next one replaces."""
+        self.process.gauge(event)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run in the background; an exception there ends the process with its reason."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._task_done)
 
     def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
-        """Record what this process did from one time.monotonic_ns() to another."""
+        """Record what this process did from one now_ns() to another."""
         offset = self.clock_offset_ns
         line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
-        self._spans.put(json.dumps(line).encode() + b"\n")
+        self.process.span(line)
 
     def announce(self, text: str) -> None:
         """Say what people have to know now: in the log, and on the terminal of this process."""
         self.log.warning("announced", text=text)
-        self._terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
+        self.process.tell(text)
 
     async def pause(self, seconds: float) -> None:
-        """Wait; RuntimeError when this process is to end meanwhile."""
+        """Wait; Ended when this process is to end meanwhile."""
         try:
-            await asyncio.wait_for(self._stop.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
         except TimeoutError:
             return
-        raise RuntimeError(f"{self.name} was ended while it waited")
+        raise Ended(f"{self.name} was ended while it waited")
 
-    def client(self, server: str) -> RpcClient:
+    def client(self, server: str) -> Client:
         """A client of the store or the relay of this run (not started)."""
-        file = self.run_dir / f"{server}.json"
-        return RpcClient(
-            lambda: read_address(file),
-            self.name,
-            self.role,
-            self.boot_id,
-            server=server,
-            heartbeat_ms=self.config.coordinator.heartbeat_ms,
-        )
+        return self.process.client(server)
+
+    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
+        """A server on a free port of this machine (not started); others find it by tell_address.
+
+        `on_peer_lost(boot_id)`: that process said Bye, or was silent for its lease.
+        """
+        return self.process.server(handle_batch, on_peer_lost)
+
+    async def tell_address(self, address: str) -> None:
+        """Where this process serves, for those who call `client` with its name; OSError."""
+        await self.process.tell_address(address)
+
+    def outlet(
+        self, name: str, write: Callable[[list[Item]], None], *, kept: int = 10_000
+    ) -> Outlet[Item]:
+        """Items to be written beside the event loop, in order; `kept`: that wait at most."""
+        return self.process.outlet(name, write, kept=kept)
 
     def fail(self, reason: str, exit_code: int = exit_codes.FAILED) -> None:
         """End this process with a reason; the first one counts."""
-        self._stop.set()
+        self._leave()
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code)
             self.log.error("failed", reason=reason)
 
     # --- the process --------------------------------------------------------------------------
 
+    @property
+    def ending(self) -> bool:
+        return self._stop.is_set()
+
     async def run(self, actor: Actor) -> int:
         """From joining to leaving; returns the exit code."""
         self._actor = actor
         asyncio.get_running_loop().set_exception_handler(self._loop_told)
-        handle_signals(stop_signals(), self._terminated)
-        if self.role == "node":
-            handle_signals(not_ignored(signal.SIGINT), self._terminated)
-        else:  # a terminal's Ctrl-C goes to everybody in it, and actors wait for their node
-            handle_signals([signal.SIGINT], lambda name: None)
-        if self.lock.inherited:
-            follow_starter(self._requested)
-        await self.control.start()
-        self.spawn(self._watch())
+        self.process.listen(self._terminated, self._starter_gone)
+        await self.process.start()
+        self.spawn(self._watch_line())
+        self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_absent_ms / 1000))
         self.spawn(self._watch_directory())
         try:
-            await self._until_welcome()
+            await self._begin.wait()
             if not self._stop.is_set():
                 await self._start(actor)
             await self._stop.wait()
@@ -194,30 +254,27 @@ class Host:
             code = await self._end(actor)
         return code
 
+    def _leave(self) -> None:
+        self._stop.set()
+        self._begin.set()
+
     def _terminated(self, signal_name: str) -> None:
         """Leave in good order; but it was not the coordinator who wanted that."""
         if not self._stop.is_set():
             self.fail(f"ended by {signal_name}", exit_codes.TERMINATED)
 
-    def _requested(self, word: str) -> None:
-        """Whoever started this process speaks to a coordinator only; here its end counts."""
-        if word != STARTER_GONE or self._stop.is_set():
+    def _starter_gone(self) -> None:
+        if self._stop.is_set():
             return
-        self._orphaned = True
         self.log.warning("starter-gone")
+        self.spawn(self._watch_coordinator(ORPHAN_ABSENT_S))
         if self.role == "node":  # its coordinator, if there is one, ends the run
             return
-        faulthandler.dump_traceback_later(ORPHAN_EXIT_S, exit=True)
+        self.process.end_by_force(ORPHAN_EXIT_S)
         reason = f"its node, {self.node}, is gone"
         if self.role != "store":
             return self.fail(reason)
         asyncio.get_running_loop().call_later(ORPHAN_STORE_S, self.fail, reason)
-
-    async def _until_welcome(self) -> None:
-        waits = [asyncio.ensure_future(w.wait()) for w in (self._welcome, self._stop)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for waiting in waits:
-            waiting.cancel()
 
     async def _start(self, actor: Actor) -> None:
         try:
@@ -226,89 +283,93 @@ class Host:
             self.fail(str(error), exit_codes.USER_ERROR)
         except Exception as error:
             self._failed_with(error, "start-failed")
-        gc.collect()
-        gc.freeze()  # a full collection must not walk what lives as long as the process
+        self.process.started()
 
     async def _end(self, actor: Actor) -> int:
         code = exit_codes.COMPLETE
         if self._failure is not None:
             reason, code = self._failure
-            if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+            if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
                 user_error = code == exit_codes.USER_ERROR
                 self._last_word(ev.ActorFailed(reason=reason, user_error=user_error))
         try:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
-        if self.control.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+        if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
             self._last_word(ev.ActorLeft())  # its node may be gone, and cannot tell it
         for task in self._tasks:
             task.cancel()
-        await self.control.close()
+        await self.process.close()
         return code
 
     def _last_word(self, event: Event) -> None:
-        """Nobody to say it to must not keep this process from leaving in good order."""
+        """Without a coordinator to report to, this process leaves in good order all the same."""
         try:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:
             self.log.warning("not-said", message=str(event), reason=str(error))
 
-    async def _watch(self) -> None:
-        """A coordinator that stays away ends the process; so does a failed control line."""
-        closed = asyncio.ensure_future(self.control.wait_closed())
-        while not self._stop.is_set():
-            await asyncio.wait([closed], timeout=WATCH_S)
-            if closed.done() and not closed.cancelled() and closed.exception():
-                return self.fail(f"the line to the coordinator failed: {closed.exception()!r}")
-            absent_s = self.control.absent_ns / 1e9
-            if self.control.absent or (self._orphaned and absent_s > ORPHAN_ABSENT_S):
-                return self.fail(
-                    f"no coordinator for {absent_s:.0f} s", exit_codes.COORDINATOR_ABSENT
-                )
+    async def _watch_line(self) -> None:
+        try:
+            await self.process.wait_closed()
+        except Exception as error:
+            self.fail(f"the line to the coordinator failed: {error!r}")
+
+    async def _watch_coordinator(self, absent_max_s: float) -> None:
+        """A coordinator that stays away ends the process."""
+        while (absent_s := self.process.silent_ns / 1e9) <= absent_max_s:
+            await asyncio.sleep(absent_max_s - absent_s + WATCH_S)
+        if not self._stop.is_set():
+            reason = f"no coordinator for {absent_s:.0f} s"
+            self.fail(reason, exit_codes.COORDINATOR_ABSENT)
 
     async def _watch_directory(self) -> None:
         """What has its path must be the directory that was locked; a disk may take long to say."""
-        while not (reason := await asyncio.to_thread(self.lock.lost)):
-            await asyncio.sleep(WATCH_S)
-        self.fail(reason, exit_codes.USER_ERROR)
+        self.fail(await self.process.directory_lost(), exit_codes.USER_ERROR)
 
-    # --- callbacks of the control line ----------------------------------------------------------
+    # --- called by the process ------------------------------------------------------------------
 
-    def _on_welcome(self, incarnation: int) -> None:
+    def welcomed(self, incarnation: int) -> None:
+        """The first time, and by each other coordinator."""
         self.incarnation = incarnation
         self.log.info("welcome", incarnation=incarnation)
-        self._welcome.set()
+        self._begin.set()
 
-    def _on_refused(self, reason: str) -> None:
+    def refused(self, reason: str) -> None:
+        """Nothing is sent or received any more."""
         self.fail(f"the coordinator refused this process: {reason}", exit_codes.COORDINATOR_ABSENT)
 
-    def _on_body(self, body: bytes) -> None:
-        order, command = decode_order(body)
+    def obey(self, order: cmd.Order, command: Command) -> bool:
+        """A command arrives; False if it has arrived before."""
         if not self._filter.take(order.command_id):
-            return
+            return False
         if isinstance(command, cmd.StopActor):
             self.log.info("stop", reason=command.reason, event_seq=order.cause)
             self.ordered_to_stop = True
-            self._stop.set()
-            return
+            self._leave()
+            return True
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._hand_over)
         self._arrived.append((order, command))
+        return True
 
     def _hand_over(self) -> None:
         arrived, self._arrived = self._arrived, []
         if self._actor is not None:
             self._actor.handle(arrived)
 
+    # --- what fails -----------------------------------------------------------------------------
+
     def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failed_with(error, "task-failed")
 
     def _loop_told(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback that raised has left something undone; other words of the loop are notes."""
+        """A callback that raised has left something undone; other messages of the loop are
+        notes."""
         error = context.get("exception")
         if error is not None and "handle" in context:
             self._failed_with(error, "callback-failed")
@@ -316,35 +377,9 @@ class Host:
             self.log.warning("event-loop", message=context.get("message"), exc_info=error)
 
     def _failed_with(self, error: BaseException, what: str) -> None:
+        if isinstance(error, Ended):
+            self.log.info("given-up", reason=str(error))
+            return
         code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
         self.fail(f"{type(error).__name__}: {error}", code)
         self.log.error(what, exc_info=error)
-
-
-def _open_stacks(path: Path) -> TextIO:
-    """For the stacks of a stalled process: the terminal, where there is no room for a file."""
-    try:
-        return open(path, "a")
-    except OSError:
-        return sys.stderr
-
-
-def run_actor(
-    lock: RunLock, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
-) -> int:
-    """Body of an actor process; returns its exit code."""
-    import uvloop
-
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{name}.stacks")
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-
-    async def main() -> int:
-        host = Host(lock, name, role, node, address)
-        return await host.run(make(host))
-
-    try:
-        return uvloop.run(main())
-    finally:
-        lock.close()

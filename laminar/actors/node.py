@@ -1,46 +1,63 @@
 """The node actor: starts, watches and restarts the actor processes of one machine.
 
 Reads   RestartActor commands; exit codes of its children
-Writes  nothing; removes the shared memory of killed relays, when the run ends
-Starts  a warm process of each kind (warm_process.py), which forks the actors
 Emits   ProcessExited, once per actor that ended
 
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
 again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
 them. A child that ends with the code of a user's mistake is never started again: the same mistake
-would meet it. Actors are children of the node, whoever forked them. They have its share of the run
-directory's lock from their birth, and end when the other end of their standard input, which the
-node has, is closed.
+would meet it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import signal
-from collections.abc import Mapping
+import contextlib
 from dataclasses import dataclass
+from typing import Protocol
 
 from laminar import exit_codes, ids
-from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
 from laminar.actors.host import Host
-from laminar.actors.roles import kind, needs
-from laminar.actors.warm import Seed, WarmProcess
-from laminar.actors.warm_process import Launch
-from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.weights.arena import sweep_arenas
 
 GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
 RESTARTED_ROLES = ("rollout", "relay")
-REAP_S = 1.0
-"""Between two looks for children of killed actors, which are the node's then."""
+
+
+class ChildProcess(Protocol):
+    """A child. A signal to one that has ended does nothing."""
+
+    pid: int
+    boot_id: str  #: NAME-BOOT, of no other process of the run
+    returncode: int | None  #: exit code, or minus the signal that ended it; None while it lives
+
+    async def wait(self) -> int:
+        """Its returncode, once it has ended."""
+
+    def dump_stacks(self) -> None:
+        """Have it write what its threads are doing."""
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Processes(Protocol):
+    """The operating system's processes of this machine."""
+
+    def begin(self) -> None:
+        """Get ready to launch."""
+
+    async def launch(self, name: str, role: str) -> ChildProcess:
+        """A new process of this actor; RuntimeError when there can be none."""
+
+    async def close(self) -> None:
+        """All have ended: remove what is left of them, and launch no more."""
 
 
 @dataclass
@@ -49,50 +66,26 @@ class Child:
 
     name: str
     role: str
-    boot: str = ""
     process: ChildProcess | None = None
     restarts: int = 0
-
-
-def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:
-    """The trainer has the first GPU, replicas take turns on the others (or share the only one).
-
-    A replica has `per_replica` neighbours, and never fewer because the last ones are left over.
-    """
-    if role == "trainer":
-        return gpus[:1]
-    others = gpus[1:] if len(gpus) > per_replica else gpus
-    if not others or role != "rollout":
-        return []
-    index = int(name.rpartition("-")[2].rpartition(".")[2])
-    first = index % max(len(others) // per_replica, 1) * per_replica
-    return others[first : first + per_replica]
 
 
 class Node:
     """The processes of one machine."""
 
-    def __init__(
-        self, host: Host, roles: list[tuple[str, int]], seeds: Mapping[str, Seed] | None = None
-    ) -> None:
-        """`seeds`: warm processes that were started before, by kind."""
+    def __init__(self, host: Host, roles: list[tuple[str, int]], processes: Processes) -> None:
         self.host = host
         self.children: dict[str, Child] = {
             (name := ids.actor_name(role, host.node, index)): Child(name, role)
             for role, count in roles
             for index in range(count)
         }
-        self._gpus = visible_gpus()
+        self._processes = processes
         self._stopping = False
         self._launching = asyncio.Lock()  #: one process at a time
-        self._lifeline = os.pipe()  #: its first end is the standard input of the actors
-        self._warm = self._make_warm(seeds or {})
 
     async def start(self) -> None:
-        adopt_orphans()
-        self.host.spawn(self._reap())
-        for warm in self._warm.values():
-            warm.begin()
+        self._processes.begin()
         for child in self.children.values():
             await self._launch(child)
 
@@ -109,66 +102,28 @@ class Node:
         self._stopping = True
         async with self._launching:  # what is being started is known to us then
             pass
-        living = [c.process for c in self.children.values() if c.process is not None]
+        launched = [c.process for c in self.children.values() if c.process is not None]
         if not self.host.ordered_to_stop:
-            for process in living:
-                if process.returncode is None:
-                    process.terminate()
-        waits = [asyncio.ensure_future(p.wait()) for p in living if p.returncode is None]
-        if waits:
-            await asyncio.wait(waits, timeout=GRACE_S)
-        for process in living:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        for warm in self._warm.values():
-            await warm.close()
-        for fd in self._lifeline:
-            os.close(fd)
-        sweep_arenas()
+            for process in launched:
+                process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                for process in launched:
+                    await process.wait()
+        for process in launched:
+            process.kill()
+            await process.wait()
+        await self._processes.close()
 
     async def _launch(self, child: Child) -> None:
         async with self._launching:
             if self._stopping:
                 return
-            process = child.process = await self._start_process(child)
+            process = child.process = await self._processes.launch(child.name, child.role)
         if self._stopping:
             process.kill()  # the coordinator does not know it, and cannot tell it to leave
         self.host.log.info("launched", actor=child.name, pid=process.pid)
         self.host.spawn(self._watch(child, process))
-
-    async def _start_process(self, child: Child) -> ChildProcess:
-        child.boot = secrets.token_hex(8)
-        environment: dict[str, str | None] = {"LAMINAR_BOOT": child.boot}
-        gpus = gpus_of(child.role, child.name, self._gpus, gpus_per_replica(self.host.config))
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        launch = Launch(
-            run_dir=str(self.host.run_dir),
-            name=child.name,
-            role=child.role,
-            node=self.host.node,
-            address=self.host.address,
-            environment=environment,
-        )
-        warm = self._warm[kind(child.role, self.host.config)]
-        return await warm.fork(launch, self._lifeline[0], self.host.lock.fd)
-
-    def _make_warm(self, seeds: Mapping[str, Seed]) -> dict[str, WarmProcess]:
-        """One of each kind that this machine's actors are of."""
-        config, roles = self.host.config, [child.role for child in self.children.values()]
-        ready_s = config.coordinator.start_timeout_s
-        return {
-            name: WarmProcess(name, need, self.host.log, ready_s=ready_s, seed=seeds.get(name))
-            for name, need in needs(roles, config, gpus=bool(self._gpus)).items()
-        }
-
-    async def _reap(self) -> None:
-        seen = 0
-        while True:
-            known = {child.process.pid for child in self.children.values() if child.process}
-            seen = reap_orphan(known | {warm.pid for warm in self._warm.values()}, seen)
-            await asyncio.sleep(REAP_S)
 
     async def _watch(self, child: Child, process: ChildProcess) -> None:
         code = await process.wait()
@@ -177,10 +132,7 @@ class Node:
             may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
         )
         exited = ev.ProcessExited(
-            actor=child.name,
-            boot_id=f"{child.name}-{child.boot}",
-            code=code,
-            restarting=restarting,
+            actor=child.name, boot_id=process.boot_id, code=code, restarting=restarting
         )
         self.host.emit(exited, actor=child.name, code=code, restarting=restarting)
         if restarting:
@@ -196,7 +148,6 @@ class Node:
         process = child.process
         if process is None or process.returncode is not None:
             return
-        process.send_signal(signal.SIGUSR1)
+        process.dump_stacks()
         await asyncio.sleep(DUMP_S)
-        if process.returncode is None:
-            process.kill()
+        process.kill()

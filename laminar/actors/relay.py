@@ -2,8 +2,9 @@
 
 Reads   slots that a trainer has written; PinVersion and ForwardWeights commands; reports of the
         bulk plane
-Writes  the arena file in shared memory, relay-N.json (its address)
+Writes  relay-N.json (its address)
 Emits   RelayReady, WeightsPublished, WeightsReceived, RelayLinked, TransferTrouble
+Gives   Relay; Machine and Plane, what it needs of where it runs
 
 A trainer writes a slot and goes on; checksums and digest are worked out here, in a thread, after
 the copy. Replicas lease a version while they load it. Weights never pass through a socket on one
@@ -13,27 +14,25 @@ machine; between machines the bulk plane moves them, in a thread of its own.
 from __future__ import annotations
 
 import asyncio
-import functools
-import time
-
-import psutil
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from laminar import ids
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
-from laminar.actors.relay_slots import CHAIN, RelaySlots
+from laminar.actors.relay_slots import CHAIN, RelaySlots, SlotMemory
 from laminar.config import Config, ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.net.client import write_address
-from laminar.net.rpc import Batch, RpcError, RpcServer
-from laminar.weights import manifest as mf
+from laminar.events.reasons import TransferForm
+from laminar.net.calls import Batch, RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena import ArenaError, arena_path, sweep_arenas
-from laminar.weights.entrance import Identity
-from laminar.weights.plane import Plane, PlaneError, PlaneOptions
-from laminar.weights.reports import (
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.arena.slots import SlotError
+from laminar.weights.chain.core import PlaneError, PlaneOptions
+from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
     PlaneFailed,
@@ -44,7 +43,9 @@ from laminar.weights.reports import (
     SlotWanted,
     Trouble,
 )
-from laminar.weights.slots import SlotError
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.table import VersionTable
 
 SLOT_POLL_S = 0.02
 DELTA_SHARE = 4
@@ -53,49 +54,85 @@ DETAIL_CHARS_MAX = 500
 _REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)
 
 
+class Plane(Protocol):
+    """Moves versions from the relay before to the next one; each call returns at once."""
+
+    def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Listen; the address for the predecessor's order. PlaneError."""
+
+    def set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
+        """Feed relay (name, host, port), or none, by the order with this number."""
+
+    def publish(self, manifest: mf.Manifest, slot: int) -> None:
+        """A whole version was written here."""
+
+    def grant(self, slot: int) -> None:
+        """The answer to SlotWanted."""
+
+    def deny(self, reason: str) -> None:
+        """The other answer: there will never be a slot for it."""
+
+
+class Machine(Protocol):
+    """Where a relay runs."""
+
+    memory_bytes: int
+    versions: VersionTable  #: what is held in this process
+
+    @property
+    def slots(self) -> SlotMemory:
+        """That of this process."""
+        ...
+
+    async def sweep(self) -> list[tuple[str, int]]:
+        """Remove what killed relays left in the shared memory: (path, bytes) of each."""
+        ...
+
+    def plane(
+        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    ) -> Plane:
+        """One that is not started; `notify` is called in the event loop."""
+
+    async def close(self) -> None:
+        """End the plane, remove the slots; those who have them mapped keep them."""
+
+
 class Relay:
     """Slots, leases and the neighbours of one machine."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, host: Host, machine: Machine) -> None:
+        self.host, self.machine = host, machine
         config: Config = host.config
-        self._max_bytes = config.weights.max_bytes or psutil.virtual_memory().total // 2
+        self._max_bytes = config.weights.max_bytes or machine.memory_bytes // 2
         self.slots = RelaySlots(
-            arena_path(host.run_dir, host.node, host.boot_id),
+            machine.slots,
             config.weights.slots,
             self._max_bytes,
-            lambda version: self.plane.forget(version),
+            machine.versions,
+            host.spawn,
             host.fail,
         )
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
         self._linked = False  #: the order was answered
-        self.server = RpcServer(
-            host.address,
-            0,
-            self._handle_batch,
-            boot_id=host.boot_id,
-            lease_ms=config.coordinator.lease_ms,
-            on_peer_lost=self.slots.reader_lost,
-        )
+        self.server = host.server(self._handle_batch, self._peer_lost)
 
     async def start(self) -> None:
-        for swept in sweep_arenas():
-            self.host.log.info("arena-swept", path=str(swept.path), bytes=swept.num_bytes)
+        for path, num_bytes in await self.machine.sweep():
+            self.host.log.info("arena-swept", path=path, bytes=num_bytes)
         self.plane = self._make_plane()
         try:
             host, port = self.plane.start(self.host.address)
         except PlaneError as error:
             raise ConfigError(str(error)) from None
         await self.server.start()
-        await DiskWait(self.host, "the relay's address").until_room(self._tell_address)
+        await DiskWait(self.host, "the relay's address").until_room(
+            partial(self.host.tell_address, self.server.address)
+        )
         self.host.spawn(self.server.wait_closed())
         self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
 
-    async def _tell_address(self) -> None:
-        write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
-
     def _make_plane(self) -> Plane:
-        config, loop = self.host.config.weights, asyncio.get_running_loop()
+        config = self.host.config.weights
         identity = Identity(
             run=f"{self.host.config.run.name}-{ids.hash64(str(self.host.run_dir.resolve())):016x}",
             name=self.host.name,
@@ -105,14 +142,11 @@ class Relay:
             delta_bytes_max=self._max_bytes // DELTA_SHARE if config.delta else 0,
             send_rate=config.rate_mbit * 1_000_000 // 8,
         )
-        notify = functools.partial(loop.call_soon_threadsafe, self._on_report)
-        return Plane(identity, self.slots.region, notify, options)
+        return self.machine.plane(identity, self._on_report, options)
 
     async def stop(self) -> None:
         await self.server.close()
-        if hasattr(self, "plane"):
-            await asyncio.to_thread(self.plane.close)
-        self.slots.close()
+        await self.machine.close()
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -177,16 +211,16 @@ class Relay:
     def _received(self, report: Received) -> None:
         manifest = report.manifest
         if not self.slots.keep(CHAIN, report.slot, manifest):
-            self.plane.forget(manifest.version)
+            self.machine.versions.forget(manifest.version)
             self.host.log.info("received-too-late", version=manifest.version)
             return
-        now, duration_ns = time.monotonic_ns(), int(report.seconds * 1e9)
+        now, duration_ns = self.host.now_ns(), int(report.seconds * 1e9)
         self.host.span("receiving", now - duration_ns, now, version=manifest.version)
         received = ev.WeightsReceived(
             version=manifest.version,
             step=manifest.step,
             digest=manifest.digest,
-            kind="delta" if report.by_delta else "full",
+            kind=TransferForm.DELTA if report.by_delta else TransferForm.FULL,
             num_bytes=report.num_bytes,
             duration_ms=duration_ns // 1_000_000,
             held=self.slots.held,
@@ -219,7 +253,12 @@ class Relay:
 
     # --- requests of this machine ---------------------------------------------------------------
 
-    def _handle_batch(self, batch: Batch) -> list[bytes | RpcError]:
+    def _peer_lost(self, boot_id: str) -> None:
+        versions = self.slots.reader_lost(boot_id)
+        if versions:
+            self.host.log.warning("lease-revoked", reader=boot_id, versions=versions)
+
+    def _handle_batch(self, batch: Batch) -> list[bytes | RpcError | None]:
         return [self._answer(boot_id, body) for boot_id, _, body in batch]
 
     def _answer(self, boot_id: str, body: bytes) -> bytes | RpcError:
@@ -241,11 +280,12 @@ class Relay:
 
     def _commit(self, boot_id: str, request: m.CommitSlot) -> m.Committed | m.OtherArena:
         if self.slots.is_other(request.arena):
+            self.host.log.warning("commit-of-a-dead-relays-slot", arena=request.arena)
             return m.OtherArena()
         if self.slots.begin_commit(boot_id, request):
             self.host.spawn(self._digest(boot_id, request))
         elif (manifest := self.slots.manifest(request.version)) is not None:
-            self._announce(manifest)  # it is here, and somebody does not know
+            self._announce(manifest)  # it is here, and a neighbour does not know
         return m.Committed()
 
     async def _digest(self, boot_id: str, request: m.CommitSlot) -> None:
@@ -259,8 +299,13 @@ class Relay:
 
     def _announce(self, manifest: mf.Manifest) -> None:
         """The version can be pulled here."""
-        facts = {"version": manifest.version, "step": manifest.step, "digest": manifest.digest}
         published = ev.WeightsPublished(
-            **facts, num_bytes=manifest.total_bytes, held=self.slots.held
+            version=manifest.version,
+            step=manifest.step,
+            digest=manifest.digest,
+            num_bytes=manifest.total_bytes,
+            held=self.slots.held,
         )
-        self.host.emit(published, **facts)
+        self.host.emit(
+            published, version=manifest.version, step=manifest.step, digest=manifest.digest
+        )

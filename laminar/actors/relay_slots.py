@@ -1,30 +1,46 @@
 """The slots of one relay process: the arena, who writes where, which versions lie in it.
 
 Reads   requests of trainers and readers (weights/messages.py), by the boot id of the process
-Writes  the arena file in shared memory
-Gives   RelaySlots and its replies; SlotError, ArenaError and ManifestError for wrong requests
+Writes  the slots' states; which bytes they hold is in the version table
+Gives   RelaySlots and its replies; SlotMemory, what it needs of the machine
+Raises  SlotError, ArenaError and ManifestError for wrong requests
 
 One process has one arena with a name of its own. A writer is a process, not a name: a trainer that
-was started again gets another slot than the one its former self may have left half written.
+was started again gets another slot than the one that its previous process may have left incomplete.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
-from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.hashes import manifest_of
-from laminar.weights.region import Region
-from laminar.weights.slots import SlotError, SlotTable, VersionGone, slots_within
+from laminar.weights.arena.region import ArenaError, Region
+from laminar.weights.arena.slots import SlotError, SlotTable, VersionGone, slots_within
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.table import VersionTable
 
 CHAIN = "chain"
 """As a writer: the relay before this one."""
+
+
+class SlotMemory(Protocol):
+    """The memory of the slots, which other processes of the machine map by its path."""
+
+    path: str  #: new for every relay process
+    slot_bytes: int  #: 0 until `create`
+
+    def create(self, slots: int, slot_bytes: int) -> None:
+        """Make so many equal slots; their memory comes later. ArenaError."""
+
+    def region(self, slot: int) -> Region:
+        """All bytes of a slot."""
+
+    async def fill(self) -> None:
+        """Have memory behind slot after slot, in the background; ArenaError if there is none."""
+
+    async def describe(self, commit: m.CommitSlot) -> mf.Manifest:
+        """Work out the checksums of what lies in a slot, in the background."""
 
 
 class RelaySlots:
@@ -32,21 +48,18 @@ class RelaySlots:
 
     def __init__(
         self,
-        path: Path,
+        memory: SlotMemory,
         slots: int,
         max_bytes: int,
-        forget: Callable[[int], bool],
+        versions: VersionTable,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_shortage: Callable[[str], None],
     ) -> None:
-        """`max_bytes`: of the whole arena. `forget`: asked before a version is evicted.
-        `on_shortage`: told in the event loop when the memory of the slots cannot be had."""
-        self._path, self._num_slots, self._max_bytes = path, slots, max_bytes
-        self._forget, self._on_shortage = forget, on_shortage
-        self._arena: Arena | None = None
+        """`max_bytes`: of the whole arena. `versions`: what is held in this process, and what of
+        it is being sent. `on_shortage`: called when the memory of the slots cannot be had."""
+        self._memory, self._num_slots, self._max_bytes = memory, slots, max_bytes
+        self._versions, self._spawn, self._on_shortage = versions, spawn, on_shortage
         self._table: SlotTable | None = None
-        self._filler: threading.Thread | None = None
-        self._closed = False
-        self._manifests: dict[int, mf.Manifest] = {}
         self._granted: dict[str, int] = {}  #: by writing process, until its version is complete
         self._digesting: set[int] = set()
         self._pin = -1  #: a version to be kept, also one that is not here yet
@@ -63,39 +76,22 @@ class RelaySlots:
 
         ArenaError or SlotError if they cannot be had, or those that there are are smaller.
         """
-        if self._arena is None:
+        if self._table is None:
             count = slots_within(version_bytes, self._num_slots, self._max_bytes)
-            self._arena = Arena.create(self._path, count, version_bytes)
-            self._table = SlotTable(count, self._forget)
-            loop = asyncio.get_running_loop()
-            fill = functools.partial(self._fill, self._arena, loop)
-            self._filler = threading.Thread(target=fill, name="arena-filler", daemon=True)
-            self._filler.start()
-        if self._arena.slot_bytes < version_bytes:
+            self._memory.create(count, version_bytes)
+            self._table = SlotTable(count, self._versions.forget)
+            self._spawn(self._fill())
+        if self._memory.slot_bytes < version_bytes:
             raise ArenaError(
-                f"the slots have {self._arena.slot_bytes} bytes, {version_bytes} were asked for"
+                f"the slots have {self._memory.slot_bytes} bytes, {version_bytes} were asked for"
             )
-        return m.ArenaOpened(arena=str(self._path))
+        return m.ArenaOpened(arena=self._memory.path)
 
-    def _fill(self, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
+    async def _fill(self) -> None:
         try:
-            arena.fill_all()
+            await self._memory.fill()
         except ArenaError as error:
-            if not self._closed:
-                loop.call_soon_threadsafe(self._on_shortage, str(error))
-
-    def region(self, slot: int) -> Region:
-        """All bytes of a slot."""
-        assert self._arena is not None
-        return self._arena.region(slot)
-
-    def close(self) -> None:
-        """Remove the file; those who have it mapped keep it."""
-        self._closed = True
-        if self._arena is not None and self._filler is not None:
-            self._arena.close()
-            self._filler.join()
-        Arena.unlink(self._path)
+            self._on_shortage(str(error))
 
     # --- writers ------------------------------------------------------------------------------
 
@@ -118,8 +114,6 @@ class RelaySlots:
         grant = self._table.grant(writer)
         if grant is None:
             return -1
-        if grant.evicted is not None:
-            del self._manifests[grant.evicted]
         self._granted[writer] = grant.slot
         return grant.slot
 
@@ -139,12 +133,11 @@ class RelaySlots:
 
     def begin_commit(self, boot_id: str, request: m.CommitSlot) -> bool:
         """The slot is written: whether its digest is to be worked out now (else it is a repeat)."""
-        assert self._arena is not None
-        if request.slot in self._digesting or request.version in self._manifests:
+        if request.slot in self._digesting or request.version in self.held:
             return False
         if self._granted.get(boot_id) != request.slot:
             raise SlotError(f"slot {request.slot} is not granted to {boot_id}")
-        if mf.check_tensors(request.tensors) > self._arena.slot_bytes:
+        if mf.check_tensors(request.tensors) > self._memory.slot_bytes:
             raise SlotError(f"version {request.version} does not fit into a slot")
         if request.version < max(self.held, default=-1):
             raise SlotError(f"version {request.version} is older than {max(self.held)}")
@@ -156,15 +149,7 @@ class RelaySlots:
 
         None: a newer version came over the chain in the meantime, this one is of no use.
         """
-        assert self._arena is not None
-        manifest = await asyncio.to_thread(
-            manifest_of,
-            self._arena.slot(request.slot),
-            version=request.version,
-            step=request.step,
-            tensors=request.tensors,
-            probe=request.probe,
-        )
+        manifest = await self._memory.describe(request)
         self._digesting.discard(request.slot)
         return manifest if self.keep(boot_id, request.slot, manifest) else None
 
@@ -176,12 +161,17 @@ class RelaySlots:
             return False
         self._table.commit(slot, writer, manifest.version)
         del self._granted[writer]
-        self._manifests[manifest.version] = manifest
         self._apply_pin()
         return True
 
     def manifest(self, version: int) -> mf.Manifest | None:
-        return self._manifests.get(version)
+        """Of a version that can be leased; None if this one cannot."""
+        return self._manifest(version) if version in self.held else None
+
+    def _manifest(self, version: int) -> mf.Manifest:
+        copy = self._versions.get(version)
+        assert copy is not None, version  # it is forgotten when its slot is given away, not before
+        return copy.manifest()
 
     # --- readers ------------------------------------------------------------------------------
 
@@ -195,8 +185,8 @@ class RelaySlots:
         return m.Leased(
             lease_id=lease.lease_id,
             slot=lease.slot,
-            arena=str(self._path),
-            manifest=mf.encode(self._manifests[lease.version]),
+            arena=self._memory.path,
+            manifest=mf.encode(self._manifest(lease.version)),
         )
 
     def release(self, request: m.ReleaseLease) -> m.Released | m.OtherArena:
@@ -204,10 +194,11 @@ class RelaySlots:
             return m.OtherArena()
         return m.Released(valid=self._table.release(request.lease_id))
 
-    def reader_lost(self, boot_id: str) -> None:
-        """End its leases. A silent writer may still write: its slot stays its own."""
-        if self._table is not None:
-            self._table.revoke(boot_id)
+    def reader_lost(self, boot_id: str) -> list[int]:
+        """End its leases; of which versions. A silent writer may still write: its slot stays its
+        own."""
+        ended = self._table.revoke(boot_id) if self._table is not None else ()
+        return [lease.version for lease in ended]
 
     def pin(self, version: int) -> None:
         """Keep this version and no other, also if it comes later; -1: none."""
@@ -218,12 +209,12 @@ class RelaySlots:
 
     def _apply_pin(self) -> None:
         assert self._table is not None
-        if self._pin in self._manifests:
+        if self._pin in self.held:
             self._table.pin(self._pin)
 
     def is_other(self, arena: str) -> bool:
         """Whether a request names another arena than the one of this process."""
-        return self._arena is None or arena != str(self._path)
+        return self._table is None or arena != self._memory.path
 
 
 def _name(boot_id: str) -> str:

@@ -1,7 +1,7 @@
 """The rollout actor: one replica. Generates, hands tokens to the store, scores, pulls weights.
 
 Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories; the relay's slots
-Writes  tokens, log-probs and rewards (through the store); timeline/NAME.steps
+Writes  tokens, log-probs and rewards (through the store)
 Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TokenProgress, WeightsLoaded, ...
 
 Store first, event second: no event names a payload that is not durable. Tokens go to the store in
@@ -14,76 +14,88 @@ state it is, and without a report: the coordinator has moved on.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from laminar import ids
 from laminar.actors.clients import RelayClient, StoreClient
-from laminar.actors.engine_steps import EngineSteps
+from laminar.actors.engine_reports import EngineReports
 from laminar.actors.host import Host
-from laminar.actors.scoring import Scorer
-from laminar.actors.weight_loader import WeightLoader
-from laminar.engines.build import start_engine
-from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
+from laminar.actors.running import Running, request_id
+from laminar.actors.scoring import RewardWorkers, Scorer
+from laminar.actors.weight_loader import WeightFiles, WeightLoader
+from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, ReplicaEngine, TokenDelta
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.events.reasons import FailureReason, FinishReason
+from laminar.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
 FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
 
 
-@dataclass
-class Running:
-    """A trajectory in the engine: what is not in the store yet, and where that begins."""
+class ReplicaParts(Protocol):
+    """What a replica is made of besides its logic."""
 
-    command: cmd.GenerateTrajectory
-    event_seq: int
-    stored: int  #: tokens that the store has
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
+    stop_ids: frozenset[int]  #: known once the engine has started
+
+    @property
+    def rewards(self) -> RewardWorkers: ...
+
+    @property
+    def weights(self) -> WeightFiles: ...
+
+    async def start_engine(
+        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
+    ) -> ReplicaEngine:
+        """Tokenizer and engine of the run's model; ConfigError. `seed`: for an engine that draws
+        by itself."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, without special tokens."""
+        ...
+
+    def keep_steps(self, rows: bytes) -> None:
+        """Engine steps for the timeline: rows of start, end, sequences and tokens as int64, times
+        in ns of the day's clock."""
 
 
 class Rollout:
     """One engine and what surrounds it."""
 
-    def __init__(self, host: Host) -> None:
-        self.host, self.config = host, host.config
+    def __init__(self, host: Host, parts: ReplicaParts) -> None:
+        self.host, self.config, self.parts = host, host.config, parts
         disk_wait_s = self.config.coordinator.disk_wait_s
         self.store = StoreClient(host.client("store-0"), disk_wait_s)
         self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
         #: the store has not answered yet, or has not been asked
         self.opening: dict[str, cmd.GenerateTrajectory] = {}
         self.running: dict[str, Running] = {}
-        self.tokens_total = 0
         self._interval_s = self.config.rollout.progress_interval_ms / 1000
         self._flush_lock = asyncio.Lock()
         self._finish_due = False
-        steps = EngineSteps(host.run_dir, host.name)
-        self._steps = host.telemetry.outlet("engine steps", steps.write)
 
     async def start(self) -> None:
-        config = self.config
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
-        self.stop_ids = end_ids(config.model.name, tokenizer)
-        self.engine = await start_engine(
-            config, tokenizer_size(tokenizer), self._engine_seed(), self._on_deltas
-        )
-        self.loader = WeightLoader(self.host, self.relay, self.engine)
-        self.scorer = Scorer(self.host, self.store, tokenizer)
+        rollout, parts = self.config.rollout, self.parts
+        self.engine = await parts.start_engine(self._engine_seed(), self._on_deltas)
+        self.engine_reports = EngineReports(self.host, self.engine, parts.keep_steps)
+        self.stop_ids = parts.stop_ids
+        self.loader = WeightLoader(self.host, self.relay, self.engine, parts.weights)
+        self.scorer = Scorer(self.host, self.store, parts.rewards, parts.decode)
         await self.store.start()
         await self.relay.start()
         self.host.spawn(self.scorer.start())  # needed when the first response has ended
         self.host.spawn(self._engine_ends())
-        self.host.spawn(self._report_progress())
+        self.host.spawn(self.engine_reports.report(self._interval_s))
         self.host.spawn(self._keep_tokens())
         stats = self.engine.stats()
         # One group waits in front of the engine, so that its slots never wait for the coordinator.
-        taken = config.rollout.max_num_seqs + config.rollout.group_size
+        taken = rollout.max_num_seqs + rollout.group_size
         ready = ev.ReplicaReady(max_num_seqs=taken, kv_capacity_tokens=stats.kv_capacity_tokens)
         self.host.emit(ready)
 
@@ -94,7 +106,7 @@ class Rollout:
 
     async def stop(self) -> None:
         if hasattr(self, "engine"):
-            self._write_steps()
+            self.engine_reports.write_steps()
             await self.engine.close()
             await self.scorer.close()
         await self.store.close(0.5)
@@ -121,7 +133,8 @@ class Rollout:
     # --- starting a trajectory ------------------------------------------------------------------
 
     async def _open(self, opening: list[tuple[cmd.Order, cmd.GenerateTrajectory]]) -> None:
-        """Fence whoever had these trajectories, learn how far they got, and go on from there."""
+        """Fence the replicas that had these trajectories, learn how far they got, and go on from
+        there."""
         wanted = {command.trajectory: (order, command) for order, command in opening}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_opening(pair[1])}:
             items = tuple(self._open_item(command) for _, command in wanted.values())
@@ -141,19 +154,19 @@ class Rollout:
             trajectory_id=command.trajectory,
             group_id=command.group,
             sibling=command.sibling,
-            purpose=command.purpose,  # type: ignore[arg-type]
+            purpose=command.purpose,
             row_index=command.row_index,
             attempt=command.attempt,
             placement=command.placement,
             weight_version=command.version,
-            version_step=command.step,
+            version_step=command.version_step,
             replica=self.host.name,
             temperature=self._temperature(command.purpose),
         )
 
     def _temperature(self, purpose: str) -> float:
         rollout = self.config.rollout
-        return rollout.val_kwargs.temperature if purpose == ids.EVAL else rollout.temperature
+        return rollout.val_kwargs.temperature if purpose == Purpose.EVAL else rollout.temperature
 
     def _opened(
         self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
@@ -165,7 +178,7 @@ class Rollout:
             reason = result.finish_reason or STOP
             self._report_finished(command, order.cause, result.num_tokens, reason)
         elif result.answer == "refused":
-            self._report_failed(command, order.cause, "store-refused", result.reason)
+            self._report_failed(command, order.cause, FailureReason.STORE_REFUSED, result.reason)
         else:
             self.host.log.info("not-opened", answer=result.answer, **facts)
 
@@ -195,7 +208,7 @@ class Rollout:
             running.finish_reason = STOP if done[-1] in self.stop_ids else LENGTH
             return self._finish_soon()
         request = GenerateRequest(
-            request_id=_request_id(command),
+            request_id=request_id(command),
             prompt_ids=tuple(np.frombuffer(result.prompt_ids, dtype="<i4").tolist()),
             done_ids=tuple(done),
             max_new_tokens=limit,
@@ -204,7 +217,7 @@ class Rollout:
             stop_ids=self.stop_ids,
         )
         # The engine has it from here on: an abort or a load that comes next comes after it.
-        self.host.spawn(_taken(self.engine.add(request)))
+        self.engine.add(request).add_done_callback(_taken)
 
     def _abort(self, order: cmd.Order, command: cmd.AbortTrajectories) -> None:
         for item in command.items:
@@ -219,13 +232,13 @@ class Rollout:
         running = self.running.get(trajectory)
         if running is not None and running.command.placement <= placement:
             del self.running[trajectory]
-            self.engine.abort(_request_id(running.command))
+            self.engine.abort(request_id(running.command))
 
     def _let_go_of_all(self) -> None:
         """A pull means that nothing is wanted here; an abort that was lost must not block it."""
         self.opening.clear()
         for running in self.running.values():
-            self.engine.abort(_request_id(running.command))
+            self.engine.abort(request_id(running.command))
         self.running.clear()
 
     # --- tokens ---------------------------------------------------------------------------------
@@ -233,13 +246,13 @@ class Rollout:
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
         finished = False
         for delta in deltas:
-            self.tokens_total += len(delta.token_ids)
+            self.engine_reports.tokens_total += len(delta.token_ids)
             trajectory, _, placement = delta.request_id.rpartition("@")
             running = self.running.get(trajectory)
             if running is None or running.command.placement != int(placement):
                 continue
-            running.tokens += delta.token_ids
-            running.logprobs += delta.logprobs
+            running.tokens.extend(delta.token_ids)
+            running.logprobs.extend(delta.logprobs)
             running.finish_reason = delta.finish_reason
             finished = finished or delta.finish_reason is not None
         if finished:
@@ -256,10 +269,14 @@ class Rollout:
 
     async def _flush(self, *, everything: bool) -> None:
         """Hand over new tokens (of what has ended, or of everything), then what has ended."""
+        if not any(r.tokens or r.finish_reason for r in self.running.values()):
+            return
         async with self._flush_lock:
             chosen = [r for r in self.running.values() if everything or r.finish_reason]
-            chunks = [_take_chunk(r) for r in chosen if r.tokens]
+            chunks = [r.take_chunk() for r in chosen if r.tokens]
             ended = [r for r in chosen if r.finish_reason]
+            if not ended:
+                return await self._append(chunks)
             # Sent together, in this order on one link: the store takes both with one commit.
             await asyncio.gather(self._append(chunks), self._finish(ended))
 
@@ -295,7 +312,7 @@ class Rollout:
             self._report_finished(running.command, running.event_seq, running.stored, reason)
 
     def _not_taken(self, placement: int, result: m.Result) -> None:
-        """Fenced: somebody else has it now. Refused: these tokens can never be trained.
+        """Fenced: another replica has it now. Refused: these tokens can never be trained.
 
         That of a placement which has ended here is old news.
         """
@@ -313,7 +330,9 @@ class Rollout:
             return
         self._let_go(result.trajectory_id, placement)
         if result.answer == "refused":
-            self._report_failed(running.command, running.event_seq, "store-refused", result.reason)
+            self._report_failed(
+                running.command, running.event_seq, FailureReason.STORE_REFUSED, result.reason
+            )
 
     # --- reports --------------------------------------------------------------------------------
 
@@ -324,14 +343,14 @@ class Rollout:
             trajectory=command.trajectory,
             placement=command.placement,
             num_tokens=num_tokens,
-            finish_reason=reason,
+            finish_reason=FinishReason(reason),
         )
         self.host.emit(
             finished, event_seq=event_seq, trajectory=command.trajectory, num_tokens=num_tokens
         )
 
     def _report_failed(
-        self, command: cmd.GenerateTrajectory, event_seq: int, reason: str, detail: str
+        self, command: cmd.GenerateTrajectory, event_seq: int, reason: FailureReason, detail: str
     ) -> None:
         failed = ev.TrajectoryFailed(
             trajectory=command.trajectory,
@@ -349,60 +368,11 @@ class Rollout:
             await asyncio.sleep(self._interval_s)
             await self._flush(everything=True)
 
-    async def _report_progress(self) -> None:
-        """One gauge per interval, however long the store takes for what it is given."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            due = max(due + self._interval_s, loop.time())
-            await asyncio.sleep(due - loop.time())
-            self.host.gauge(self._progress())
-            self._write_steps()
-
-    def _progress(self) -> ev.TokenProgress:
-        stats = self.engine.stats()
-        return ev.TokenProgress(
-            tokens_total=self.tokens_total,
-            kv_used_tokens=stats.kv_used_tokens,
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_capacity_tokens=stats.kv_capacity_tokens,
-            preempted=stats.preempted,
-            prefix_cache_queries=stats.prefix_cache_queries,
-            prefix_cache_hits=stats.prefix_cache_hits,
-        )
-
-    def _write_steps(self) -> None:
-        """(start, end, sequences, tokens) of every engine step, as rows of four int64."""
-        records = self.engine.drain_steps()
-        if records:
-            rows = np.array(records, dtype="<i8")
-            rows[:, :2] += self.host.clock_offset_ns
-            self._steps.put(rows.tobytes())
-
     async def _engine_ends(self) -> None:
         await asyncio.shield(self.engine.failed)
 
 
-async def _taken(added: asyncio.Future[None]) -> None:
+def _taken(added: asyncio.Future[None]) -> None:
     """What the engine refuses ends the process: EngineError."""
-    await added
-
-
-def _request_id(command: cmd.GenerateTrajectory) -> str:
-    """A placement is part of the engine's name for it: late tokens of an old one are told apart."""
-    return f"{command.trajectory}@{command.placement}"
-
-
-def _take_chunk(running: Running) -> m.AppendItem:
-    """Everything sampled since the last chunk."""
-    item = m.AppendItem(
-        trajectory_id=running.command.trajectory,
-        placement=running.command.placement,
-        offset=running.stored,
-        tokens=np.asarray(running.tokens, dtype="<i4").tobytes(),
-        logprobs=np.asarray(running.logprobs, dtype="<f4").tobytes(),
-    )
-    running.stored += len(running.tokens)
-    running.tokens, running.logprobs = [], []
-    return item
+    if not added.cancelled():
+        added.result()

@@ -1,10 +1,10 @@
 """Rewards of one replica: from tokens in the store to a score in the store.
 
 Reads   ScoreTrajectories commands; responses and prompts of the store
-Writes  rewards (through the store); what the function prints: logs/latest/NAME.reward.log
+Writes  rewards (through the store)
 Emits   TrajectoryRewarded, TrajectoryFailed
 
-Off the event loop, in worker processes with a time-out. A response on which the user's function
+The function runs in worker processes with a time-out. A response on which the user's function
 fails gets reward.error_score, counted by reason; a fault of the worker itself drops the sibling.
 What went wrong is in the store for each response; events and log tell the first of each reason.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
@@ -23,38 +24,52 @@ from laminar.core.scores import bits_of
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import EVAL
-from laminar.rundir import reward_log
+from laminar.events.reasons import FailureReason, RewardOutcome
+from laminar.ids import Purpose
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
-from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
-from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
-from laminar.tasks.rewards import RewardCall, RewardResult, is_right, numbers_of
+from laminar.tasks.rewards import (
+    RewardCall,
+    RewardResult,
+    RewardWorkerLost,
+    is_right,
+    numbers_of,
+)
 
 DETAILS_MAX = 3
 """Of each reason, by one process: the run keeps the first, and the event log stays small."""
 
 
-class Scorer:
-    """The reward pool of one replica, fed from the store."""
+class RewardWorkers(Protocol):
+    """What runs the user's function."""
 
-    def __init__(self, host: Host, store: StoreClient, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.host, self.store, self.tokenizer = host, store, tokenizer
-        reward = host.config.reward
-        printed = OutputLog(reward_log(host.run_dir, host.name))
-        output = host.telemetry.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX)
+    workers_lost: int  #: that died by themselves
+    workers_killed: int  #: that took too long
+
+    async def start(self) -> None:
+        """Until the workers have loaded the function; ConfigError, RewardWorkerLost."""
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        """One result per completion, in order; RewardWorkerLost."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Scorer:
+    """The rewards of one replica, fed from the store."""
+
+    def __init__(
+        self,
+        host: Host,
+        store: StoreClient,
+        pool: RewardWorkers,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        """`decode`: the text of token ids, without special tokens."""
+        self.host, self.store, self.pool, self._decode = host, store, pool, decode
         self._open = asyncio.Event()
         self._told: Counter[str] = Counter()  #: failures of each reason
-        self.spec = reward_spec(host.config)
-        self.pool = RewardPool(
-            self.spec,
-            workers=reward.workers,
-            timeout_s=reward.timeout_s,
-            error_score=reward.error_score,
-            max_retries=reward.max_retries,
-            on_output=output.put,
-        )
 
     async def start(self) -> None:
         """Until the workers have loaded the function; calls of `score` wait for that."""
@@ -70,19 +85,19 @@ class Scorer:
         """Reward the siblings of one command, all with one call of the pool."""
         await self._open.wait()
         rows = await self.store.fetch([i.trajectory for i in command.items], with_prompt=True)
-        texts = [self._text(row) for row in rows]
+        completions = [(self._decode(tokens), tokens) for tokens in map(_ids, rows)]
         call = RewardCall(
             row=_prompt_row(rows[0]),
-            completions=[(t, _ids(row)) for t, row in zip(texts, rows, strict=True)],
+            completions=completions,
             step=rows[0].version_step or 0,
         )
         try:
             results = await self.pool.score(call)
         except RewardWorkerLost as error:
             for item in command.items:
-                self._failed(order, item, "reward-worker-lost", str(error))
+                self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
             return
-        await self._put(order, command, rows, texts, results)
+        await self._put(order, command, rows, [text for text, _ in completions], results)
 
     async def _put(
         self,
@@ -111,7 +126,7 @@ class Scorer:
             if stored.answer in ("ok", "already"):
                 self._rewarded(order, item, row, stored, result)
             elif stored.answer == "refused":
-                self._failed(order, item, "store-refused", stored.reason)
+                self._failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
     def _rewarded(
         self,
@@ -124,18 +139,20 @@ class Scorer:
         """`result` is of this attempt; where the store had a reward, that one stays."""
         reason = stored.reward_reason or "ok"
         if stored.score is None:
-            return self._failed(order, item, "unscored", "no reward function could score it")
+            return self._failed(
+                order, item, FailureReason.UNSCORED, "no reward function could score it"
+            )
         truncated = row.finish_reason == LENGTH
         event = ev.TrajectoryRewarded(
             trajectory=item.trajectory,
             placement=item.placement,
             score_bits=bits_of(stored.score),
             correct=is_right(stored.score, truncated=truncated),
-            reason=reason,
+            reason=RewardOutcome(reason),
             num_tokens=len(row.tokens) // 4,
             detail="" if reason == "ok" else self._first(order, item, reason, result.detail),
             truncated=truncated,
-            extras=numbers_of(result.extras) if row.purpose == EVAL else {},
+            extras=numbers_of(result.extras) if row.purpose == Purpose.EVAL else {},
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, score=stored.score)
 
@@ -153,7 +170,9 @@ class Scorer:
         )
         return detail[:500]
 
-    def _failed(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> None:
+    def _failed(
+        self, order: cmd.Order, item: cmd.Placed, reason: FailureReason, detail: str
+    ) -> None:
         event = ev.TrajectoryFailed(
             trajectory=item.trajectory,
             placement=item.placement,
@@ -161,9 +180,6 @@ class Scorer:
             detail=detail[:500],
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, reason=reason)
-
-    def _text(self, row: m.Trajectory) -> str:
-        return str(self.tokenizer.decode(_ids(row), skip_special_tokens=True))
 
 
 def _ids(row: m.Trajectory) -> list[int]:

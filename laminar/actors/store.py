@@ -1,65 +1,87 @@
 """The store actor: prompts, partial responses and experience of the run, over a socket.
 
-Reads   the data of the configuration; requests of rollouts and trainer; EndTrajectories commands
-Writes  store.sqlite (through storage.Database), store-0.json (its address)
+Reads   the prompts of the configuration; requests of rollouts and trainer; EndTrajectories commands
+Writes  the database of the run (through Database), its address
 Emits   DataLoaded, TrajectoriesEnded
 
 Everything that arrived in one turn of the loop is one transaction; nothing is answered before it is
-on disk. While the disk is full, requests that write wait, those that read are answered. The prompts
-are tokenised here, once.
+on disk. While the disk is full, requests that write wait, those that read are answered. A prompt is
+tokenised when it is first needed, beside the loop: a run of a few steps needs a few of them. What
+needs it waits, and everything else goes on.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-import numpy as np
+from typing import Protocol
 
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.net.client import write_address
-from laminar.net.rpc import Batch, RpcError, RpcServer
+from laminar.net.calls import Batch, RpcError
 from laminar.ports import DiskError
-from laminar.rundir import STORE_FILE
 from laminar.storage import messages as m
-from laminar.storage.database import Database, PromptCount
-from laminar.tasks.chat import EncodedPrompts, encode_all
-from laminar.tasks.prompts import PromptSet, load_prompts
-from laminar.tasks.tokenizer import load_tokenizer
+from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 
 READS = (m.Fetch, m.SamplePrompts, m.Stats)
 """Requests that need no room."""
 
 
+class Database(Protocol):
+    """What the store keeps. A write raises DiskError; for want of room nothing of it is left."""
+
+    def load_prompts(
+        self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
+    ) -> None:
+        """Store the data once; ConfigError when other data is stored already."""
+
+    def prompt_count(self) -> PromptCount: ...
+
+    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+        """Token ids (int32 little-endian) of prompts that had none; on return they are durable."""
+
+    def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
+        """Answer requests in order; on return all that they changed is durable. What needs token
+        ids that are not kept yet is left undone."""
+
+    def close(self) -> None: ...
+
+
+class Prompts(Protocol):
+    """Where the prompts come from, and the tokenizer. Both take long: beside the event loop."""
+
+    async def load(self) -> LoadedPrompts:
+        """Read and check all; ConfigError names what the user has to mend."""
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        """Token ids (int32 little-endian) of payloads; ConfigError."""
+
+
 class Store:
     """The database behind a socket."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, open_database: Callable[[], Database], prompts: Prompts) -> None:
+        """`open_database`: the run's, created when missing; raises ConfigError, DiskError."""
         self.host = host
         self.database: Database | None = None
+        self._open_database, self._prompts = open_database, prompts
         self._disk = DiskWait(host, "the store")
         self._endings: list[tuple[cmd.Order, cmd.EndTrajectories]] = []  #: not on disk yet
         self._ending = False  #: they are being written
-        self.server = RpcServer(
-            host.address,
-            0,
-            self._handle_batch,
-            boot_id=host.boot_id,
-            lease_ms=host.config.coordinator.lease_ms,
-            on_peer_lost=lambda name: host.log.info("peer-lost", peer=name),
+        self._wanted: dict[PromptKey, bytes] = {}  #: payloads that have to be tokenised
+        self._tokenising = False
+        self.server = host.server(
+            self._handle_batch, lambda name: host.log.info("peer-lost", peer=name)
         )
 
     async def start(self) -> None:
-        prompts, train, held_out = await asyncio.to_thread(self._load_data)
-        fill = partial(self._fill, train, held_out, prompts.digest)
-        count = await self._disk.until_room(fill)
+        prompts = await self._prompts.load()
+        count = await self._disk.until_room(partial(self._fill, prompts))
         await self.server.start()
-        await self._disk.until_room(self._tell_address)
+        await self._disk.until_room(partial(self.host.tell_address, self.server.address))
         self.host.spawn(self.server.wait_closed())
         loaded = ev.DataLoaded(
             num_train=count.train,
@@ -69,25 +91,11 @@ class Store:
         )
         self.host.emit(loaded, train=count.train, held_out=count.held_out)
 
-    async def _fill(
-        self, train: list[m.PromptPayload], held_out: list[m.PromptPayload], digest: str
-    ) -> PromptCount:
+    async def _fill(self, prompts: LoadedPrompts) -> PromptCount:
         if self.database is None:
-            self.database = Database(self.host.run_dir / STORE_FILE)
-        self.database.load_prompts(train, held_out, digest)
+            self.database = self._open_database()
+        self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
         return self.database.prompt_count()
-
-    async def _tell_address(self) -> None:
-        write_address(self.host.run_dir / f"{self.host.name}.json", self.server.address)
-
-    def _load_data(self) -> tuple[PromptSet, list[m.PromptPayload], list[m.PromptPayload]]:
-        """Read and tokenise everything (in a thread: the lease goes on meanwhile)."""
-        data = self.host.config.data
-        prompts = load_prompts(data)
-        tokenizer = load_tokenizer(self.host.config.model.name)
-        train = encode_all(tokenizer, prompts.train, data)
-        held_out = encode_all(tokenizer, prompts.held_out, data)
-        return prompts, payloads(train), payloads(held_out)
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         """All endings that arrived together are one transaction."""
@@ -107,7 +115,7 @@ class Store:
                 self._report_ends(order, reply)
         self._ending = False
 
-    async def _handle(self, requests: list[m.End]) -> list[m.Reply]:
+    async def _handle(self, requests: list[m.End]) -> list[m.Reply | NotTokenised]:
         assert self.database is not None, "orders come when the store has reported its data"
         return self.database.handle_batch(requests)
 
@@ -147,34 +155,46 @@ class Store:
         return answers
 
     def _answered(self, requests: list[m.Request]) -> list[m.Reply | None]:
-        """None for what writes while there is no room; raises when that lasts too long."""
+        """None for what writes while there is no room, and for what needs prompts that are being
+        tokenised; raises when there is no room for too long."""
         assert self.database is not None, "the server listens when the database is filled"
         if not requests:
             return []
         try:
-            replies: list[m.Reply | None] = [*self.database.handle_batch(requests)]
-        except (sqlite3.Error, DiskError) as error:
+            found = self.database.handle_batch(requests)
+        except DiskError as error:
             self._disk.failed(error)
             reads = [request for request in requests if isinstance(request, READS)]
-            found = iter(self.database.handle_batch(reads))
-            return [next(found) if isinstance(r, READS) else None for r in requests]
+            answers = iter(self.database.handle_batch(reads))
+            return [self._reply(next(answers)) if isinstance(r, READS) else None for r in requests]
         if not all(isinstance(request, READS) for request in requests):
             self._disk.worked()
-        return replies
+        return [self._reply(answer) for answer in found]
 
+    # --- prompts ------------------------------------------------------------------------------
 
-def payloads(prompts: EncodedPrompts) -> list[m.PromptPayload]:
-    """Rows and their token ids as the store keeps them."""
-    return [
-        m.PromptPayload(
-            prompt=row.prompt,
-            ground_truth=row.ground_truth,
-            columns=row.columns,
-            data_source=row.data_source,
-            prompt_ids=np.asarray(ids, dtype="<i4").tobytes(),
-        )
-        for row, ids in zip(prompts.rows, prompts.ids, strict=True)
-    ]
+    def _reply(self, answer: m.Reply | NotTokenised) -> m.Reply | None:
+        if not isinstance(answer, NotTokenised):
+            return answer
+        self._wanted |= answer.prompts
+        if not self._tokenising:
+            self._tokenising = True
+            self.host.spawn(self._tokenise())
+        return None
+
+    async def _tokenise(self) -> None:
+        """Until no prompt is waited for; all that are waited for go together."""
+        while self._wanted:
+            ids = await self._prompts.tokenise(self._wanted.copy())
+            await self._disk.until_room(partial(self._keep, ids))
+            for key in ids:
+                del self._wanted[key]
+            self.server.again()
+        self._tokenising = False
+
+    async def _keep(self, ids: Mapping[PromptKey, bytes]) -> None:
+        assert self.database is not None, "it has said which prompts have no ids"
+        self.database.keep_prompt_ids(ids)
 
 
 def _end_item(ending: cmd.Ending) -> m.EndItem:
@@ -182,7 +202,7 @@ def _end_item(ending: cmd.Ending) -> m.EndItem:
         trajectory_id=ending.trajectory,
         group_id=ending.group,
         sibling=ending.sibling,
-        purpose=ending.purpose,  # type: ignore[arg-type]
+        purpose=ending.purpose,
         row_index=ending.row_index,
         placement=ending.placement,
         end=ending.end,  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The trainer actor: consumes batches, publishes weights, exports the model.
 
 Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel commands
-Writes  slots of the relay's arena, trainer_book.jsonl, checkpoints/, export/
+Writes  slots of the relay's arena, its book, checkpoints/, export/, all through ports
 Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported
 
 A step never waits for the relay or the disk: see weight_publisher.py and checkpoint_writer.py. The
@@ -13,36 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-import transformers
 
 from laminar import ids
-from laminar.actors.book import Book
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.disk_wait import DiskWait
-from laminar.actors.host import Host
-from laminar.actors.weight_publisher import WeightPublisher
+from laminar.actors.model_files import ModelFiles, save_model
+from laminar.actors.weight_publisher import Attach, WeightPublisher
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.ids import TrajectoryId
-from laminar.rundir import EXPORT_DIR, TRAINER_BOOK_FILE
+from laminar.rundir import EXPORT_DIR
 from laminar.storage import messages as store
 from laminar.tasks.rewards import is_right, numbers_of
-from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
-from laminar.training.batching import TrainSample
-from laminar.training.export import export_hf
-from laminar.training.learner import Learner, StepResult
-from laminar.training.metrics import by_origin
-from laminar.training.mismatch import Origin
-from laminar.training.model import LoadedPolicy, load_policy, named_weights
-from laminar.weights import manifest as mf
+from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample
+from laminar.weights.version import manifest as mf
+
+if TYPE_CHECKING:
+    from laminar.actors.host import Host
 
 PROBE_SEQUENCES, PROBE_LENGTH, PROBE_PROMPTS = 8, 32, 32
 """Enough tokens for a steady mean (every layer and the head act on each), cheap to score."""
@@ -52,42 +48,65 @@ PROBE_OUTLIER = 10.0
 """How many times the tolerance one token may be off."""
 
 
+class Learner(Protocol):
+    """The model that is trained, and its optimizer."""
+
+    async def load(self) -> ModelLayout:
+        """Read the model; ConfigError."""
+
+    async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
+        """Consume one batch as training step `step` (from 0)."""
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of tokens 1..L-1 of each sequence with the present weights, nats."""
+
+    async def reload(self, directory: Path) -> None:
+        """Take the weights of an exported model in the place of the present ones."""
+
+
+class Book(Protocol):
+    """What was trained, for those who check the run."""
+
+    async def enter(self, line: bytes) -> None:
+        """Durable on return; OSError: nothing of the line is left."""
+
+    def close(self) -> None: ...
+
+
 class Trainer:
     """Learner, store client and relay client of one trainer process."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.config = host.config
-        self.device = torch.device(_device(self.config.trainer.device))
+    def __init__(
+        self, host: Host, learner: Learner, attach: Attach, files: ModelFiles, book: Book
+    ) -> None:
+        """`attach`: maps the arena of this machine's relay. `files`: of the learner's model."""
+        self.host, self.config = host, host.config
+        self.learner, self.book = learner, book
+        self._attach, self._files = attach, files
         disk_wait_s = self.config.coordinator.disk_wait_s
         self.store = StoreClient(host.client("store-0"), disk_wait_s)
         self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
-        self.book = Book(host.run_dir / TRAINER_BOOK_FILE)
+        self.publisher: WeightPublisher | None = None
+        self.checkpoints: CheckpointWriter | None = None
         self._book_disk = DiskWait(host, "the trainer's book")
         self._export_disk = DiskWait(host, "the model")
-        self._waiting_from_ns = time.monotonic_ns()
+        self._waiting_from_ns = host.now_ns()
 
     async def start(self) -> None:
-        config = self.config
-        torch.set_num_threads(config.trainer.threads)
-        transformers.utils.logging.disable_progress_bar()  # its lines would tear the live panel
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
-        self.size = tokenizer_size(tokenizer)
-        policy = await asyncio.to_thread(self._load, config.model.name)
-        reference = None
-        if config.algorithm.use_kl_loss:
-            reference = await asyncio.to_thread(self._load, config.model.name)
-        total = config.trainer.total_training_steps
-        self.learner = Learner(config, policy, reference=reference, total_steps=total)
+        layout = await self.learner.load()
+        dtype = self.config.weights.dtype
+        dtype = layout.engine_dtype if dtype == "auto" else dtype
+        self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
+        specs = mf.layout(layout.shapes, dtype)
         await self.store.start()
-        self.publisher = self._make_publisher(policy)
+        relay = RelayClient(self.host.client(ids.actor_name("relay", self.host.node, 0)))
+        self.publisher = WeightPublisher(self.host, relay, self._attach, specs, self._probe)
         await self.publisher.start()
-        self.probe_ids = probe_sequences(await self._prompts(), config.max_model_len - 1)
-        specs = self.publisher.specs
-        self.checkpoints = CheckpointWriter(self.host, policy.model, specs, self._probe)
-        self.host.spawn(self._work())
-        parameters = sum(t.numel() for _, t in named_weights(policy.model))
-        weights_bytes = self.publisher.version_bytes
+        self.probe_ids = probe_sequences(await self._prompts(), self.config.max_model_len - 1)
+        self.checkpoints = CheckpointWriter(self.host, self._files, specs, self._probe)
+        self.host.spawn(self._work(self.publisher, self.checkpoints))
+        parameters = sum(math.prod(shape) for _, shape in layout.shapes)
+        weights_bytes = mf.check_tensors(specs)
         ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=weights_bytes)
         self.host.emit(ready, parameters=parameters)
 
@@ -107,43 +126,50 @@ class Trainer:
 
     async def stop(self) -> None:
         closing = [self.store.close()]
-        if hasattr(self, "publisher"):
+        if self.publisher is not None:
             closing.append(self.publisher.close())
         await asyncio.gather(*closing)  # each may wait for a server that ends as well
-        if hasattr(self, "checkpoints"):
+        if self.checkpoints is not None:
             await self.checkpoints.close()
         self.book.close()
 
-    async def _work(self) -> None:
+    async def _work(self, publisher: WeightPublisher, checkpoints: CheckpointWriter) -> None:
         """One job at a time, in the order of the commands."""
         while True:
             order, command = await self.jobs.get()
-            now = time.monotonic_ns()
+            now = self.host.now_ns()
             self.host.span("waiting", self._waiting_from_ns, now)
             if isinstance(command, cmd.TrainStep):
-                await self._train(order, command)
+                result, seconds = await self._train(command)
+                await publisher.publish(command.version, command.step + 1, order.cause)
+                await self._report(order, command, result, seconds)
+                await checkpoints.save_if_due(command.version, command.step + 1, order.cause)
             elif isinstance(command, cmd.PublishWeights):
-                await self.publisher.publish_owed(command.version, command.step)
+                await publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
-                await self._export(order, command)
-            self._waiting_from_ns = time.monotonic_ns()
+                await self._export(order, command, publisher)
+            self._waiting_from_ns = self.host.now_ns()
 
     # --- training -----------------------------------------------------------------------------
 
-    async def _train(self, order: cmd.Order, command: cmd.TrainStep) -> None:
-        started = time.monotonic_ns()
+    async def _train(self, command: cmd.TrainStep) -> tuple[StepResult, float]:
+        """The step, and how many seconds it took."""
+        started = self.host.now_ns()
         rows = await self.store.fetch(command.trajectories, with_prompt=False)
         samples = [_sample(row) for row in rows]
-        received = time.monotonic_ns()
+        received = self.host.now_ns()
         self.host.span("fetching", started, received, step=command.step)
-        result = await asyncio.to_thread(self.learner.train_step, samples, command.step)
-        done = time.monotonic_ns()
+        result = await self.learner.train_step(samples, command.step)
+        done = self.host.now_ns()
         self.host.span("busy", received, done, step=command.step)
-        await self.publisher.publish(command.version, command.step + 1, order.cause)
+        return result, (done - started) / 1e9
+
+    async def _report(
+        self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
+    ) -> None:
+        """In the book, and then to the coordinator."""
         line = _book_line(command, result)
-        await self._book_disk.until_room(lambda: asyncio.to_thread(self.book.enter, line))
-        origins = by_origin(result.mismatch, result.reward_by_version)
-        metrics = result.metrics | origins | {"timing_s/step": (done - started) / 1e9}
+        await self._book_disk.until_room(lambda: self.book.enter(line))
         completed = ev.StepCompleted(
             step=command.step,
             version=command.version,
@@ -151,48 +177,32 @@ class Trainer:
             reason=result.skipped_reason or "",
             num_tokens=result.num_tokens,
             digest=result.digest,
-            metrics=metrics,
+            metrics=result.metrics | {"timing_s/step": seconds},
             left_out=_left_out(result),
         )
         self.host.emit(
             completed, event_seq=order.cause, step=command.step + 1, version=command.version
         )
-        await self.checkpoints.save_if_due(command.version, command.step + 1, order.cause)
 
-    # --- publishing ---------------------------------------------------------------------------
-
-    def _make_publisher(self, policy: LoadedPolicy) -> WeightPublisher:
-        name = self.config.weights.dtype
-        dtype = name if name != "auto" else _weights_dtype(self.device)
-        self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
-        relay = RelayClient(self.host.client(ids.actor_name("relay", self.host.node, 0)))
-        return WeightPublisher(self.host, relay, policy.model, dtype, self._probe)
-
-    def _probe(self) -> mf.Probe:
+    async def _probe(self) -> mf.Probe:
         """What these weights say about text of the run's prompts: an engine must say the same."""
-        return probe_of(self.learner, self.probe_ids, self.tolerance)
+        return probe_of(self.probe_ids, await self.learner.score(self.probe_ids), self.tolerance)
 
     # --- exporting ----------------------------------------------------------------------------
 
-    async def _export(self, order: cmd.Order, command: cmd.ExportModel) -> None:
+    async def _export(
+        self, order: cmd.Order, command: cmd.ExportModel, publisher: WeightPublisher
+    ) -> None:
         """Write the model, read it back, and publish what was read: that is what is evaluated."""
         directory = self.host.run_dir / EXPORT_DIR
-        started = time.monotonic_ns()
-        policy = self.learner.policy
-        source = self.config.model.name
-        await self._export_disk.until_room(
-            lambda: asyncio.to_thread(export_hf, policy.model, source, directory)
-        )
-        reloaded = await asyncio.to_thread(self._load, str(directory))
-        policy.model.load_state_dict(reloaded.model.state_dict())
-        self.host.span("exporting", started, time.monotonic_ns())
-        if not await self.publisher.publish_owed(command.version, command.step):
+        started = self.host.now_ns()
+        await self._export_disk.until_room(lambda: save_model(self._files, directory))
+        await self.learner.reload(directory)
+        self.host.span("exporting", started, self.host.now_ns())
+        if not await publisher.publish_owed(command.version, command.step):
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
         self.host.emit(exported, event_seq=order.cause, version=command.version)
-
-    def _load(self, name: str) -> LoadedPolicy:
-        return load_policy(name, self.device, tokenizer_size=self.size)
 
 
 def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
@@ -225,21 +235,13 @@ def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
     )
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _weights_dtype(device: torch.device) -> str:
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def probe_of(learner: Learner, sequences: Sequence[Sequence[int]], tolerance: float) -> mf.Probe:
-    """The scores of the learner's weights; `tolerance`: nats per token on average."""
+def probe_of(
+    sequences: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], tolerance: float
+) -> mf.Probe:
+    """`scores`: log-probs of the learner's weights; `tolerance`: nats per token on average."""
     return mf.Probe(
         sequences=tuple(tuple(s) for s in sequences),
-        logprobs=tuple(tuple(s) for s in learner.score(sequences)),
+        logprobs=tuple(tuple(s) for s in scores),
         tolerance=tolerance * PROBE_OUTLIER,
         mean_tolerance=tolerance,
     )

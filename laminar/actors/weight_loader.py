@@ -13,24 +13,20 @@ read of the old one and has its digest is good, all else is asked for again.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
 from laminar.engines.protocol import EngineError, ReplicaEngine, TensorPlace, WeightSource
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.rpc import RpcError
-from laminar.weights import checkpoint
-from laminar.weights import manifest as mf
+from laminar.net.calls import RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.hashes import Bytes, WeightsCorrupt, verify
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported."""
@@ -38,22 +34,66 @@ RELEASE_S = 5.0
 """A relay that does not answer must not keep a replica that has its weights from serving."""
 
 
+class NotReadable(RuntimeError):
+    """These bytes are not there, or not any more."""
+
+
+class Slots(Protocol):
+    """The memory of a relay on this machine."""
+
+    def offset(self, index: int) -> int:
+        """Where a slot begins in its file, bytes; NotReadable if there is no such slot."""
+        ...
+
+    def slot(self, index: int) -> Bytes:
+        """Its bytes, uint8 [slot_bytes], which the relay may write to."""
+        ...
+
+
+class Copy(Protocol):
+    """A version in memory of its own."""
+
+    manifest: mf.Manifest
+    view: Bytes
+    path: str  #: by which an engine can open it
+
+    def close(self) -> None:
+        """Its memory is freed when nothing reads it any more."""
+
+
+class WeightFiles(Protocol):
+    """The bytes of versions that a replica can reach."""
+
+    def attach(self, arena: str) -> Slots:
+        """Map the memory of a relay by its path; NotReadable."""
+        ...
+
+    async def read_checkpoint(self, directory: Path, version: int) -> Copy:
+        """This version, proved by its digest; NotReadable."""
+        ...
+
+    async def verify(self, view: Bytes, manifest: mf.Manifest) -> None:
+        """WeightsCorrupt, ManifestError."""
+
+
 class WeightLoader:
     """What this replica has loaded, and how it loads more."""
 
-    def __init__(self, host: Host, relay: RelayClient, engine: ReplicaEngine) -> None:
-        self.host, self.relay, self.engine = host, relay, engine
+    def __init__(
+        self, host: Host, relay: RelayClient, engine: ReplicaEngine, files: WeightFiles
+    ) -> None:
+        self.host, self.relay, self.engine, self._files = host, relay, engine, files
         #: of what the engine serves; empty and -1: nothing
         self.digest, self.version = "", -1
         self.probe_diff = 0.0
-        self._arena: Arena | None = None
+        self._arena: Slots | None = None
         self._arena_path = ""  #: a relay that was started again has another
 
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
         if command.checkpoint:
             return await self._pull_from_disk(order, command)
-        started = time.monotonic_ns()
+        started = self.host.now_ns()
         failure = ""
         for _ in range(LOADS_MAX):
             lease = await self._lease(command)
@@ -74,11 +114,11 @@ class WeightLoader:
 
     async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """What the relays have evicted. The bytes are proved before the engine sees them."""
-        started = time.monotonic_ns()
+        started = self.host.now_ns()
         directory = self.host.run_dir / command.checkpoint
         try:
-            version = await asyncio.to_thread(checkpoint.read, directory, command.version)
-        except checkpoint.CheckpointError as error:
+            version = await self._files.read_checkpoint(directory, command.version)
+        except NotReadable as error:
             reason = str(error)[:500]
             refused = ev.CheckpointRefused(version=command.version, reason=reason)
             return self.host.emit(refused, event_seq=order.cause, reason=reason)
@@ -100,22 +140,24 @@ class WeightLoader:
         try:
             lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
             if isinstance(lease, m.Leased) and self._arena_path != lease.arena:
-                self._arena = Arena.attach(Path(lease.arena))
+                self._arena = self._files.attach(lease.arena)
                 self._arena_path = lease.arena
-        except (RpcError, TimeoutError, ArenaError) as error:
+        except (RpcError, TimeoutError, NotReadable) as error:
             self.host.log.warning("not-leased", version=command.version, reason=str(error))
             return m.Gone(held=())
         return lease
 
     async def _release(self, lease: m.Leased) -> bool:
-        """Whether nobody can have written into the slot while it was read.
+        """Whether nothing can have been written into the slot while it was read.
 
-        Nobody writes into what a relay leaves behind when it dies; and if it is only slow, the
-        digest, which was checked after the load, has the last word.
+        Nothing is written into what a relay leaves behind when it dies; and if it is only slow, the
+        digest, which was checked after the load, decides.
         """
         request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
         try:
-            released = await self.relay.ask(request, m.Released, m.OtherArena, timeout_s=RELEASE_S)
+            released: m.Released | m.OtherArena = await self.relay.ask(
+                request, m.Released, m.OtherArena, timeout_s=RELEASE_S
+            )
         except TimeoutError:
             return True
         return isinstance(released, m.OtherArena) or released.valid
@@ -131,7 +173,7 @@ class WeightLoader:
         self._nothing_served()
         try:
             await self.engine.load(source)
-            await asyncio.to_thread(verify, view, manifest)
+            await self._files.verify(view, manifest)
             found = await probe_difference(self.engine, manifest.probe)
         except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
             return str(error)
@@ -144,7 +186,7 @@ class WeightLoader:
     def _loaded(
         self, order: cmd.Order, manifest: mf.Manifest, started_ns: int, reloaded: bool
     ) -> None:
-        ended = time.monotonic_ns()
+        ended = self.host.now_ns()
         self.version = manifest.version
         self.host.span("pulling", started_ns, ended, version=manifest.version)
         loaded = ev.WeightsLoaded(

@@ -1,7 +1,7 @@
 """Publishing weights: from the trainer into a slot of the relay on its machine.
 
-Reads   the policy's tensors
-Writes  slots of the relay's arena
+Reads   replies of the relay on this machine
+Writes  slots of its arena, through SlotWriter
 Emits   PublishSkipped
 
 Publishing costs the trainer one copy into a slot that was granted ahead; digests are the relay's
@@ -13,27 +13,43 @@ that was in the old arena, is skipped, and the coordinator asks for it again.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-from transformers import PreTrainedModel
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
 from laminar.actors.clients import RelayClient
-from laminar.actors.host import Host
 from laminar.events import events as ev
-from laminar.net.rpc import RpcError
-from laminar.training.model import named_weights
-from laminar.weights import manifest as mf
+from laminar.net.calls import RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.transfer import write_tensors
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.version import manifest as mf
+
+if TYPE_CHECKING:
+    from laminar.actors.host import Host
 
 SLOT_POLL_S = 0.02
 RELAY_CHECK_S = 1.0
 """How often a slot that waits to be written is asked for again: the answer tells a new relay."""
-SLOT_WAIT_S = 240.0
+SLOT_WAIT_S = 295.0
 """For an owed publish; shorter than the coordinator's deadline for the same command."""
+
+
+class SlotWriter(Protocol):
+    """One arena, mapped by this process, and the weights that go into its slots."""
+
+    path: str
+
+    async def prepare(self, slot: int) -> None:
+        """Have memory behind a slot; ArenaError, also when it is closed meanwhile."""
+
+    async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
+        """Put the present weights there; they must not change meanwhile."""
+
+    def close(self) -> None:
+        """What is being prepared is given up."""
+
+
+Attach = Callable[[str], SlotWriter]
+"""By the path of the arena; ArenaError if it cannot be mapped."""
 
 
 class WeightPublisher:
@@ -43,17 +59,14 @@ class WeightPublisher:
         self,
         host: Host,
         relay: RelayClient,
-        model: PreTrainedModel,
-        dtype: str,
-        probe: Callable[[], mf.Probe],
+        attach: Attach,
+        specs: tuple[mf.TensorSpec, ...],
+        probe: Callable[[], Awaitable[mf.Probe]],
     ) -> None:
-        """`dtype`: published type. `probe`: scores of the present weights, asked in a thread."""
+        """`specs`: how a version is published. `probe`: of the present weights."""
         self.host, self.relay = host, relay
-        self._model, self._probe = model, probe
-        shapes = [(name, tuple(t.shape)) for name, t in named_weights(model)]
-        self.specs = mf.layout(shapes, dtype)
-        self.version_bytes = mf.check_tensors(self.specs)
-        self._arena: Arena | None = None
+        self._attach, self._specs, self._probe = attach, specs, probe
+        self._arena: SlotWriter | None = None
         self._slot = -1  #: granted and not written
         self._granted = asyncio.Event()  #: there is such a slot
         self._publishing = False  #: between the copy and the relay's answer
@@ -63,7 +76,12 @@ class WeightPublisher:
     async def start(self) -> None:
         """Wait for the relay and its arena; RpcError if the slots cannot be had."""
         await self.relay.start()
-        await self._open()
+        while self._arena is None:
+            try:
+                await self._open()
+            except ArenaError as error:  # the relay that answered is gone by now
+                self.host.log.warning("no-arena", reason=str(error))
+                await self.host.pause(RELAY_CHECK_S)
         self.host.spawn(self._keep_slot())
 
     async def close(self) -> None:
@@ -79,7 +97,7 @@ class WeightPublisher:
         The weights may change when this returns; the hand-over goes on in the background.
         """
         if self._slot < 0:
-            now = time.monotonic_ns()
+            now = self.host.now_ns()
             self.host.span("publishing", now, now, step=step, skipped=True)
             return self._skip(version, step, "no slot was free", event_seq)
         request = await self._copy(version, step)
@@ -87,8 +105,8 @@ class WeightPublisher:
 
     async def publish_owed(self, version: int, step: int) -> bool:
         """Copy and hand over, again with a relay that was started meanwhile; False: no slot."""
-        deadline = time.monotonic() + SLOT_WAIT_S
-        while await self._slot_by(deadline):
+        deadline_ns = self.host.now_ns() + int(SLOT_WAIT_S * 1e9)
+        while await self._slot_by(deadline_ns):
             request = await self._copy(version, step)
             failure = await self._hand_over(request)
             if not failure:
@@ -96,9 +114,9 @@ class WeightPublisher:
             self.host.log.warning("publish-again", version=version, reason=failure)
         return False
 
-    async def _slot_by(self, deadline: float) -> bool:
+    async def _slot_by(self, deadline_ns: int) -> bool:
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
+            async with asyncio.timeout((deadline_ns - self.host.now_ns()) / 1e9):
                 await self._granted.wait()
         except TimeoutError:
             return False
@@ -112,19 +130,18 @@ class WeightPublisher:
         self._granted.clear()
         self._publishing = True
         self._published += 1
-        started = time.monotonic_ns()
-        weights = named_weights(self._model)
-        await asyncio.to_thread(write_tensors, arena.slot(slot), self.specs, weights)
-        written = time.monotonic_ns()
+        started = self.host.now_ns()
+        await arena.write(slot, self._specs)
+        written = self.host.now_ns()
         self.host.span("publishing", started, written, step=step, version=version)
-        probe = await asyncio.to_thread(self._probe)
-        self.host.span("probe", written, time.monotonic_ns(), step=step)
+        probe = await self._probe()
+        self.host.span("probe", written, self.host.now_ns(), step=step)
         return m.CommitSlot(
-            arena=str(arena.path),
+            arena=arena.path,
             slot=slot,
             version=version,
             step=step,
-            tensors=self.specs,
+            tensors=self._specs,
             probe=probe,
         )
 
@@ -153,9 +170,9 @@ class WeightPublisher:
 
     async def _open(self) -> None:
         """Find the arena of the relay that is there now."""
-        request = m.OpenArena(version_bytes=self.version_bytes)
+        request = m.OpenArena(version_bytes=mf.check_tensors(self._specs))
         opened = await self.relay.ask(request, m.ArenaOpened)
-        self._arena = Arena.attach(Path(opened.arena))
+        self._arena = self._attach(opened.arena)
 
     async def _keep_slot(self) -> None:
         """Have a slot ready, and notice a new relay before there is something to publish."""
@@ -181,10 +198,10 @@ class WeightPublisher:
         assert self._arena is not None
         published = self._published
         answer: m.SlotGranted | m.OtherArena = await self.relay.ask(
-            m.GrantSlot(arena=str(self._arena.path)), m.SlotGranted, m.OtherArena
+            m.GrantSlot(arena=self._arena.path), m.SlotGranted, m.OtherArena
         )
         if isinstance(answer, m.SlotGranted) and answer.slot >= 0:
-            await asyncio.to_thread(self._arena.prepare, answer.slot)
+            await self._arena.prepare(answer.slot)
         if self._published != published:
             return
         if isinstance(answer, m.SlotGranted):

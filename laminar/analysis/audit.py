@@ -1,10 +1,10 @@
-"""The audit of a run: three books that were kept apart must tell the same story.
+"""The audit of a run: three records that were kept apart must agree.
 
 Reads   the event log (the coordinator's ledger), store.sqlite, trainer_book.jsonl
 Gives   Audit: the closed ledger, rewards that went wrong by reason, problems and notes
 Raises  ConfigError when there is no run to audit
 
-Each process wrote its book from what it did itself, before it told anybody. So a loss in one of
+Each process wrote its book from what it did itself, before it reported it. So a loss in one of
 them shows as a difference to another: a row that is gone, a sample trained twice, a reward that was
 changed. A run that goes on can be audited, too: its log is read once before the other books, which
 must hold at least that, and once after them, which must hold at least what they do.
@@ -22,7 +22,8 @@ from laminar.analysis.history import replay_log
 from laminar.analysis.ledger_book import Account, LedgerRow, ledger_problems, ledger_rows
 from laminar.analysis.store_book import StoreBook
 from laminar.config import ConfigError
-from laminar.core.state import ENDED, State
+from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Difference
 from laminar.rundir import STORE_FILE
 
@@ -56,7 +57,7 @@ def audit(run_dir: Path) -> Audit:
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged
-    latest = (first if first.state.phase == ENDED else _read_log(run_dir)).account
+    latest = (first if first.state.phase == Phase.ENDED else _read_log(run_dir)).account
     if store is not None:
         found.bad_rewards = store.bad_rewards()
         found.problems += store_book.store_problems(store, first.account, latest)

@@ -3,8 +3,8 @@
 Reads   numbers
 Gives   SVG text that needs nothing else: no script, no font, no link
 
-A chart has a title, its axes have a unit, and every point tells its values when the mouse rests on
-it (`<title>`). More points than can be told apart are drawn as the means of neighbours.
+A chart has a title, its axes have a unit, and every point shows its values when the mouse rests on
+it (`<title>`). More points than can be distinguished are drawn as the means of neighbours.
 """
 
 from __future__ import annotations
@@ -210,11 +210,11 @@ def _line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
     for (px, py), (value_x, value_y, error) in zip(places, points, strict=True):
         if error:
             yield _error_bar(px, y(value_y - error), y(value_y + error), colour)
-        told = f"{line.name}: {number(value_y)}" + (f" ± {number(error)}" if error else "")
+        tooltip = f"{line.name}: {number(value_y)}" + (f" ± {number(error)}" if error else "")
         fill = colour if shown else "transparent"
         yield (
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{3.2 if shown else 5}" fill="{fill}">'
-            f"<title>{escape(told)} (at {number(value_x)})</title></circle>"
+            f"<title>{escape(tooltip)} (at {number(value_x)})</title></circle>"
         )
 
 
@@ -271,10 +271,10 @@ def _bar(
 ) -> Iterator[str]:
     at = float(BAR_LEFT)
     for part, share in shares.items():
-        told = escape(f"{name}: {part.replace('_', ' ')} {share:.1%}")
+        tip = escape(f"{name}: {part.replace('_', ' ')} {share:.1%}")
         size = f'width="{max(share, 0) * BAR_WIDTH:.1f}" height="{BAR_HEIGHT - 7}"'
         yield (
-            f'<rect x="{at:.1f}" y="{y}" {size} fill="{colours[part]}"><title>{told}</title></rect>'
+            f'<rect x="{at:.1f}" y="{y}" {size} fill="{colours[part]}"><title>{tip}</title></rect>'
         )
         at += share * BAR_WIDTH
 

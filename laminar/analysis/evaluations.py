@@ -13,40 +13,40 @@ SAME_SCORE = 1e-9
 """A mean score of right or wrong is the share of right answers, up to rounding."""
 
 
-def held_out(told: Mapping[str, Any]) -> str:
+def held_out(facts: Mapping[str, Any]) -> str:
     """An evaluation in a line: the share of right answers, and what else there is to know."""
-    answered = told["total"] - (told["missing"] or 0)
-    right = f"{told['correct']}/{answered} right = {share(told)}"
-    mean = [f"mean score {score(told)}"] if is_shaped(told) else []
-    return ", ".join([right, *mean, *beside(told)])
+    answered = facts["total"] - (facts["missing"] or 0)
+    right = f"{facts['correct']}/{answered} right = {share(facts)}"
+    mean = [f"mean score {score(facts)}"] if is_shaped(facts) else []
+    return ", ".join([right, *mean, *beside(facts)])
 
 
-def beside(told: Mapping[str, Any]) -> list[str]:
+def beside(facts: Mapping[str, Any]) -> list[str]:
     """What helps to judge a score."""
-    parts, n = [], told["answers_per_prompt"]
-    if n > 1 and told["passed"] is not None:
-        parts.append(f"pass@{n} {told['passed']:.3f}")
-    if told["mean_length"] is not None:
-        parts.append(f"{told['mean_length']:.0f} tokens")
-    if told["truncated_share"]:
-        parts.append(f"{told['truncated_share']:.1%} truncated")
-    if told["missing"]:
-        parts.append(f"{told['missing']} missing")
+    parts, n = [], facts["answers_per_prompt"]
+    if n > 1 and facts["passed"] is not None:
+        parts.append(f"pass@{n} {facts['passed']:.3f}")
+    if facts["mean_length"] is not None:
+        parts.append(f"{facts['mean_length']:.0f} tokens")
+    if facts["truncated_share"]:
+        parts.append(f"{facts['truncated_share']:.1%} truncated")
+    if facts["missing"]:
+        parts.append(f"{facts['missing']} missing")
     return parts
 
 
-def share(told: Mapping[str, Any]) -> str:
-    return _with_error(told["share"], told["share_se"])
+def share(facts: Mapping[str, Any]) -> str:
+    return _with_error(facts["share"], facts["share_se"])
 
 
-def score(told: Mapping[str, Any]) -> str:
-    return _with_error(told["score"], told["score_se"])
+def score(facts: Mapping[str, Any]) -> str:
+    return _with_error(facts["score"], facts["score_se"])
 
 
-def is_shaped(told: Mapping[str, Any]) -> bool:
+def is_shaped(facts: Mapping[str, Any]) -> bool:
     """The mean score says something else than the share of right answers."""
-    known = told["score"] is not None and told["share"] is not None
-    return known and abs(told["score"] - told["share"]) > SAME_SCORE
+    known = facts["score"] is not None and facts["share"] is not None
+    return known and abs(facts["score"] - facts["share"]) > SAME_SCORE
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -101,7 +101,7 @@ def trainer_shares(
     final_evaluation: Intervals,
     working: Intervals,
 ) -> dict[str, float]:
-    """What the trainer did; the last wait ends with its process, so no span tells of it."""
+    """What the trainer did; the last wait ends with its process, so no span covers it."""
     states = ("busy", "fetching", "publishing", "probe", "saving", "exporting")
     parts = {state: in_state(spans, state) for state in states}
     last_ns = max((span.end_ns for span in spans), default=0)

@@ -151,8 +151,8 @@ def _figure(value: float | None, unit: str) -> str:
 def _errors(summary: Mapping[str, Any]) -> str:
     reasons = summary["reward_errors"]
     by_reason = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
-    told = f" ({by_reason})" if by_reason else ""
-    return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{told}"
+    detail = f" ({by_reason})" if by_reason else ""
+    return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{detail}"
 
 
 def _count(count: int, one: str, many: str) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from laminar.analysis.lives import Moment
 from laminar.analysis.plain import step_number
 from laminar.analysis.windows import STALENESS_BOUND
+from laminar.core import keys
 from laminar.core.admission import refusal
 from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
@@ -128,7 +129,7 @@ def _detail(state: State, replica: Replica | None, reason: str) -> str:
 
 
 def _pull(state: State, replica: Replica) -> str:
-    outstanding = state.commands[f"pull:{replica.name}"]
+    outstanding = state.commands[keys.pull(replica.name)]
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
@@ -158,7 +159,7 @@ def _bound(state: State, step: int) -> str:
 
 def _newer(state: State, replica: Replica) -> str:
     """What it would need instead: newer weights."""
-    making = state.commands.get("train")
+    making = state.commands.get(keys.TRAIN)
     if state.newest_for(replica) > replica.version or making is None:
         return ""
     if state.newest > replica.version:

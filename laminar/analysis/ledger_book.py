@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from laminar.core.context import COMMANDS_PER_EVENT_MAX
 from laminar.core.ledger import Book
-from laminar.core.state import ENDED, State
-from laminar.core.turn import COMMANDS_PER_EVENT_MAX
+from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -66,7 +67,7 @@ class Account:
         self.closed: dict[TrajectoryId, Closed] = {}
         self.steps: dict[int, Step] = {}
         self.data: ev.DataLoaded | None = None
-        #: what each attempt was told to generate with, by its number
+        #: what each attempt was ordered to generate with, by its number
         self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
         self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
         self._asked: dict[int, tuple[cmd.Ending, ...]] = {}  #: by command id
@@ -94,7 +95,7 @@ class Account:
 
     def _take_command(self, command: Command, command_id: int, state: State) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
-            stamp = Stamp(command.version, command.step)
+            stamp = Stamp(command.version, command.version_step)
             self.stamps.setdefault(command.trajectory, {})[command.attempt] = stamp
             if command.trajectory not in self.issued:
                 self.issued[command.trajectory] = command.purpose
@@ -162,7 +163,7 @@ def ledger_problems(state: State, account: Account) -> list[str]:
         *_differences("tokens", ledger.tokens, _token_book(state, account)),
     ]
     live = ledger_rows(state)[-1]
-    if state.phase == ENDED and any(live[1:]):
+    if state.phase == Phase.ENDED and any(live[1:]):
         problems.append(
             f"ledger: the run has ended with {live.groups} groups, {live.trajectories} "
             f"trajectories and {live.tokens} tokens live"
@@ -172,7 +173,7 @@ def ledger_problems(state: State, account: Account) -> list[str]:
 
 
 def _group_book(account: Account) -> Book:
-    """A group ends with its last sibling: trained if any was; why one was dropped is not told."""
+    """A group ends with its last sibling: trained if any was; reasons of drops are not kept."""
     book = Book(issued=len(account.groups))
     ends: dict[GroupId, list[str]] = {}
     for closed in account.closed.values():

@@ -3,7 +3,7 @@
 Reads   the events and commands of a replay, and the state after each
 Gives   Moments (when an event was), Life and its Placements, Lives.take: what an event changed
 
-Only what the machine accepted is entered: a late word of a lost replica is in the log, but it is
+Only what the machine accepted is entered: a late event of a lost replica is in the log, but it is
 not part of a life. A life that has ended is handed out with its last change and forgotten here, so
 a long log costs no more memory than the trajectories that are open at one time.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from laminar.analysis.history import WallClock
 from laminar.core.scores import float_of
 from laminar.core.state import State
-from laminar.core.transitions import GENERATED, RUNNING
+from laminar.core.statuses import TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -81,7 +81,6 @@ class Placement:
     started: Moment | None = None
     tokens_resumed: int = 0
     left: Moment | None = None
-    left_as: str = ""  #: finished | lost | ending
 
 
 @dataclass(slots=True)
@@ -97,7 +96,6 @@ class Life:
     finished: Moment | None = None
     num_tokens: int = 0
     finish_reason: str = ""
-    scoring: Moment | None = None  #: its reward was last asked for
     scorer: str = ""  #: replica that was asked
     rewarded: Moment | None = None
     score: float | None = None
@@ -154,7 +152,7 @@ class Lives:
             yield from self._ended(now, event, state)
 
     def _started(self, now: Moment, event: ev.TrajectoryStarted, state: State) -> Iterator[Change]:
-        life = self._accepted(event.trajectory, event.placement, state, RUNNING)
+        life = self._accepted(event.trajectory, event.placement, state, TrajectoryStatus.RUNNING)
         if life is not None and life.placement.started is None:
             life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
             yield Change(STARTED, life)
@@ -162,7 +160,7 @@ class Lives:
     def _finished(
         self, now: Moment, event: ev.TrajectoryFinished, state: State
     ) -> Iterator[Change]:
-        life = self._accepted(event.trajectory, event.placement, state, GENERATED)
+        life = self._accepted(event.trajectory, event.placement, state, TrajectoryStatus.GENERATED)
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
@@ -171,7 +169,7 @@ class Lives:
     def _accepted(
         self, name: TrajectoryId, placement: int, state: State, status: str
     ) -> Life | None:
-        """The life of whom the machine has taken this word."""
+        """The life of the trajectory whose event the machine accepted."""
         trajectory = state.trajectories.get(name)
         if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
             return None
@@ -208,7 +206,7 @@ class Lives:
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
                 life = self.open[item.trajectory]
-                life.scoring, life.scorer = now, command.to
+                life.scorer = command.to
                 yield Change(SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
@@ -236,7 +234,7 @@ class Lives:
                 command.placement,
                 command.to,
                 command.version,
-                command.step,
+                command.version_step,
                 command.attempt,
                 dispatched=now,
             )
@@ -254,5 +252,5 @@ class Lives:
 
 
 def _leave(life: Life, now: Moment, what: str) -> Iterator[Change]:
-    life.placement.left, life.placement.left_as = now, what
+    life.placement.left = now
     yield Change(what, life)

@@ -14,10 +14,11 @@ from laminar.analysis.lives import DISPATCHED, LOST, Life, Lives, Moments, Place
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, times
 from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
+from laminar.core import keys
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import EVAL, TrajectoryId
+from laminar.ids import Purpose, TrajectoryId
 
 
 class _Move(NamedTuple):
@@ -63,7 +64,7 @@ class Moves:
         elif what == DISPATCHED and self._lost is not None:
             self._watch(stamped, state)
             before, after = life.placements[-2:]
-            self._restart = self._restart or _timer(stamped) == "batch-wait"
+            self._restart = self._restart or _timer(stamped) == keys.BATCH_WAIT
             reason = self._reason(before, after, state)
             self._moves.append(_Move(self._lost, stamped, before, after, reason))
             self._lost = None
@@ -72,7 +73,7 @@ class Moves:
         """What has come over lost work: a batch gave up on it, or its wait for a place is over."""
         trajectory = state.trajectories.get(self.name)
         self._restart = self._restart or (trajectory is not None and trajectory.restart)
-        self._waited = self._waited or _timer(stamped) == f"resume:{self.name}"
+        self._waited = self._waited or _timer(stamped) == keys.resume(self.name)
 
     def _reason(self, before: Placement, after: Placement, state: State) -> str:
         if after.attempt == before.attempt:
@@ -91,7 +92,7 @@ class Moves:
     def _runs_again(self, life: Life) -> bool:
         """An evaluation repeats a lost answer as a group of its own."""
         mine = self._life
-        if mine is None or mine.purpose != EVAL or life.purpose != EVAL:
+        if mine is None or mine.purpose != Purpose.EVAL or life.purpose != Purpose.EVAL:
             return False
         same = mine.group.partition("-")[0] == life.group.partition("-")[0]
         return same and life.placement.attempt > mine.placement.attempt

@@ -16,7 +16,7 @@ import numpy as np
 
 from laminar.analysis.ledger_book import TRUNCATED, Account, Closed
 from laminar.core.scores import float_of
-from laminar.ids import TRAIN
+from laminar.ids import Purpose
 
 CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
 CLASSES = 4
@@ -53,7 +53,7 @@ def by_length(account: Account) -> list[dict[str, Any]]:
 
     One that was dropped before it was finished is in the class of what it had by then.
     """
-    closed = [c for name, c in account.closed.items() if account.issued[name] == TRAIN]
+    closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
     lengths = np.array([c.num_tokens for c in closed], dtype=np.int64)
     if not len(lengths):
         return []

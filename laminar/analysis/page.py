@@ -146,7 +146,7 @@ def _held_out(runs: Sequence[PageData]) -> list[str]:
     right = _evaluated(runs, "share", 100)
     title = "Held-out answers that are correct, ± standard error"
     charts = [draw(Chart(title, STEPS, "% of the answers", right, y_range=(0, 100)))]
-    if any(is_shaped(told) for data in runs for told in data.summary["evaluations"]):
+    if any(is_shaped(facts) for data in runs for facts in data.summary["evaluations"]):
         title = "Held-out answers: mean score, ± standard error"
         charts.append(draw(Chart(title, STEPS, "score", _evaluated(runs, "score", 1))))
     return charts
@@ -156,10 +156,10 @@ def _evaluated(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
     """One figure of every evaluation that has it."""
     lines = []
     for data in runs:
-        found = [told for told in data.summary["evaluations"] if told[key] is not None]
-        steps = [float(told["step"]) for told in found]
-        values = [factor * told[key] for told in found]
-        errors = [factor * (told[f"{key}_se"] or 0.0) for told in found]
+        found = [facts for facts in data.summary["evaluations"] if facts[key] is not None]
+        steps = [float(facts["step"]) for facts in found]
+        values = [factor * facts[key] for facts in found]
+        errors = [factor * (facts[f"{key}_se"] or 0.0) for facts in found]
         lines.append(Line(data.name, steps, values, errors, marks=True))
     return lines
 
@@ -272,8 +272,8 @@ def _sample(sample: Sample) -> Iterator[str]:
         reason = f"{row.reward_reason} {row.reward_detail or ''}".strip()
         yield f'<div class="trouble">reward FAILED: {escape(reason)}</div>'
     if sample.extras:
-        told = ", ".join(f"{name} {value}" for name, value in sample.extras.items())
-        yield f"<div>{escape(told)}</div>"
+        extras = ", ".join(f"{name} {value}" for name, value in sample.extras.items())
+        yield f"<div>{escape(extras)}</div>"
     for name, text in (
         ("prompt", sample.prompt),
         ("response", sample.response),

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from laminar.config import ConfigError
 from laminar.core.held_out import EvaluationResult
 from laminar.events.events import TrajectoryRewarded
-from laminar.ids import EVAL, TrajectoryId
+from laminar.ids import Purpose, TrajectoryId
 from laminar.rundir import STORE_FILE
 from laminar.storage import books
-from laminar.storage import messages as m
+from laminar.storage.rows import PromptKey
 from laminar.storage.rules import TOKEN_BYTES
 from laminar.storage.tables import Tables, Wanted
 
@@ -73,7 +73,7 @@ def _answers(run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded])
     found = []
     with books.open_tables(run_dir / STORE_FILE) as tables:
         tokens: dict[int, int] = {}
-        for _, row in tables.newest(Wanted.finished(EVAL)):
+        for _, row in tables.newest(Wanted.finished(Purpose.EVAL)):
             if row.row_index not in tokens:
                 tokens[row.row_index] = _prompt_tokens(tables, row.row_index)
             reward = rewarded.get(TrajectoryId(row.id))
@@ -84,7 +84,8 @@ def _answers(run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded])
 
 
 def _prompt_tokens(tables: Tables, row_index: int) -> int:
-    prompt = tables.prompt(EVAL, row_index)
+    key = PromptKey(Purpose.EVAL, row_index)
+    prompt = tables.prompt(key)
     if prompt is None:
         raise ConfigError(f"the held-out prompt {row_index} is not in the store")
-    return len(m.decode_prompt(prompt).prompt_ids) // TOKEN_BYTES
+    return len(tables.prompt_ids(key, prompt)) // TOKEN_BYTES

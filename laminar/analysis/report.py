@@ -38,13 +38,14 @@ from laminar.analysis.timeline import (
 )
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
-from laminar.core.buffering import MISMATCH
 from laminar.core.held_out import facts
-from laminar.core.state import ENDED, FINAL_EVALUATION, RUNNING, STARTING, State
+from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import TRAIN
+from laminar.events.reasons import DropReason
+from laminar.ids import Purpose
 from laminar.rundir import COORDINATOR_FILE, SUMMARY_FILE
 
 LEFT_OUT_SHOWN = 32
@@ -111,10 +112,10 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
 def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     """How the run went, from the state at its end."""
     evaluations = [facts(result) for result in state.evaluations]
-    results = [told["share"] for told in evaluations]
+    results = [result["share"] for result in evaluations]
     trained = state.ledger.trajectories.trained
     return {
-        "exit_code": state.exit_code if state.phase == ENDED else None,
+        "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
         "failure": state.failure,
         "interrupted": state.draining and not state.drained_for,
         "steps": state.completed,
@@ -126,7 +127,7 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "staleness_max": state.staleness_max,
         "trajectories_trained": trained,
         "groups_dropped": dict(state.ledger.groups.dropped),
-        "trajectories_left_out": state.ledger.trajectories.dropped.get(MISMATCH, 0),
+        "trajectories_left_out": state.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
         "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
         "coordinator_incarnations": milestones.coordinators,
     }
@@ -145,7 +146,7 @@ def _lengths(account: Account) -> dict[str, Any]:
     generated = [
         finished.num_tokens
         for name, finished in account.finished.items()
-        if account.issued[name] == TRAIN
+        if account.issued[name] == Purpose.TRAIN
     ]
     return {
         **_percentiles("response_length", [c.num_tokens for c in trained]),
@@ -160,10 +161,10 @@ def _rewards(state: State, account: Account) -> dict[str, Any]:
     """How scoring fared; an older log has no count of it, only its events."""
     counted = state.rewards
     reasons = Counter(event.reason for event in account.rewarded.values())
-    told = {reason: n for reason, n in reasons.items() if reason != "ok"}
+    failed = {reason: n for reason, n in reasons.items() if reason != "ok"}
     return {
         "reward_answers": counted.answers if counted else reasons.total(),
-        "reward_errors": dict(counted.errors) if counted else told,
+        "reward_errors": dict(counted.errors) if counted else failed,
         "reward_error_first": counted.first if counted else "",
     }
 
@@ -214,14 +215,14 @@ def _timing(
 ) -> dict[str, Any]:
     """`cut`: processes whose first spans are gone."""
     trainer_spans = [span for spans in trainers.values() for span in spans]
-    working = union(np.concatenate([windows["phase", p] for p in (STARTING, RUNNING)]))
+    working = union(np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)]))
     kept = {name: _kept(name in cut, spans) for name, spans in trainers.items()}
     time_shares = {
         name: figures.trainer_shares(
             intersect(windows["live", name], kept[name]),
             spans,
             windows["trainer-free",],
-            windows["phase", FINAL_EVALUATION],
+            windows["phase", Phase.FINAL_EVALUATION],
             working,
         )
         for name, spans in trainers.items()
@@ -251,7 +252,7 @@ def _timing(
 
 
 def _kept(cut: bool, spans: list[Span]) -> Intervals:
-    """The time of which the process's own record tells."""
+    """The time that the process's own record covers."""
     first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
     return union([(first_ns, np.iinfo(np.int64).max)])
 

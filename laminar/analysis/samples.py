@@ -5,7 +5,7 @@ Gives   Sample; find_samples, an iterator that holds nothing open between two sa
 Raises  ConfigError for a step, an evaluation or an id that is not there
 
 A run may be at work on the database. It is opened for reading only, and each read transaction ends
-before anything is handed out: one that stayed open while somebody looks at a page of output would
+before anything is handed out: one that stayed open while a user reads a page of output would
 keep the store from beginning its write-ahead log anew, which would grow until then.
 """
 
@@ -21,11 +21,11 @@ import numpy as np
 
 from laminar.analysis.ledger_book import TRUNCATED
 from laminar.config import ConfigError
-from laminar.ids import EVAL, TRAIN
+from laminar.ids import Purpose
 from laminar.rundir import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
-from laminar.storage.payload_files import DamageError
+from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import Row
 from laminar.storage.tables import ALL, Tables, Wanted
 
@@ -51,7 +51,7 @@ class Sample(NamedTuple):
     """One answer."""
 
     row: Row
-    prompt: str  #: as the model saw it, special tokens included
+    prompt: str  #: as the model saw it, special tokens included; empty when it never did
     response: str  #: likewise
     answer: Any  #: the right one, as the data has it
     extras: m.Extras  #: what the reward functions gave besides the score
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     @property
     def evaluation(self) -> int | None:
         """Of a held-out answer: the steps that were completed before it."""
-        return self.row.version_step if self.row.purpose == EVAL else None
+        return self.row.version_step if self.row.purpose == Purpose.EVAL else None
 
     def fields(self) -> dict[str, Any]:
         """Everything, under the names of docs/debugging.md."""
@@ -117,7 +117,7 @@ def find_samples(run_dir: Path, choice: Choice, decode: Decode) -> Iterator[Samp
 
 
 def _wanted(path: Path, choice: Choice) -> Wanted:
-    """The condition on rows; a mistake is told before anything is read."""
+    """The condition on rows; a mistake is reported before anything is read."""
     with books.open_tables(path) as tables:
         if choice.step is not None:
             _check_step(tables, choice.step)
@@ -133,7 +133,7 @@ def _wanted(path: Path, choice: Choice) -> Wanted:
                     "look like 0.17.3 (pass 0, prompt 17, sibling 3), of an evaluation like e2.5.0"
                 )
             return wanted
-    return Wanted.finished(TRAIN)
+    return Wanted.finished(Purpose.TRAIN)
 
 
 def _check_step(tables: Tables, step: int) -> None:
@@ -208,25 +208,28 @@ def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
     return [_sample(row, decode, *payload) for row, payload in zip(rows, payloads, strict=True)]
 
 
-def _payload(tables: Tables, row: Row) -> tuple[bytes, bytes]:
-    """The prompt, and the tokens of the response."""
-    prompt = tables.prompt(row.purpose, row.row_index)
+def _payload(tables: Tables, row: Row) -> tuple[m.PromptPayload, bytes]:
+    """The prompt with its token ids, and the tokens of the response."""
+    key = PromptKey(row.purpose, row.row_index)
+    prompt = tables.prompt(key)
     try:
         tokens = b"".join(chunk.tokens for chunk in tables.chunks(row.id))
     except DamageError as error:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
-    return prompt, tokens
-
-
-def _sample(row: Row, decode: Decode, prompt: bytes, tokens: bytes, extras: m.Extras) -> Sample:
     payload = m.decode_prompt(prompt)
+    return msgspec.structs.replace(payload, prompt_ids=tables.prompt_ids(key, prompt)), tokens
+
+
+def _sample(
+    row: Row, decode: Decode, prompt: m.PromptPayload, tokens: bytes, extras: m.Extras
+) -> Sample:
     return Sample(
         row,
-        decode(_ids(payload.prompt_ids)),
+        decode(_ids(prompt.prompt_ids)),
         decode(_ids(tokens)),
-        msgspec.to_builtins(payload.ground_truth),
+        msgspec.to_builtins(prompt.ground_truth),
         extras,
     )
 

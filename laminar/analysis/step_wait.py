@@ -14,8 +14,11 @@ from laminar.analysis.lives import DISPATCHED, ENDED, Life, Lives, Moment, Momen
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, spell_lines
 from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
+from laminar.core import keys
 from laminar.core.buffering import batch_size
-from laminar.core.state import STARTING, State
+from laminar.core.indexes import live_actor
+from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -177,16 +180,16 @@ def _rewarded_seq(life: Life) -> int:
 
 def _trainer_waits_for(state: State) -> str:
     """What the trainer, being ready and not training, waits for; empty while it trains."""
-    trainer = state.the("trainer")
+    trainer = live_actor(state, "trainer")
     if trainer is None or not trainer.ready or state.batch is not None:
         return ""
-    if state.phase == STARTING:
+    if state.phase == Phase.STARTING:
         return "start"
-    if "publish" in state.commands:
+    if keys.PUBLISH in state.commands:
         return "publish"
     if not batch_size(state):
         return "groups"
-    return "strategy" if "propose" in state.commands else "staleness-bound"
+    return "strategy" if keys.PROPOSE in state.commands else "staleness-bound"
 
 
 def _trainer_detail(state: State, reason: str) -> str:

@@ -5,7 +5,7 @@ Gives   StoreBook, and problems, each one sentence
 Raises  ConfigError or sqlite3.Error when the database cannot be read
 
 What has ended is exact: end, tokens, reward. What lives in a running run may be further in the
-store than in the log that was read before it, so there only an end that nobody decided is wrong.
+store than in the log that was read before it, so there only an end that was never decided is wrong.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         ("end", stored_end, end),
         ("tokens lost to restarts", row.tokens_lost, tokens_lost),
     ]
-    told = account.stamps.get(name, {}).get(row.attempt)
-    if told is not None:
-        pairs.append(("weights (version, step)", (row.weight_version, row.version_step), told))
+    ordered = account.stamps.get(name, {}).get(row.attempt)
+    if ordered is not None:
+        pairs.append(("weights (version, step)", (row.weight_version, row.version_step), ordered))
     finished, rewarded = account.finished.get(name), account.rewarded.get(name)
     if finished is not None:
         pairs.append(("finish reason", row.finish_reason, finished.finish_reason))
@@ -113,7 +113,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
 
 
 def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:
-    """An end in the store that nobody had decided."""
+    """An end in the store that was never decided."""
     ending = latest.commanded.get(name)
     decided = (ending.end, ending.reason) if ending else None
     if row.end is None or (row.end, row.end_reason) == decided:

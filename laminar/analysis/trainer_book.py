@@ -97,12 +97,12 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
         problems.append(
             f"trainer: step {step_number(line.step)} was reported otherwise than it was entered"
         )
-    told = {name for part in report.left_out for name in part.trajectories}
-    if told != set(line.left_out):
+    reported = {name for part in report.left_out for name in part.trajectories}
+    if reported != set(line.left_out):
         problems.append(
             f"trainer: step {step_number(line.step)} left out other ids than it reported"
         )
-    if sorted(set(line.ids) - told) != latest.trained(line.step):
+    if sorted(set(line.ids) - reported) != latest.trained(line.step):
         problems.append(
             f"trainer: the ledger ended other ids as trained by step {step_number(line.step)}"
         )

@@ -5,7 +5,7 @@ Gives   windows by name, in unix ns
 
 The processes record what they did; only the state knows what they were allowed to do. Names are
 tuples: ("bound",) all serving replicas are refused by the staleness bound and idle, ("phase", p),
-("trainer-free",) nothing that the trainer was told is outstanding, and per actor ("live", a),
+("trainer-free",) no command to the trainer is outstanding, and per actor ("live", a),
 ("running", a), ("loading", a), ("bound", a), ("spare", a) refused though it is not full.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from laminar.analysis.history import WallClock
 from laminar.analysis.intervals import Intervals, union
 from laminar.core.admission import refusal, room, serving
-from laminar.core.state import ENDED, STOPPING, Replica, State
+from laminar.core.state import Replica, State
+from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
@@ -57,7 +58,7 @@ def _names(state: State) -> Iterator[Name]:
     yield "phase", state.phase
     if state.batch is None and not {"publish", "export"} & state.commands.keys():
         yield ("trainer-free",)
-    if state.phase not in (STOPPING, ENDED):
+    if state.phase not in (Phase.STOPPING, Phase.ENDED):
         for actor in state.actors.values():
             if actor.alive and actor.ready:
                 yield "live", actor.name
@@ -81,7 +82,7 @@ def _replica_names(replica: Replica, reason: str) -> Iterator[Name]:
 
 
 def _held_back(state: State, live: list[Replica], refusals: list[str]) -> bool:
-    """The staleness bound lets nobody start anything, and nobody has anything to go on with."""
+    """The staleness bound lets no replica start anything, and none has anything to go on with."""
     if any(replica.running or replica.loading for replica in live):
         return False
     reasons = [r for replica, r in zip(live, refusals, strict=True) if serving(state, replica)]

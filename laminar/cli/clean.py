@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from laminar.weights.arena import sweep_arenas
+from laminar.weights.arena.arena import sweep_arenas
 
 
 def add_parser(subparsers: Any) -> None:

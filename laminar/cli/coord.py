@@ -58,7 +58,7 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
     try:
         return uvloop.run(_serve(config, lock, telemetry))
     except Exception as failed:
-        reason = lock.lost()  # without its directory, many a thing fails
+        reason = lock.lost()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
         code = exit_code_of(error)
         trace = error if code == exit_codes.CRASHED else None

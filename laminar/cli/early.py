@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from laminar.actors.roles import needs
+from laminar.actors.system.roles import needs
 from laminar.config import Config
 from laminar.engines.environment import visible_gpus
 

@@ -15,8 +15,8 @@ import socket
 import sys
 
 from laminar import exit_codes
-from laminar.actors.roles import Needs
-from laminar.actors.warm import Seed
+from laminar.actors.system.roles import Needs
+from laminar.actors.system.warm import Seed
 from laminar.cli import node
 from laminar.cli.endings import exit_code
 

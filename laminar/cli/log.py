@@ -61,10 +61,12 @@ def add_parser(subparsers: Any) -> None:
     stats = _command(commands, "stats", "counts by type, bytes, time span", run_stats)
     stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
 
-    told = _command(commands, "story", "everything about one thing, in order", run_story)
-    told.add_argument("id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor")
-    told.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    told.add_argument("--logs", action="store_true", help="with what the processes logged of it")
+    parser = _command(commands, "story", "everything about one thing, in order", run_story)
+    parser.add_argument(
+        "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--logs", action="store_true", help="with what the processes logged of it")
 
     asked = _command(commands, "why", "why it moved, was idle, or waited", run_why)
     asked.add_argument("id", metavar="ID", help="trajectory 0.17.3, replica rollout-0, step-57")

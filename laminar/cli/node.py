@@ -10,16 +10,17 @@ order; the run goes on without this machine if it can.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laminar import ids
-from laminar.actors.host import run_actor
+from laminar.actors.host import Host
 from laminar.actors.node import Node
-from laminar.actors.roles import ROLES
-from laminar.actors.warm import Seed
+from laminar.actors.system.process import run_actor
+from laminar.actors.system.processes import MachineProcesses
+from laminar.actors.system.roles import ROLES
+from laminar.actors.system.warm import Seed
 from laminar.cli.arguments import Parser, run_config
 from laminar.cli.endings import exit_code
 from laminar.config import Config, ConfigError
@@ -47,7 +48,10 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     address = loopback(arguments.host)
     lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
-    make = functools.partial(Node, roles=roles, seeds=seeds)
+
+    def make(host: Host) -> Node:
+        return Node(host, roles, MachineProcesses(host, lock, [role for role, _ in roles], seeds))
+
     return run_actor(lock, name, "node", name, address, make)
 
 

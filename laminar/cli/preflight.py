@@ -25,7 +25,7 @@ from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.chat import encode_all, encode_prompt, is_templated
+from laminar.tasks.chat import check_all, encode_prompt, is_templated
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
 from laminar.tasks.prompts import PromptRow, load_prompts
@@ -80,7 +80,7 @@ def look_at_data(config: Config) -> Plan:
     tokenizer = load_tokenizer(config.model.name)
     if not config.data.filter_overlong_prompts:
         longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
-        encode_all(tokenizer, longest, config.data)
+        check_all(tokenizer, longest, config.data)
     ids = encode_prompt(tokenizer, prompts.train[0], config.data)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)

@@ -1,7 +1,7 @@
 """What `laminar train` shows while a run works: a live panel on a terminal, plain lines elsewhere.
 
 Reads   RUN/status.json; once, when the first step is done, the event log
-Writes  the terminal, by a thread: one that is gone or stands still holds nobody up
+Writes  the terminal, by a thread: one that is gone or stands still holds nothing up
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
 from laminar.rundir import STATUS_FILE
 
 PACE_STEPS = 20
-"""The time that is left is told by the pace of so many steps."""
+"""The time that is left is estimated from the pace of so many steps."""
 QUIET_S = 10.0
-"""Without a new step, a plain log gets a line this often, so that nobody wonders."""
+"""Without a new step, a plain log gets a line this often, to show that the run goes on."""
 
 
 class Progress:
@@ -155,8 +155,8 @@ class Progress:
         if key == self._shown and now - self._shown_at < QUIET_S:
             return
         if len(status["evaluations"]) > self._shown[1]:
-            told = status["evaluations"][-1]
-            self._print_line(f"held-out after step {told['step']}: {held_out(told)}")
+            facts = status["evaluations"][-1]
+            self._print_line(f"held-out after step {facts['step']}: {held_out(facts)}")
         self._shown, self._shown_at = key, now
         self._print_line(f"{self._summary(status)}  {_replicas(status)}")
 
@@ -186,8 +186,8 @@ class Progress:
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             running = f"{replica['running']} running{waiting}"
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
-        for told in status["evaluations"][-3:]:
-            table.add_row("held-out", f"after step {told['step']}: {held_out(told)}")
+        for facts in status["evaluations"][-3:]:
+            table.add_row("held-out", f"after step {facts['step']}: {held_out(facts)}")
         return table
 
 
@@ -198,7 +198,7 @@ class Pace:
         self._done: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
 
     def left(self, step: int, total: int, now: float) -> str:
-        """Words for it, or "" while nobody can know; `now` in seconds."""
+        """Words for it, or "" while it is unknown; `now` in seconds."""
         if not step:  # what the start takes says nothing of the steps
             return ""
         if not self._done or step != self._done[-1][1]:

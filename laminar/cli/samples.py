@@ -1,6 +1,6 @@
 """laminar samples RUN: read what the model wrote, with prompts and scores.
 
-Reads   the store of a run, living or ended; its configuration and tokenizer
+Reads   the store of a run, active or ended; its configuration and tokenizer
 Writes  standard output: text, or one JSON object per line; stderr: that there is more, or nothing
 """
 
@@ -21,7 +21,7 @@ from laminar.cli.log import positive
 from laminar.tasks.decoding import decoder_of
 
 SHOWN = 10
-"""Answers that are printed as text when nobody says how many."""
+"""Answers that are printed as text by default."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -12,9 +12,9 @@ from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
 from laminar.program import typed
+from laminar.sim.checks.coverage import EXPECTED, Coverage
 from laminar.sim.config import SimConfig, load
-from laminar.sim.faults import KINDS
-from laminar.sim.marks import EXPECTED, Marks
+from laminar.sim.faults.faults import KINDS
 from laminar.sim.run import Outcome, event_line, run_seed, run_seeds, story
 
 PROGRESS_S = 5.0
@@ -51,18 +51,18 @@ def _run_one(config: SimConfig, arguments: argparse.Namespace) -> int:
     outcome = run_seed(config, arguments.seed, show if arguments.events else None)
     print(summary(outcome))
     if arguments.marks:
-        _print_marks(outcome.marks)
+        _print_marks(outcome.coverage)
     return _report(config, arguments.config, outcome)
 
 
 def _run_many(config: SimConfig, arguments: argparse.Namespace) -> int:
     seeds = _range(arguments.seeds)
     started = shown = time.monotonic()
-    marks, events, broken, failed = Marks(), 0, 0, 0
+    coverage, events, broken, failed = Coverage(), 0, 0, 0
     for done, outcome in enumerate(run_seeds(config, seeds, arguments.jobs), 1):
         events += outcome.events
         failed += bool(outcome.failure)
-        marks.merge(outcome.marks)
+        coverage.merge(outcome.coverage)
         broken += _report(config, arguments.config, outcome)
         now = time.monotonic()
         if now - shown > PROGRESS_S:
@@ -74,7 +74,7 @@ def _run_many(config: SimConfig, arguments: argparse.Namespace) -> int:
         f"{events / elapsed:.0f} per second"
     )
     if arguments.marks:
-        _print_marks(marks.counts)
+        _print_marks(coverage.counts)
     return 1 if broken else 0
 
 

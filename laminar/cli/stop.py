@@ -24,7 +24,7 @@ from laminar.config import ConfigError
 from laminar.program import typed
 from laminar.run_lock import Holder, RunLock, describe, holders
 from laminar.rundir import CONFIG_FILE, STATUS_FILE
-from laminar.weights.arena import sweep_arenas
+from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
 """By default; a large model's step and export may take longer, and go on after it."""
@@ -34,7 +34,7 @@ KILLED_S = 5.0
 """How long a process may take to vanish after SIGKILL."""
 SAY_S = 5.0
 DECIDING = ("train", "coordinator")
-"""Who ends the run for everybody, the first of them that lives."""
+"""Which process ends the run: the first of these that is alive."""
 _POLL_S = 0.1
 _NAME = "stop"
 
@@ -65,7 +65,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     if not _living(run_dir):
         print(f"{run_dir} is not running")
         return exit_codes.COMPLETE
-    lock = RunLock.join(run_dir, _NAME)  # nobody moves the directory while we look at it
+    lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
     try:
         asked = _ask(run_dir, at_once=arguments.now)
         how = "at once" if arguments.now else "in good order"
@@ -79,12 +79,12 @@ def run_stop(arguments: argparse.Namespace) -> int:
 
 
 def _living(run_dir: Path) -> list[Holder]:
-    """The processes of the run; whoever else stops it is none."""
+    """The processes of the run; another `laminar stop` is none of them."""
     return [holder for holder in holders(run_dir) if holder.name != _NAME]
 
 
 def _ask(run_dir: Path, *, at_once: bool) -> list[Holder]:
-    """Signal whoever is in charge of the run; who that was. ConfigError: it is elsewhere."""
+    """Signal the process in charge of the run; which one that was. ConfigError: it is elsewhere."""
     in_charge = _in_charge(_living(run_dir))
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
@@ -123,7 +123,7 @@ def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
 
 
 def _wait(run_dir: Path, timeout_s: float) -> bool:
-    """Until nobody is left; False when the time is up before."""
+    """Until no process is left; False when the time is up before."""
     started = said = time.monotonic()
     while living := _living(run_dir):
         now = time.monotonic()

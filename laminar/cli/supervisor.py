@@ -33,17 +33,17 @@ from laminar.coordinator.restarts import Over, Restarts
 from laminar.run_lock import RunLock
 from laminar.rundir import COORDINATOR_FILE
 from laminar.stop_requests import DRAIN, NOW, stop_signals
-from laminar.weights.arena import sweep_arenas
+from laminar.weights.arena.arena import sweep_arenas
 
 POLL_S = 0.25
 NODE_EXIT_S = 30.0
 """How long the nodes may take to leave once the coordinator has ended."""
 AT_ONCE_S = 20.0
-"""How long the coordinator may take to tell everybody that the run has ended; books are closed."""
+"""How long the coordinator may take to tell all processes that the run has ended."""
 NOTICE_S = 5.0
-"""How long it may take everybody to notice that the run directory is gone."""
+"""How long it may take all processes to notice that the run directory is gone."""
 TERM_S = 15.0
-"""How long they may take once they were told to: their children have ten seconds of it."""
+"""How long they may take once they are ordered to: their children have ten seconds of it."""
 
 Process = subprocess.Popen[bytes]
 
@@ -74,12 +74,12 @@ class Supervisor:
         )
 
     def run(self) -> Over:
-        """Until the coordinator has ended for good, and everybody else has left."""
+        """Until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
         self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
         with self.progress:
             over = self._watch()
-            if over.reason and not self._lock.lost():  # that is the last word, later
+            if over.reason and not self._lock.lost():  # that is printed last
                 self.progress.note(f"the run is given up: {over.reason}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # of a relay that was killed together with its node
@@ -169,11 +169,11 @@ class Supervisor:
             self.progress.note(f"stopping at once ({reason}); Ctrl-C again to kill what is left")
         stdin = self._coordinator.process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor is told
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
             stdin.write(f"{DRAIN if level == Asked.DRAIN else NOW} {reason}\n".encode())
 
     def _end_processes(self, leave_s: float) -> None:
-        """They leave within `leave_s`, else when they are told to, else they are killed."""
+        """They leave within `leave_s`, else when they are ordered to, else they are killed."""
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
                 self._coordinator.process.kill()

@@ -1,10 +1,10 @@
 """The terminal of `laminar train`: what is printed there ends nothing.
 
 Reads   nothing
-Writes  standard output; one sentence on stderr when nobody reads the output any more
+Writes  standard output; one sentence on stderr when the output is no longer read
 
 A run goes on without a reader (`| head`), as it does without a terminal (`nohup`), so that what
-becomes of it never depends on how much of its output somebody wanted to see.
+becomes of it never depends on how much of its output is read.
 """
 
 from __future__ import annotations

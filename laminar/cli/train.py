@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
-    """The last words. The run has ended, and they change nothing of how it did."""
+    """The closing lines. The run has ended, and they change nothing of how it did."""
     try:
         summary = summary_of(run_dir)
         lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
@@ -121,7 +121,7 @@ def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 
 def move_aside(run_dir: Path) -> Path:
-    """Rename a run directory to the first free NAME.N; ConfigError while its run lives."""
+    """Rename a run directory to the first free NAME.N; ConfigError while its run is active."""
     number = 1
     with moving(run_dir):
         while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
@@ -165,7 +165,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[str]:
-    """The last lines: what happened, and where to look next; why nobody tries any more."""
+    """The last lines: what happened, and where to look next; why it is not tried again."""
     lines = [""]
     failure = summary["failure"] or over.reason
     if over.code == exit_codes.STOPPED_EARLY:

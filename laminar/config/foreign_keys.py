@@ -1,6 +1,6 @@
 """Keys that users of other systems type, and ours for the same thing.
 
-Gives   ours: our key for one of verl, TRL, slime, AReaL or prime-rl; empty for a key of nobody
+Gives   ours: our key for one of verl, TRL, slime, AReaL or prime-rl; empty for any other key
 
 By a table, because the spelling leads astray: the key nearest to `num_generations` by its letters
 is about something else. Keys whose last part is the same as in ours are found without it. A key may

@@ -300,7 +300,7 @@ def _check_sizes(c: Config) -> None:
             f"trajectories are too many for one step: give at most {STEP_TRAJECTORIES_MAX}"
         )
     waiting = groups * (c.async_.max_staleness + 1)
-    question = waiting * (120 + 9 * size)  # bytes; what a strategy is told of each group
+    question = waiting * (120 + 9 * size)  # bytes; what a strategy gets of each group
     if c.algorithm.batch_strategy in BUILT_IN_STRATEGIES or question <= QUESTION_BYTES_MAX:
         return
     raise ConfigError(

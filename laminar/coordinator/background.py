@@ -7,7 +7,7 @@ Writes  only what the work itself writes
 The coordinator pays for the fork (some milliseconds, for the page tables) and goes on. The child
 does pure work, answers through a pipe and ends without any tidying: sockets, threads and files of
 its parent are none of its business, and it dies with its parent. One that fails, dies or takes too
-long is counted, told once per reason, and missed by nobody.
+long is counted, logged once per reason, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Child:
         self.killed = False
 
     def ended(self) -> bool:
-        """True once it is gone and `answer` has all it said; one that takes too long is killed."""
+        """True once it is gone and `answer` has all of its output; one that takes too long is
+        killed."""
         if time.monotonic() > self.deadline:
             self.kill()
             self.answer = _FAILED + f"it took more than {DEADLINE_S:.0f} s".encode()
@@ -107,7 +108,7 @@ class Forked:
             child.done(None)
 
     def close(self) -> None:
-        """End what is still at work; nobody waits for its answer."""
+        """End what is still at work; its answer is not waited for."""
         for child in self._children:
             child.kill()
         self._killed += self._children

@@ -6,12 +6,13 @@ Gives   HeartbeatLost, NodeSilent and NodeHeard, which the log holds; heartbeats
 Pure. What holds work that others can do has a short lease. A node only supervises, and losing store
 or trainer ends the run, so nothing is gained by giving them up early: they have a long one. A node
 that is silent for it while a process of its machine speaks is no lost machine: it is reported as
-silent, until it is heard again or nobody of its machine is left to be heard.
+silent, until it is heard again or no process of its machine is heard any more.
 
-A coordinator that was paused (or restarted) has heard nobody and may judge nobody: a pause of
-more than a third of the lease gives everybody a full grace. Words may lie unread in the socket, so
-silence counts up to the time of which all words have been read: the present one when the socket was
-seen empty, else the one when the last round through everybody began.
+A coordinator that was paused (or restarted) could hear no process, and must not give one up for
+that: after a pause of more than a third of the lease every lease begins anew. Messages may lie
+unread in the socket, so silence counts up to the time of which all messages have been read: the
+present one when the socket was seen empty, else the one when the last round through all peers
+began.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from collections.abc import Mapping
 
 from laminar.core.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
-from laminar.events.index import NODE, STORE, TRAINER
+from laminar.roles import Role
 
 ROUND_FRAMES = 4_096
 """A round has no fewer: processes that come while it lasts are read in it as well."""
-LONG_LEASE_ROLES = (NODE, STORE, TRAINER)
+LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 News = HeartbeatLost | NodeSilent | NodeHeard
 
@@ -39,7 +40,7 @@ class FailureDetector:
         self._last_turn_ns = now_ns
         self._round_from_ns = now_ns
         self._round_frames = 0  #: read in the present round
-        self._nobody_until_ns = now_ns  #: nothing changes for those known so far before
+        self._next_look_ns = now_ns  #: no lease of the actors known so far ends before
 
     def lease_of_ns(self, role: str) -> int:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
@@ -47,9 +48,9 @@ class FailureDetector:
     def turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
         """Begin a turn that has read so many frames; up to when silence may be judged in it.
 
-        None: not in this turn. A socket that is never empty gives the word to one of its `peers`
-        after the other, frame by frame. Who had something to say when a round of twice as many
-        frames began was read in it, and a busy socket does not keep the dead alive for ever.
+        None: not in this turn. A socket that is never empty gives one frame of each of its `peers`
+        after the other. What a peer had sent when a round of twice as many frames began was read in
+        it, so the death of a process is noticed on a busy socket, too.
         """
         if now_ns - self._last_turn_ns > self.lease_ns // 3:
             self._grace_from_ns = now_ns
@@ -67,24 +68,23 @@ class FailureDetector:
     def judge(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
     ) -> list[News]:
-        """What silence until `now_ns` tells of live actors; `heard_ns` by boot id, absent: not
-        heard yet.
+        """What follows from silence until `now_ns`; `heard_ns` by boot id, absent: not heard yet.
 
-        Words and a grace only move the end of a lease away, and who joins has a whole one before
-        it: so nobody is looked at before the first of the present leases can have ended. A silent
-        node is looked at once in a short lease.
+        Messages and pauses of our own only put off the end of a lease, and a new actor has a whole
+        lease: so no actor is looked at before the first of the present leases can have ended. A
+        silent node is looked at once in a short lease.
         """
-        if now_ns <= self._nobody_until_ns:
+        if now_ns <= self._next_look_ns:
             return []
-        self._nobody_until_ns = now_ns + self.lease_ns
+        self._next_look_ns = now_ns + self.lease_ns
         heard: list[News] = []
         lost: list[News] = []
         nodes: list[Actor] = []
-        quiet_ns: dict[str, int] = {}  #: by machine: since its last sign of life but the node's
+        quiet_ns: dict[str, int] = {}  #: by machine: since a process other than the node was heard
         for actor in actors.values():
             if not actor.alive:
                 continue
-            if actor.role == NODE:
+            if actor.role == Role.NODE:
                 nodes.append(actor)
                 heard += self._heard_again(now_ns, actor, heard_ns)
                 continue
@@ -96,7 +96,7 @@ class FailureDetector:
                 quiet_ns[actor.node] = min(least_ns, silent_ns)
         for node in nodes:
             silent_ns = self._silent_ns(now_ns, node, heard_ns)
-            if silent_ns > self.lease_of_ns(NODE):
+            if silent_ns > self.lease_of_ns(Role.NODE):
                 lost += self._judge_node(node, silent_ns, quiet_ns.get(node.name))
         return heard + lost
 
@@ -107,12 +107,12 @@ class FailureDetector:
         """
         last_ns = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
         ends_ns = last_ns + self.lease_of_ns(actor.role)
-        if actor.role != NODE or ends_ns >= now_ns:
-            self._nobody_until_ns = min(self._nobody_until_ns, ends_ns)
+        if actor.role != Role.NODE or ends_ns >= now_ns:
+            self._next_look_ns = min(self._next_look_ns, ends_ns)
         return now_ns - last_ns
 
     def _heard_again(self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]) -> list[News]:
-        """A silent node has spoken; a grace is no word of it."""
+        """A silent node is heard again; that its lease began anew does not count."""
         last_ns = heard_ns.get(node.boot_id)
         if not node.silent or last_ns is None or now_ns - last_ns > self.lease_ns:
             return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from laminar import exit_codes
 from laminar.config import ConfigError
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
-from laminar.core.machine import LogicError
+from laminar.core.rules import LogicError
 from laminar.eventlog.record import LogCorrupt
 from laminar.eventlog.writer import LogTaken
 from laminar.ports import DiskError

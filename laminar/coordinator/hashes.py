@@ -4,7 +4,7 @@ Reads   the state after an event
 Writes  StateHashRecord: every so many events, and at the end of the log
 
 The hash of a large state is worked out in the background: the log says at once that one of this
-event follows, and has it some turns later. Of one that never comes nothing more is said.
+event follows, and has it some turns later. One that never comes is left out.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed, crash_of
-from laminar.core.machine import LOGIC_VERSION
-from laminar.core.state import ENDED
+from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
+from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import crashes, given_up, record_crash
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
@@ -41,7 +41,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
-from laminar.net.session import Limits
+from laminar.net.session_boxes import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.ports import DiskError
@@ -82,6 +82,7 @@ def settings_of(config: Config) -> Settings:
         disk_wait_ms=int(config.coordinator.disk_wait_s * 1000),
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
+        rules=NEW_RUN,
     )
 
 
@@ -89,7 +90,7 @@ FULL_COLLECTIONS_APART = 1 << 30
 """Younger collections between two of all objects: never. One looks through the whole state, 60 to
 100 ms with 160,000 trajectories, for cycles that the core does not make."""
 STORY_LINES = 20
-"""Of the log, about what an event is about that the core could not handle."""
+"""Of the log, about the subject of an event that the core could not handle."""
 
 
 class Coordinator:
@@ -128,7 +129,11 @@ class Coordinator:
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
         self._disk, self._incarnation = disk, restored.incarnation
-        text = dumps(self.config)
+        text, settings, machine = (
+            dumps(self.config),
+            settings_of(self.config),
+            restored.replay.machine,
+        )
         writer = take_over(
             disk,
             restored,
@@ -139,7 +144,7 @@ class Coordinator:
             keep_bytes=self.config.coordinator.log_keep_mb << 20,
         )
         self.tick = Tick(
-            restored.replay.machine,
+            machine,
             writer,
             boot=f"coordinator-{self._incarnation}-{secrets.token_hex(4)}",
             lease_ms=self.config.coordinator.lease_ms,
@@ -157,12 +162,13 @@ class Coordinator:
             snapshot=restored.snapshot.name if restored.snapshot else None,
             replayed_events=restored.replay.events,
             decisions_logged_late=len(restored.replay.unlogged),
+            rules=rules_of(machine.state.settings if machine.started else settings),
         )
         self._own.append(
             ev.CoordinatorStarted(
                 incarnation=self._incarnation,
                 logic=LOGIC_VERSION,
-                settings=settings_of(self.config),
+                settings=settings,
                 clock_ns=time.time_ns(),
                 config=text,
             )
@@ -185,7 +191,7 @@ class Coordinator:
                 self._keep_crash(self._error)
             if self._error is not None:
                 raise self._error
-            await self._farewell()
+            await self._last_messages()
         finally:
             self.socket.close()
             self._background.close()
@@ -223,7 +229,7 @@ class Coordinator:
         return int(str(known).rpartition(":")[2])
 
     def requested(self, line: str) -> None:
-        """What whoever started this process asks for; without that one, the run ends."""
+        """What the process that started this one asks for; when that is gone, the run ends."""
         word, _, reason = line.partition(" ")
         if word == STARTER_GONE:
             self._drain_requested("whoever started the coordinator is gone")
@@ -264,12 +270,12 @@ class Coordinator:
             if isinstance(command, cmd.ProposeBatch):
                 self._strategy.propose(command)
         self.tick.local.clear()
-        if self.tick.machine.started and self.tick.machine.state.phase == ENDED:
+        if self.tick.machine.started and self.tick.machine.state.phase == Phase.ENDED:
             self._ended.set()
         self._wake_for_timer()
 
     def _keep_crash(self, failed: HandlingFailed) -> None:
-        """The next coordinator counts it; people read what led to it. Raises DiskError."""
+        """The next coordinator counts it; the log says what led to it. Raises DiskError."""
         record_crash(self._disk, crash_of(self._incarnation, failed))
         try:
             story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
@@ -290,7 +296,7 @@ class Coordinator:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(max(delay_s, 0.0), self._turn)
 
-    async def _farewell(self) -> None:
+    async def _last_messages(self) -> None:
         """Let the last commands and acknowledgements leave, then close the log with a hash."""
         deadline = time.monotonic() + FAREWELL_S
         while not self.tick.everything_acknowledged and time.monotonic() < deadline:

@@ -76,7 +76,8 @@ class RealDisk:
         return os.stat(self._directory / name).st_size
 
     def sync(self, name: str) -> None:
-        """Make the present content of a file durable, whoever wrote it; raises DiskError."""
+        """Make the present content of a file durable, also one that another process wrote; raises
+        DiskError."""
         fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _sync_data(fd, name)

@@ -21,9 +21,10 @@ import msgspec
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
-from laminar.core.lookup import due_timers, next_timer_ns, take_left
-from laminar.core.machine import LogicError, Machine
-from laminar.core.state import ENDED, STOPPING
+from laminar.core.indexes import due_timers, indexes_of, next_timer_ns, take_left
+from laminar.core.machine import Machine
+from laminar.core.rules import LogicError
+from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import Crash
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.eventlog.replay import Observer
@@ -34,7 +35,8 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
+from laminar.net.session import PEERS_MAX, LinkState, ServerLink, full
+from laminar.net.session_boxes import Limits, OutboxFull
 from laminar.net.wakeups import Wakeups
 from laminar.ports import AtOnce, Background
 
@@ -145,7 +147,7 @@ class Tick:
             boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
             link = self._links.get(boot_id)
             if link is None:
-                self.bad_frames += 1  # a peer that is unknown here says hello when nobody answers
+                self.bad_frames += 1  # an unknown peer says hello again when it gets no answer
                 return
             delivered = link.receive(frame, now_ns)
         except WireError:
@@ -216,7 +218,7 @@ class Tick:
         self._links[hello.boot_id] = link
         self._awake[hello.boot_id] = None
         state = self.machine.state
-        addressed = [state.commands[key] for key in state.lookup.commands.get(hello.name, ())]
+        addressed = [state.commands[key] for key in indexes_of(state).commands.get(hello.name, ())]
         outstanding = [o for o in addressed if o.incarnation == incarnation]
         for item in sorted(outstanding, key=lambda o: o.command_id):
             self._outgoing.append((item.command_id, item.command, encode(item.command)))
@@ -284,16 +286,7 @@ class Tick:
         return True
 
     def _log(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
-        self.log.append(
-            EventRecord(
-                seq=stamped.seq,
-                time_ns=stamped.time_ns,
-                peer=stamped.peer,
-                incarnation=stamped.incarnation,
-                peer_seq=stamped.peer_seq,
-                event=msgspec.Raw(body),
-            )
-        )
+        self.log.append(EventRecord.of(stamped, body))
         for index, command in enumerate(commands):
             data = encode(command)
             self.log.append(
@@ -356,7 +349,7 @@ class Tick:
         state = self.machine.state
         actor = state.actors.get(link.name)
         if actor is not None and actor.boot_id == link.boot_id:
-            return not actor.alive and state.phase not in (STOPPING, ENDED)
+            return not actor.alive and state.phase not in (Phase.STOPPING, Phase.ENDED)
         return True
 
     def _address(self, command_id: int, command: Command, data: bytes, now_ns: int) -> None:

@@ -12,7 +12,8 @@ no other limit on the experience buffer.
 
 from __future__ import annotations
 
-from laminar.core.state import RUNNING, Replica, State
+from laminar.core.state import Replica, State
+from laminar.core.statuses import Phase
 
 
 def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
@@ -60,7 +61,7 @@ def refusal(state: State, replica: Replica) -> str:
     Asked afresh each time, never latched: a replica that took its share goes on with its version
     as long as the relay of its machine holds nothing newer.
     """
-    if state.phase != RUNNING or state.draining:
+    if state.phase != Phase.RUNNING or state.draining:
         return "run-ending"
     if not serving(state, replica):
         return "not-serving"

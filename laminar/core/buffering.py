@@ -12,46 +12,56 @@ survives it.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import publishing
+from laminar.core import keys, publishing
 from laminar.core.admission import bound_holds, groups_wanted
-from laminar.core.lookup import remove_ready
+from laminar.core.context import Context
+from laminar.core.groups import drop_scored, end_group, remove_unchosen, scored_members
+from laminar.core.indexes import indexes_of, live_actor, remove_ready
+from laminar.core.registry import handles
 from laminar.core.scores import float_of
-from laminar.core.siblings import drop_scored, end_group, scored_members, unchosen_less
-from laminar.core.state import RUNNING, Batch, Group, State
-from laminar.core.turn import Turn
+from laminar.core.state import Batch, Group, State
+from laminar.core.statuses import GroupStatus, Phase
+from laminar.core.transitions import move_group
+from laminar.core.validation import anything, is_allocated
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import STRATEGY
-from laminar.ids import GroupId
+from laminar.events.reasons import DropReason, End
+from laminar.ids import GroupId, Purpose
+from laminar.roles import Role
 
 PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
-MISMATCH = "mismatch"  #: why the trainer leaves out what it was given
 TRAIN_TIMEOUT_MS = 7_200_000
-"""Two hours for one batch: above what a large model takes, below a night of silence."""
+"""Two hours for one batch: more than a large model takes, and a hang does not cost a night."""
 
 # --- batches ----------------------------------------------------------------------------------
 
 
 def trainer_idle(state: State) -> bool:
-    """Nothing that the trainer was told to do is outstanding."""
-    if state.batch is not None or "publish" in state.commands or "export" in state.commands:
+    """No command to the trainer is outstanding."""
+    if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return False
-    trainer = state.the("trainer")
+    trainer = live_actor(state, Role.TRAINER)
     return trainer is not None and trainer.ready and state.newest >= 0
 
 
-def choose_batch(turn: Turn) -> bool:
+def choose_batch(ctx: Context) -> bool:
     """Give the trainer its next batch if there is one; True when the state changed."""
-    state = turn.state
-    if state.phase != RUNNING or state.draining or not trainer_idle(state) or steps_done(state):
+    state = ctx.state
+    if (
+        state.phase != Phase.RUNNING
+        or state.draining
+        or not trainer_idle(state)
+        or steps_done(state)
+    ):
         return False
     count = batch_size(state)
-    chosen = _select(turn, count) if count else None
+    chosen = _select(ctx, count) if count else None
     if chosen is None:
-        _wait_for_batch(turn)
+        _wait_for_batch(ctx)
         return False
-    _train(turn, chosen)
+    _train(ctx, chosen)
     return True
 
 
@@ -74,7 +84,7 @@ def batch_size(state: State) -> int:
 
 def by_deadline(state: State) -> list[Group]:
     """Finished groups in the order in which they must be trained."""
-    return [state.groups[GroupId(group_id)] for _, _, group_id in state.lookup.ready]
+    return [state.groups[GroupId(group_id)] for _, _, group_id in indexes_of(state).ready]
 
 
 def by_priority(state: State) -> list[Group]:
@@ -90,12 +100,12 @@ def by_priority(state: State) -> list[Group]:
 STRATEGIES = {"deadline": by_deadline, "priority": by_priority}
 
 
-def _select(turn: Turn, count: int) -> list[Group] | None:
+def _select(ctx: Context, count: int) -> list[Group] | None:
     """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
-    state = turn.state
+    state = ctx.state
     name = state.settings.batch_strategy
     if name not in STRATEGIES and state.proposal is None and not state.proposal_failed:
-        _ask_strategy(turn, count)
+        _ask_strategy(ctx, count)
         return None
     if not _earliest_preserve_bound(state, count):
         return None
@@ -123,19 +133,19 @@ def _earliest_preserve_bound(state: State, count: int) -> bool:
     """
     rest = dict(state.deadlines)
     for deadline in sorted(rest):
-        taken = min(count, state.lookup.num_ready(deadline))
+        taken = min(count, indexes_of(state).num_ready(deadline))
         rest[deadline] -= taken
         count -= taken
     return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
 
 
-def _ask_strategy(turn: Turn, count: int) -> None:
-    if "propose" in turn.state.commands:
+def _ask_strategy(ctx: Context, count: int) -> None:
+    if keys.PROPOSE in ctx.state.commands:
         return
-    candidates = tuple(_candidate(turn.state, group) for group in by_deadline(turn.state))
-    turn.command(
-        cmd.ProposeBatch(to=STRATEGY, step=turn.state.chosen, count=count, candidates=candidates),
-        key="propose",
+    candidates = tuple(_candidate(ctx.state, group) for group in by_deadline(ctx.state))
+    ctx.command(
+        cmd.ProposeBatch(to=STRATEGY, step=ctx.state.chosen, count=count, candidates=candidates),
+        key=keys.PROPOSE,
         timeout_ms=PROPOSAL_TIMEOUT_MS,
     )
 
@@ -153,52 +163,80 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
     )
 
 
-def proposal_answered(turn: Turn, step: int, groups: tuple[GroupId, ...]) -> None:
+@handles(ev.BatchProposed, valid=anything, leads_to=(cmd.TrainStep,))
+def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; anything else falls back to the default and is counted."""
-    state = turn.state
-    if step != state.chosen or turn.done("propose") is None:
-        return turn.ignore("late")
+    state, groups = ctx.state, event.groups
+    if event.step != state.chosen or ctx.done(keys.PROPOSE) is None:
+        return ctx.ignore("late")
     distinct = list(dict.fromkeys(groups))
     if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
         state.proposal = distinct
     else:
         state.proposal_failed = True
-        turn.ignore("unusable-proposal")
+        ctx.ignore("unusable-proposal")
 
 
-def _train(turn: Turn, groups: list[Group]) -> None:
-    state = turn.state
+def _train(ctx: Context, groups: list[Group]) -> None:
+    state = ctx.state
     step, version = state.chosen, state.next_version
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
     for group in shuffled:
-        group.status = "chosen"
+        move_group(group, "choose")
         remove_ready(state, group)
-        unchosen_less(state, group)
+        remove_unchosen(state, group)
     state.batch = Batch(step=step, version=version, groups=[g.id for g in shuffled])
     state.chosen += 1
     state.next_version += 1
     state.proposal, state.proposal_failed = None, False
-    turn.clear_timer("batch-wait")
-    trainer = state.the("trainer")
+    ctx.clear_timer(keys.BATCH_WAIT)
+    trainer = live_actor(state, Role.TRAINER)
     assert trainer is not None
-    turn.command(
+    ctx.command(
         cmd.TrainStep(
             to=trainer.name,
             step=step,
             version=version,
             trajectories=tuple(m for g in shuffled for m in scored_members(state, g)),
         ),
-        key="train",
+        key=keys.TRAIN,
         timeout_ms=TRAIN_TIMEOUT_MS,
     )
-    turn.touch_all()
+    ctx.touch_all()
 
 
-def step_completed(turn: Turn, left_out: tuple[ev.LeftOut, ...]) -> None:
+def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
+    return is_allocated(state, event.version, event.step + 1)
+
+
+@handles(
+    ev.StepCompleted,
+    valid=_made_by_its_step,
+    leads_to=(
+        cmd.EndTrajectories,
+        cmd.AbortTrajectories,
+        cmd.TrainStep,
+        cmd.ProposeBatch,
+        cmd.PublishWeights,
+        cmd.ExportModel,
+        cmd.PullWeights,
+    ),
+)
+def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
+    """The trainer's own book has the step; the batch ends as trained."""
+    state = ctx.state
+    if state.batch is None or state.batch.step != event.step:
+        return ctx.ignore("repeat")
+    ordered = ctx.done(keys.TRAIN)
+    assert ordered is not None, "a batch is outstanding as long as the trainer has it"
+    _end_batch(ctx, state.batch, event.left_out)
+    publishing.expect_version(ctx, event.version, ordered.cause)
+    ctx.touch_all()
+
+
+def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> None:
     """The batch is trained, but for what was left out: its groups end, staleness is counted."""
-    state = turn.state
-    batch = state.batch
-    assert batch is not None
+    state = ctx.state
     untrained = {member for part in left_out for member in part.trajectories}
     for group_id in batch.groups:
         group = state.groups[group_id]
@@ -209,10 +247,10 @@ def step_completed(turn: Turn, left_out: tuple[ev.LeftOut, ...]) -> None:
             state.staleness_sum += staleness
             state.staleness_max = max(state.staleness_max, staleness)
         if not trained:
-            end_group(turn, group, "dropped", MISMATCH, -1)
+            end_group(ctx, group, End.DROPPED, DropReason.MISMATCH, -1)
             continue
-        drop_scored(turn, group, [m for m in scored if m in untrained], MISMATCH)
-        end_group(turn, group, "trained", "", batch.step)
+        drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
+        end_group(ctx, group, End.TRAINED, DropReason.NONE, batch.step)
     state.batch = None
     state.completed += 1
 
@@ -222,14 +260,15 @@ def step_completed(turn: Turn, left_out: tuple[ev.LeftOut, ...]) -> None:
 
 def awaited(state: State) -> Group | None:
     """The unfinished group that the next batch needs most."""
-    unfinished = [g for g in state.groups.values() if g.purpose == ids.TRAIN and g.status == "open"]
+    training = [g for g in state.groups.values() if g.purpose == Purpose.TRAIN]
+    unfinished = [g for g in training if g.status == GroupStatus.OPEN]
     return min(unfinished, key=lambda g: (g.deadline, g.order), default=None)
 
 
-def _wait_for_batch(turn: Turn) -> None:
-    """The trainer is idle: pay an owed publish, and start the clock on the group it waits for."""
-    state = turn.state
-    if publishing.debt_due(state):
-        return publishing.publish_owed(turn)
-    if "batch-wait" not in state.timers:
-        turn.set_timer("batch-wait", state.settings.batch_wait_ms)
+def _wait_for_batch(ctx: Context) -> None:
+    """The trainer is idle: publish what is owed, and start the clock on the group it waits for."""
+    state = ctx.state
+    if publishing.republish_due(state):
+        return publishing.republish(ctx)
+    if keys.BATCH_WAIT not in state.timers:
+        ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)

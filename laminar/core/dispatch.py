@@ -13,13 +13,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from laminar import ids
+from laminar.core import keys
 from laminar.core.admission import room
-from laminar.core.lookup import add_lost, assign, load_changed, remove_lost, replica_changed
+from laminar.core.context import Context
+from laminar.core.indexes import add_lost, assign, load_changed, remove_lost, replica_changed
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.transitions import move
-from laminar.core.turn import Turn
 from laminar.events import commands as cmd
-from laminar.ids import GroupId, TrajectoryId
+from laminar.ids import GroupId, Purpose, TrajectoryId
 
 
 @lru_cache(maxsize=2)
@@ -42,29 +43,29 @@ def next_row(state: State) -> tuple[GroupId, int]:
     return ids.train_group(pass_index, position), row
 
 
-def new_group(turn: Turn, replica: Replica) -> None:
+def new_group(ctx: Context, replica: Replica) -> None:
     """Start the next prompt's siblings on a replica that admits and has room for all of them."""
-    state = turn.state
+    state = ctx.state
     group_id, row = next_row(state)
     deadline = replica.step + state.settings.max_staleness
     replica.took += 1
-    open_group(turn, replica, group_id, row, ids.TRAIN, deadline, state.settings.group_size)
+    open_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
     state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
 
 
 def open_group(
-    turn: Turn,
+    ctx: Context,
     replica: Replica,
     group_id: GroupId,
     row: int,
-    purpose: str,
+    purpose: Purpose,
     deadline: int,
     size: int,
     attempt: int = 1,
     sample: int = 0,
 ) -> None:
     """Create a group and place all its siblings."""
-    state = turn.state
+    state = ctx.state
     members = [ids.trajectory(group_id, sibling) for sibling in range(size)]
     state.groups[group_id] = Group(
         id=group_id,
@@ -84,19 +85,19 @@ def open_group(
         state.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        _place(turn, state.trajectories[trajectory_id], replica)
+        _place(ctx, state.trajectories[trajectory_id], replica)
     replica_changed(state, replica)
 
 
-def _place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+def _place(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     """Send a trajectory to a replica under its present placement number."""
-    state = turn.state
+    state = ctx.state
     group = state.groups[trajectory.group]
     assign(state, trajectory, replica.name)
     trajectory.version, trajectory.step = replica.version, replica.step
     replica.running[trajectory.id] = trajectory.placement
-    replica.progress_ns = max(replica.progress_ns, turn.stamped.time_ns)
-    turn.command(
+    replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
+    ctx.command(
         cmd.GenerateTrajectory(
             to=replica.name,
             trajectory=trajectory.id,
@@ -107,20 +108,20 @@ def _place(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
             attempt=trajectory.attempt,
             placement=trajectory.placement,
             version=replica.version,
-            step=replica.step,
+            version_step=replica.step,
             seed=ids.trajectory_seed(
                 state.settings.seed, group.id, trajectory.sibling, trajectory.attempt
             ),
         ),
-        key=f"generate:{trajectory.id}",
+        key=keys.generate(trajectory.id),
     )
 
 
-def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
-    state = turn.state
+    state = ctx.state
     remove_lost(state, trajectory)
-    turn.clear_timer(f"resume:{trajectory.id}")
+    ctx.clear_timer(keys.resume(trajectory.id))
     moved = move(trajectory, "dispatch")
     assert moved, trajectory
     trajectory.placement += 1
@@ -129,33 +130,33 @@ def place_again(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
         trajectory.restart = False
         group = state.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
-    _place(turn, trajectory, replica)
+    _place(ctx, trajectory, replica)
     load_changed(state, replica)
 
 
-def leave_engine(turn: Turn, trajectory: Trajectory) -> None:
+def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
     """The trajectory no longer runs on its replica (finished, lost, or ended)."""
-    turn.done(f"generate:{trajectory.id}")
-    replica = turn.state.replicas.get(trajectory.replica)
+    ctx.done(keys.generate(trajectory.id))
+    replica = ctx.state.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
-        load_changed(turn.state, replica)
-        turn.touch(replica.name)
+        load_changed(ctx.state, replica)
+        ctx.touch(replica.name)
 
 
-def lose(turn: Turn, trajectory_id: TrajectoryId) -> None:
+def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Take a trajectory from its replica; it waits for a new placement."""
-    state = turn.state
+    state = ctx.state
     trajectory = state.trajectories[trajectory_id]
-    leave_engine(turn, trajectory)
+    leave_engine(ctx, trajectory)
     moved = move(trajectory, "lose")
     assert moved, trajectory
     if state.actor_alive(trajectory.replica):
         placed = cmd.Placed(trajectory=trajectory_id, placement=trajectory.placement)
-        turn.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
+        ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
-    turn.set_timer(f"resume:{trajectory_id}", state.settings.resume_wait_ms)
-    turn.touch_all()
+    ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
+    ctx.touch_all()
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:

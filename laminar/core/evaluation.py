@@ -15,33 +15,29 @@ from collections.abc import Collection
 from itertools import chain
 
 from laminar import ids
-from laminar.core import held_out, siblings
+from laminar.core import groups, held_out
 from laminar.core.admission import room, serving
+from laminar.core.context import Context
 from laminar.core.dispatch import open_group
 from laminar.core.held_out import EvaluationResult, HeldOut
-from laminar.core.roster import Kind
-from laminar.core.state import (
-    ENDED,
-    ENDING,
-    FINAL_EVALUATION,
-    STOPPING,
-    Evaluation,
-    Group,
-    Replica,
-    State,
-)
-from laminar.core.turn import Turn
+from laminar.core.indexes import indexes_of
+from laminar.core.replica_index import Kind
+from laminar.core.rules import HELD_OUT_FIGURES, applies
+from laminar.core.state import Evaluation, Group, Replica, State
+from laminar.core.statuses import GroupStatus, Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.reasons import DropReason
+from laminar.ids import Purpose
 
 
-def version_published(turn: Turn, version: int, step: int, previous_step: int) -> None:
+def version_published(ctx: Context, version: int, step: int, previous_step: int) -> None:
     """Decide whether this version (or the next one) is to be evaluated.
 
     `previous_step` is that of the version published before (-1: none). What was due at a step in
     between, whose publish was skipped, moves to this version.
     """
-    state, settings = turn.state, turn.state.settings
+    state, settings = ctx.state, ctx.state.settings
     if not state.num_eval:
         return
     first = version == 0 and settings.val_before_train
@@ -52,9 +48,9 @@ def version_published(turn: Turn, version: int, step: int, previous_step: int) -
         state.evaluation_due = version
 
 
-def _begin_if_due(turn: Turn, replica: Replica) -> None:
+def _begin_if_due(ctx: Context, replica: Replica) -> None:
     """A due evaluation binds to the version that a serving replica has loaded for it."""
-    state = turn.state
+    state = ctx.state
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
@@ -66,11 +62,11 @@ def _begin_if_due(turn: Turn, replica: Replica) -> None:
         final=replica.version == state.exported,
         queue=list(range(total)),
         total=total,
-        held_out=HeldOut() if state.settings.eval_answers else None,
+        held_out=HeldOut() if applies(state.settings, HELD_OUT_FIGURES) else None,
     )
     state.next_evaluation += 1
     state.evaluation_due = -1
-    _pin(turn, replica.version)
+    _pin(ctx, replica.version)
 
 
 def _answers(state: State) -> int:
@@ -79,8 +75,8 @@ def _answers(state: State) -> int:
 
 
 def _may_evaluate(state: State) -> bool:
-    """A run that ends begins nothing: its books are being closed."""
-    return not state.draining and state.phase not in (ENDING, STOPPING, ENDED)
+    """A run that ends begins no evaluation: its ledger is being closed."""
+    return not state.draining and state.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
 def waits(state: State) -> bool:
@@ -89,33 +85,33 @@ def waits(state: State) -> bool:
     return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
 
 
-def version_wanted(turn: Turn, replica: Replica) -> int:
+def version_wanted(ctx: Context, replica: Replica) -> int:
     """The version that an empty replica should load for an evaluation; -1: none that it can.
 
-    A due one needs somebody to pull; a running one only if its work has no live replica left.
+    A due one needs one replica to pull it; a running one only if no live replica is left for it.
     """
-    state = turn.state
+    state = ctx.state
     evaluation = state.evaluation
     if not _may_evaluate(state) or not waits(state):
         return -1
     if evaluation is None:
         due = state.evaluation_due
-        somebody_pulls = bool(state.lookup.roster.of(lambda kind: kind.loading))
-        return -1 if somebody_pulls or state.newest_for(replica) < due else due
+        one_pulls = bool(indexes_of(state).replicas.of(lambda kind: kind.loading))
+        return -1 if one_pulls or state.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
     helped = _is_helped(state, evaluation)
-    if helped and not (evaluation.final and state.phase == FINAL_EVALUATION):
+    if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
         return -1
     if not helped and not _in_reach(state, evaluation.version):
-        _move_on(turn)
-        return version_wanted(turn, replica)
+        _move_on(ctx)
+        return version_wanted(ctx, replica)
     return evaluation.version if state.in_reach(replica, evaluation.version) else -1
 
 
 def _is_helped(state: State, evaluation: Evaluation) -> bool:
     """Some live replica has its version."""
-    return bool(state.lookup.roster.of(lambda kind: kind.version == evaluation.version))
+    return bool(indexes_of(state).replicas.of(lambda kind: kind.version == evaluation.version))
 
 
 def may_begin(state: State) -> list[Kind]:
@@ -123,7 +119,7 @@ def may_begin(state: State) -> list[Kind]:
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or not _may_evaluate(state):
         return []
-    return state.lookup.roster.of(lambda kind: kind.serving and kind.version >= due)
+    return indexes_of(state).replicas.of(lambda kind: kind.serving and kind.version >= due)
 
 
 def may_help(state: State) -> Collection[Kind]:
@@ -131,51 +127,53 @@ def may_help(state: State) -> Collection[Kind]:
     evaluation = state.evaluation
     if evaluation is None or not evaluation.queue or not _may_evaluate(state):
         return []
-    return state.lookup.roster.able(evaluation.version)
+    return indexes_of(state).replicas.able(evaluation.version)
 
 
 def may_want(state: State) -> bool:
-    """Whether an empty replica may be told to load a version for an evaluation."""
+    """Whether an empty replica may be ordered to load a version for an evaluation."""
     if not _may_evaluate(state) or not waits(state):
         return False
-    evaluation, roster = state.evaluation, state.lookup.roster
+    evaluation, index = state.evaluation, indexes_of(state).replicas
     if evaluation is None:
-        behind = roster.of(lambda kind: kind.behind or kind.version >= state.evaluation_due)
-        return bool(behind) and not roster.of(lambda kind: kind.loading)
+        behind = index.of(lambda kind: kind.behind or kind.version >= state.evaluation_due)
+        return bool(behind) and not index.of(lambda kind: kind.loading)
     if not evaluation.queue:
         return False
-    final = evaluation.final and state.phase == FINAL_EVALUATION
+    final = evaluation.final and state.phase == Phase.FINAL_EVALUATION
     return final or not _is_helped(state, evaluation)
 
 
 def _in_reach(state: State, version: int) -> bool:
     """Some live replica can load it."""
     if version in state.saved:
-        return bool(state.lookup.roster.kinds)
-    relays = state.lookup.held.get(version, {})
-    return any(map(state.actor_alive, chain.from_iterable(map(state.lookup.served_by, relays))))
+        return bool(indexes_of(state).replicas.kinds)
+    relays = indexes_of(state).held.get(version, {})
+    return any(
+        map(state.actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
+    )
 
 
-def _move_on(turn: Turn) -> None:
+def _move_on(ctx: Context) -> None:
     """It was evicted before it was pinned, or went with a machine, and there is no checkpoint of
     it: evaluate the newest instead."""
-    state = turn.state
+    state = ctx.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):
-        if group.purpose == ids.EVAL and group.status == "open":
-            siblings.drop_group(turn, group, "version-gone")
-    _pin(turn, -1)
-    turn.touch_all()
+        if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
+            groups.drop_group(ctx, group, DropReason.VERSION_GONE)
+    _pin(ctx, -1)
+    ctx.touch_all()
 
 
-def plan_evaluation(turn: Turn, replica: Replica) -> None:
+def plan_evaluation(ctx: Context, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
-    state = turn.state
+    state = ctx.state
     if not waits(state):
         return  # asked of every replica after every change: mostly there is none
     if not serving(state, replica) or not _may_evaluate(state):
         return
-    _begin_if_due(turn, replica)
+    _begin_if_due(ctx, replica)
     evaluation = state.evaluation
     if evaluation is None:
         return
@@ -186,48 +184,48 @@ def plan_evaluation(turn: Turn, replica: Replica) -> None:
         group_id = ids.eval_group(evaluation.index, position)
         if attempt > 1:  # the store has a row of that name that ended as dropped
             group_id = ids.GroupId(f"{group_id}-{attempt}")
-        row, sample = divmod(position, _answers(turn.state))
-        open_group(turn, replica, group_id, row, ids.EVAL, -1, 1, attempt, sample)
+        row, sample = divmod(position, _answers(ctx.state))
+        open_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
 
 
-def group_evaluated(turn: Turn, group: Group, event: ev.TrajectoryRewarded) -> None:
+def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) -> None:
     """One held-out answer is scored."""
-    evaluation = _running(turn, group)
+    evaluation = _running(ctx, group)
     evaluation.correct += event.correct
     if evaluation.held_out is not None:
         held_out.count(evaluation.held_out, group.row_index, event)
-    _one_done(turn, evaluation)
+    _one_done(ctx, evaluation)
 
 
-def group_lost(turn: Turn, group: Group) -> None:
+def group_lost(ctx: Context, group: Group) -> None:
     """A lost evaluation answer runs again, whole, on the same version."""
-    position = group.row_index * _answers(turn.state) + group.sample
-    _running(turn, group).queue.append(position)
-    turn.touch_all()
+    position = group.row_index * _answers(ctx.state) + group.sample
+    _running(ctx, group).queue.append(position)
+    ctx.touch_all()
 
 
-def group_given_up(turn: Turn, group: Group) -> None:
+def group_given_up(ctx: Context, group: Group) -> None:
     """It was lost too often: the evaluation ends without it."""
-    evaluation = _running(turn, group)
+    evaluation = _running(ctx, group)
     if evaluation.held_out is not None:
         evaluation.held_out.missing += 1
-    _one_done(turn, evaluation)
+    _one_done(ctx, evaluation)
 
 
-def _running(turn: Turn, group: Group) -> Evaluation:
-    evaluation = turn.state.evaluation
+def _running(ctx: Context, group: Group) -> Evaluation:
+    evaluation = ctx.state.evaluation
     assert evaluation is not None, group
     return evaluation
 
 
-def _one_done(turn: Turn, evaluation: Evaluation) -> None:
+def _one_done(ctx: Context, evaluation: Evaluation) -> None:
     evaluation.done += 1
     if evaluation.done == evaluation.total:
-        _finish(turn, evaluation)
+        _finish(ctx, evaluation)
 
 
-def _finish(turn: Turn, evaluation: Evaluation) -> None:
-    state, held = turn.state, evaluation.held_out
+def _finish(ctx: Context, evaluation: Evaluation) -> None:
+    state, held = ctx.state, evaluation.held_out
     state.evaluations.append(
         EvaluationResult(
             index=evaluation.index,
@@ -240,11 +238,11 @@ def _finish(turn: Turn, evaluation: Evaluation) -> None:
         )
     )
     state.evaluation = None
-    _pin(turn, -1)
-    turn.touch_all()
+    _pin(ctx, -1)
+    ctx.touch_all()
 
 
-def _pin(turn: Turn, version: int) -> None:
+def _pin(ctx: Context, version: int) -> None:
     """At every relay: a lost share may be run again on any machine."""
-    for name in turn.state.relays:
-        turn.command(cmd.PinVersion(to=name, version=version))
+    for name in ctx.state.relays:
+        ctx.command(cmd.PinVersion(to=name, version=version))

@@ -4,7 +4,7 @@ Reads   TrajectoryRewarded of held-out answers
 Writes  HeldOut, in state.evaluation; HeldOutFigures, in state.evaluations
 
 Nothing is decided by it. It is in the state, and not in an observer, because an evaluation goes on
-while coordinators come and go. Sums are kept as the bits of float64, as scores are.
+when the coordinator is restarted. Sums are kept as the bits of float64, as scores are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FACTS = (
     "answers_per_prompt", "passed",  # the share of prompts with at least one right answer
     "mean_length", "truncated_share", "extras",
 )  # fmt: skip
-"""What is told of an evaluation."""
+"""What is reported of an evaluation."""
 EXTRAS_MAX = 32
 """Names of figures beside the score in one evaluation; of more the first ones."""
 
@@ -122,11 +122,11 @@ def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
 
 
 def facts(result: EvaluationResult) -> dict[str, Any]:
-    """An evaluation as people and files are told of it; None for what there is no basis for."""
+    """An evaluation as it is shown and written to files; None where there is no basis."""
     found = result.figures
     answered = found.answered if found is not None else result.total
-    told: dict[str, Any] = dict.fromkeys(FACTS)
-    told |= {
+    shown: dict[str, Any] = dict.fromkeys(FACTS)
+    shown |= {
         "step": result.step,
         "version": result.version,
         "final": result.final,
@@ -138,10 +138,10 @@ def facts(result: EvaluationResult) -> dict[str, Any]:
     }
     if found is None:  # of an older log: one answer to each prompt, right or wrong
         ones = [1.0] * result.correct + [0.0] * (result.total - result.correct)
-        return told | {"share_se": _standard_error(ones) if result.total > 1 else None}
-    told |= {"answers_per_prompt": found.answers_per_prompt, "missing": found.missing}
+        return shown | {"share_se": _standard_error(ones) if result.total > 1 else None}
+    shown |= {"answers_per_prompt": found.answers_per_prompt, "missing": found.missing}
     if answered:
-        told |= {
+        shown |= {
             "passed": found.passed / found.prompts,
             "score": _finite(found.score_bits),
             "mean_length": found.tokens / answered,
@@ -149,9 +149,9 @@ def facts(result: EvaluationResult) -> dict[str, Any]:
             "extras": {name: _finite(bits) for name, bits in found.extras.items()},
         }
     if found.prompts > 1:
-        told["share_se"] = _finite(found.share_se_bits)
-        told["score_se"] = _finite(found.score_se_bits)
-    return told
+        shown["share_se"] = _finite(found.share_se_bits)
+        shown["score_se"] = _finite(found.score_se_bits)
+    return shown
 
 
 def _finite(bits: int) -> float | None:

@@ -3,8 +3,8 @@
 Reads   State
 Raises  AssertionError with the name of the invariant and what broke it
 
-Tests and the simulator call `check` after every event; they are written from the promises, not from
-the code that keeps them, so each counts again what the core only updates.
+Tests and the simulator call `check` after every event; they are written from what is promised,
+not from the code, so each counts again what the core only updates.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar import ids
+from laminar.core import keys
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
-from laminar.core.lookup import Lookup
+from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
+from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
-from laminar.core.state import RUNNING, State
+from laminar.core.state import State
+from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
-
-WEIGHTS_TIMERS = ("weights", "receive:", "rejoin:relay")
-"""Replicas that have nothing to do may be waiting for new weights."""
+from laminar.ids import Purpose
+from laminar.roles import Role
 
 
 def check(state: State) -> None:
@@ -58,7 +60,8 @@ def staleness_within_bound(state: State) -> None:
     settings = state.settings
     deadlines: dict[int, int] = {}
     for group in state.groups.values():
-        if group.purpose == ids.TRAIN and group.status in ("open", "ready"):
+        unchosen = group.status in (GroupStatus.OPEN, GroupStatus.READY)
+        if group.purpose == Purpose.TRAIN and unchosen:
             deadlines[group.deadline] = deadlines.get(group.deadline, 0) + 1
     _require(deadlines == state.deadlines, deadlines, state.deadlines)
     _require(bound_holds(deadlines, state.chosen, settings.groups_per_step), deadlines)
@@ -67,31 +70,31 @@ def staleness_within_bound(state: State) -> None:
 
 def commands_have_living_owners(state: State) -> None:
     """No outstanding command is addressed to a fenced incarnation."""
-    if state.phase not in ("starting", "running", "exporting", "final-evaluation"):
+    if state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED):
         return
     for key, outstanding in state.commands.items():
         actor = state.actors.get(outstanding.command.to)
-        if actor is not None and actor.role != "node":
+        if actor is not None and actor.role != Role.NODE:
             _require(actor.alive and actor.incarnation == outstanding.incarnation, key)
 
 
 def every_wait_has_an_owner(state: State) -> None:
-    """Whatever is unfinished is somebody's outstanding command, or a timer will look at it."""
+    """Whatever is unfinished has an outstanding command, or a timer that will look at it."""
     for trajectory in state.trajectories.values():
         status, key = trajectory.status, trajectory.id
         if status in IN_ENGINE:
-            _require(f"generate:{key}" in state.commands, trajectory)
-            _require(f"progress:{trajectory.replica}" in state.timers, trajectory)
-        elif status == "generated" and state.phase == RUNNING:
+            _require(keys.generate(key) in state.commands, trajectory)
+            _require(keys.progress(trajectory.replica) in state.timers, trajectory)
+        elif status == TrajectoryStatus.GENERATED and state.phase == Phase.RUNNING:
             _require(_being_scored(state, key, trajectory.group), trajectory)
     for replica in state.live_replicas():
-        _require(replica.loading == (f"pull:{replica.name}" in state.commands), replica)
+        _require(replica.loading == (keys.pull(replica.name) in state.commands), replica)
     if not ending(state):
         _weights_are_on_their_way(state)
 
 
 def commands_have_deadlines(state: State) -> None:
-    """What somebody was told to do is done in time, or he is being restarted.
+    """What an actor is ordered to do has a deadline, or the actor is being restarted.
 
     A generation is watched by its replica's progress, and the first publish by the deadline of the
     start. When the run ends, what has none is not waited for.
@@ -102,8 +105,8 @@ def commands_have_deadlines(state: State) -> None:
         command = outstanding.command
         if isinstance(command, cmd.GenerateTrajectory):
             continue
-        timed = f"command:{key}" in state.timers or f"restart:{command.to}" in state.commands
-        first = isinstance(command, cmd.PublishWeights) and "start" in state.timers
+        timed = keys.deadline(key) in state.timers or keys.restart(command.to) in state.commands
+        first = isinstance(command, cmd.PublishWeights) and keys.START in state.timers
         _require(timed or first, key, outstanding)
 
 
@@ -112,33 +115,39 @@ def _weights_are_on_their_way(state: State) -> None:
 
     The head has it from the trainer, each other from the one before it.
     """
-    master = state.master()
+    master = master_relay(state)
     for relay in state.relays.values():
         if relay is not master and relay.newest < state.newest:
-            _require(f"receive:{relay.name}" in state.timers, relay)
+            _require(keys.receive(relay.name) in state.timers, relay)
     if master is not None and master.newest < state.newest:
-        _require(state.owed >= 0 or "weights" in state.timers, "the head is not fed", master)
-    trainer = state.the("trainer")
+        _require(state.owed >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master)
+    trainer = live_actor(state, Role.TRAINER)
     if master is None and trainer is not None and state.newest >= 0:
-        awaited = any(name.startswith("rejoin:relay") for name in state.timers)
-        _require(awaited, "the trainer's machine has no relay, and nobody waits for one")
+        what = "the trainer's machine has no relay, and nobody waits for one"
+        _require(_relay_is_awaited(state), what)
+
+
+def _relay_is_awaited(state: State) -> bool:
+    """It may not have joined yet; its name begins with its role."""
+    timers = map(keys.parse_timer, state.timers)
+    return any(t.kind == TimerKind.REJOIN and t.subject.startswith(Role.RELAY) for t in timers)
 
 
 def relay_chain_is_path(state: State) -> None:
-    """Every relay that is ready is in the chain once, and was told to feed the one behind it."""
+    """Every relay that is ready is in the chain once, and is ordered to feed the one behind it."""
     if ending(state):
         return
-    ready = {a.name for a in state.actors.values() if a.role == "relay" and a.alive and a.ready}
+    ready = {a.name for a in state.actors.values() if a.role == Role.RELAY and a.alive and a.ready}
     _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
     _require(len(state.chain) == len(state.relays), state.chain)
-    trainer = state.the("trainer")
+    trainer = live_actor(state, Role.TRAINER)
     here = [state.relays[name].node == trainer.node for name in state.chain] if trainer else []
     _require(not any(here[1:]), "the chain does not begin at the trainer", state.chain)
     for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
         relay = state.relays[name]
         _require(relay.incarnation == state.actors[name].incarnation, relay)
         _require(relay.successor == following, relay, following)
-        outstanding = state.commands.get(f"forward:{name}")
+        outstanding = state.commands.get(keys.forward(name))
         if outstanding is not None:
             command = outstanding.command
             _require(isinstance(command, cmd.ForwardWeights), command)
@@ -148,7 +157,7 @@ def relay_chain_is_path(state: State) -> None:
 
 
 def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
-    scoring = f"score:{trajectory_id}" in state.commands or f"score:{group_id}" in state.commands
+    scoring = keys.score(trajectory_id) in state.commands or keys.score(group_id) in state.commands
     waits_for_siblings = state.settings.reward_scope == "group"
     return scoring or trajectory_id in state.unscored or waits_for_siblings
 
@@ -159,13 +168,21 @@ def no_standstill(state: State) -> None:
     Fewer than G unchosen groups => the newest version admits; else all are finished, or have an
     owner and a deadline. Without a live replica the way on is a restart, which has a timer.
     """
-    if state.phase != RUNNING or state.draining or not trainer_idle(state) or steps_done(state):
+    if (
+        state.phase != Phase.RUNNING
+        or state.draining
+        or not trainer_idle(state)
+        or steps_done(state)
+    ):
         return
-    _require("batch-wait" in state.timers or state.owed >= 0, "no clock runs for the batch")
+    _require(keys.BATCH_WAIT in state.timers or state.owed >= 0, "no clock runs for the batch")
     live = [r for r in state.live_replicas() if serving(state, r)]
     under_way = any(r.running or r.loading for r in state.live_replicas())
-    under_way = under_way or any(k.startswith(("score:", "propose")) for k in state.commands)
-    under_way = under_way or any(t.startswith(WEIGHTS_TIMERS) for t in state.timers)
+    answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
+    under_way = under_way or any(isinstance(o.command, answered) for o in state.commands.values())
+    #: replicas that have nothing to do may be waiting for new weights
+    under_way = under_way or keys.WEIGHTS in state.timers or _relay_is_awaited(state)
+    under_way = under_way or any(keys.receive(name) in state.timers for name in state.relays)
     if not live or under_way or state.lost:
         return
     _require(not batch_size(state), "a batch is finished and nobody trains it")
@@ -178,13 +195,14 @@ def no_standstill(state: State) -> None:
 
 
 def lost_work_takes_room(state: State) -> None:
-    """Lost work goes on where its version is, whoever admits; after its wait on any newer one."""
+    """Lost work goes on where its version is, also where nothing new is admitted; after its wait on
+    any newer one."""
     if not state.lost:
         return
     able = {r.version for r in state.live_replicas() if serving(state, r) and room(r) > 0}
     for name in state.lost:
         trajectory = state.trajectories[ids.TrajectoryId(name)]
-        waits = f"resume:{name}" in state.timers and not trajectory.restart
+        waits = keys.resume(name) in state.timers and not trajectory.restart
         newest = trajectory.version if waits else max(able, default=-1)
         usable = {v for v in able if trajectory.version <= v <= newest}
         _require(not usable, f"version {min(usable, default=-1)} has room for", name)
@@ -193,7 +211,7 @@ def lost_work_takes_room(state: State) -> None:
 def versions_monotonic(state: State) -> None:
     """Neither a relay nor a replica is ahead of what was allocated.
 
-    A replica may be ahead of its relay: its word of a load can arrive before the relay's of the
+    A replica may be ahead of its relay: its report of a load can arrive before the relay's of the
     version."""
     _require(state.newest < state.next_version or state.newest == -1, state.newest)
     for relay in state.relays.values():
@@ -206,21 +224,22 @@ def versions_monotonic(state: State) -> None:
 
 
 def evaluation_adds_up(state: State) -> None:
-    """Every held-out answer that is done was scored or is missing, and waits for nobody."""
+    """Every held-out answer that is done was scored or is missing, and waits for no replica."""
     evaluation = state.evaluation
     if evaluation is None or evaluation.held_out is None:
         return
     held, prompts = evaluation.held_out, evaluation.held_out.prompts.values()
     _require(evaluation.done == held.missing + sum(p.answers for p in prompts), "done", evaluation)
     _require(evaluation.correct == sum(p.right for p in prompts), "correct", evaluation)
-    asked = [g for g in state.groups.values() if g.purpose == ids.EVAL and g.status == "open"]
+    held_out = [g for g in state.groups.values() if g.purpose == Purpose.EVAL]
+    asked = [g for g in held_out if g.status == GroupStatus.OPEN]
     open_answers = len(evaluation.queue) + len(asked)
     _require(evaluation.done + open_answers == evaluation.total, "total", evaluation)
 
 
-def lookup_is_true(state: State) -> None:
-    """What is kept at hand is what the state implies."""
-    kept, made = state.lookup, Lookup(state)
+def indexes_are_true(state: State) -> None:
+    """The indexes are those that the state gives."""
+    kept, made = indexes_of(state), Indexes(state)
     _require(kept.roles == made.roles, "roles", kept.roles)
     _require(kept.num_alive == made.num_alive, "alive", kept.num_alive)
     addressed = {to: keys for to, keys in kept.commands.items() if keys}
@@ -233,8 +252,10 @@ def lookup_is_true(state: State) -> None:
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
     _require(kept.ready == made.ready, "ready", kept.ready)
     _require(kept.fetched == made.fetched, "fetched", kept.fetched)
-    _require(kept.losses.content() == made.losses.content(), "losses", kept.losses.content())
-    _require(kept.roster.content() == made.roster.content(), "roster", kept.roster.content())
+    _require(kept.lost.content() == made.lost.content(), "lost work", kept.lost.content())
+    _require(
+        kept.replicas.content() == made.replicas.content(), "replicas", kept.replicas.content()
+    )
 
 
 def _require(condition: bool, *details: object) -> None:
@@ -254,5 +275,5 @@ ALL: tuple[Callable[[State], None], ...] = (
     lost_work_takes_room,
     versions_monotonic,
     evaluation_adds_up,
-    lookup_is_true,
+    indexes_are_true,
 )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar.events.reasons import DropReason, End
+
 
 class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Counts of one kind of thing."""
@@ -22,11 +24,11 @@ class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
     evaluated: int = 0
     dropped: dict[str, int] = {}  #: by reason
 
-    def end(self, end: str, reason: str, count: int = 1) -> None:
+    def end(self, end: End, reason: DropReason, count: int = 1) -> None:
         """Move `count` things from live to their end."""
-        if end == "trained":
+        if end == End.TRAINED:
             self.trained += count
-        elif end == "evaluated":
+        elif end == End.EVALUATED:
             self.evaluated += count
         else:
             self.dropped[reason] = self.dropped.get(reason, 0) + count

@@ -6,142 +6,151 @@ Emits   PublishWeights (version 0), ExportModel, StopActor
 
 Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
 with a reason and a non-zero exit code, and the ledger still closes: leftovers are dropped as
-"run-ended".
+DropReason.RUN_ENDED.
 """
 
 from __future__ import annotations
 
-from laminar.core import buffering, publishing, siblings
+from laminar.core import buffering, groups, keys, publishing
 from laminar.core.admission import groups_wanted
-from laminar.core.lookup import clear_timer
-from laminar.core.state import (
-    ENDED,
-    ENDING,
-    EXPORTING,
-    FINAL_EVALUATION,
-    RUNNING,
-    STARTING,
-    STOPPING,
-    State,
-)
-from laminar.core.turn import Turn
+from laminar.core.context import Context
+from laminar.core.indexes import clear_timer, live_actor, master_relay
+from laminar.core.registry import ENDS_RUN, handles
+from laminar.core.state import State
+from laminar.core.statuses import GroupStatus, Phase
+from laminar.core.transitions import move_run
+from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.reasons import DropReason, End
+from laminar.roles import Role
 
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
 STOP_TIMEOUT_MS = 20_000
-"""A process that was told to stop flushes a few buffers; after this it is left to its node."""
+"""A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
 
 
-def plan(turn: Turn) -> bool:
+def plan(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; True when it did."""
-    return _PLANS[turn.state.phase](turn)
+    return _PLANS[ctx.state.phase](ctx)
 
 
-def fail(turn: Turn, reason: str, exit_code: int) -> bool:
+def fail(ctx: Context, reason: str, exit_code: int) -> bool:
     """End the run with a reason; False when it has one already, or stops: the first is kept."""
-    state = turn.state
-    if state.failure or state.phase in (STOPPING, ENDED):
+    state = ctx.state
+    if state.failure or state.phase in (Phase.STOPPING, Phase.ENDED):
         return False
     state.failure, state.exit_code = reason, exit_code
-    _begin_ending(turn)
+    _begin_ending(ctx)
     return True
 
 
-def drain(turn: Turn, reason: str) -> None:
+def drain(ctx: Context, reason: str) -> None:
     """End the run in good order as on_drain_requested does; it has failed, with this reason."""
-    turn.state.draining, turn.state.drained_for = True, reason
+    ctx.state.draining, ctx.state.drained_for = True, reason
 
 
-def on_drain_requested(turn: Turn, event: ev.DrainRequested) -> None:
+@handles(ev.DrainRequested, valid=anything, leads_to=(*ENDS_RUN, cmd.ExportModel, cmd.PullWeights))
+def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported.
 
     At once, or before anything was trained, there is nothing to complete.
     """
-    state = turn.state
+    state = ctx.state
     repeat, state.draining = state.draining, True
-    if event.at_once or (state.phase == STARTING and not repeat):
-        when = "before it began" if state.phase == STARTING else "at once"
-        if not fail(turn, f"stopped {when}: {event.reason}", 130) and repeat:
-            turn.ignore("run-ending")
+    if event.at_once or (state.phase == Phase.STARTING and not repeat):
+        when = "before it began" if state.phase == Phase.STARTING else "at once"
+        if not fail(ctx, f"stopped {when}: {event.reason}", 130) and repeat:
+            ctx.ignore("run-ending")
     elif repeat:
-        turn.ignore("repeat")
+        ctx.ignore("repeat")
 
 
-def on_event_given_up(turn: Turn, event: ev.EventGivenUp) -> None:
-    """The message counts as received and its timer as fired, or they would come again for ever.
+@handles(ev.EventGivenUp, valid=anything, leads_to=ENDS_RUN)
+def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
+    """The message counts as received and its timer as fired, or they would come again without end.
 
     An answer of the store is not waited for: it has come, and what it said is lost to the ledger.
     """
-    actor = turn.state.actors.get(event.actor)
+    actor = ctx.state.actors.get(event.actor)
     new = actor is not None and actor.incarnation == event.actor_incarnation
     if actor is not None and new and (new := event.peer_seq > actor.last_peer_seq):
         actor.last_peer_seq = event.peer_seq
-    fired = clear_timer(turn.state, event.timer)
-    awaited = turn.done(f"end:{event.ended_by}") is not None
-    if not (fail(turn, event.reason, 1) or new or fired or awaited):
-        turn.ignore("run-ending")
+    fired = clear_timer(ctx.state, keys.TimerName(event.timer))
+    awaited = ctx.done(keys.end(event.ended_by)) is not None
+    if not (fail(ctx, event.reason, 1) or new or fired or awaited):
+        ctx.ignore("run-ending")
 
 
-def on_model_exported(turn: Turn, event: ev.ModelExported) -> None:
-    ordered = turn.done("export") if event.version == turn.state.exported else None
+@handles(ev.ModelExported, valid=anything, leads_to=(cmd.PublishWeights,))
+def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
+    ordered = ctx.done(keys.EXPORT) if event.version == ctx.state.exported else None
     if ordered is None:
-        return turn.ignore("not-exporting")
-    turn.state.export_path = event.path
-    publishing.expect_version(turn, event.version, ordered.cause)
+        return ctx.ignore("not-exporting")
+    ctx.state.export_path = event.path
+    publishing.expect_version(ctx, event.version, ordered.cause)
 
 
-def on_start_timeout(turn: Turn) -> None:
+@handles(ev.TrainingWarning, valid=anything)
+def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
+    """Remembered, so that it is given once; nothing depends on it."""
+    ctx.state.warnings[event.kind] = event.text
+
+
+def on_start_timeout(ctx: Context) -> None:
     """Name what the start is waiting for."""
-    state = turn.state
-    missing = [role for role in ("store", "trainer") if not _ready(state, role)]
-    if not state.relays or (state.the("trainer") is not None and state.master() is None):
-        missing.insert(1, "relay")
+    state = ctx.state
+    missing = [role for role in (Role.STORE, Role.TRAINER) if not _ready(state, role)]
+    if not state.relays or (
+        live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
+    ):
+        missing.insert(1, Role.RELAY)
     if not state.replicas:
-        missing.append("rollout")
+        missing.append(Role.ROLLOUT)
     waited = ", ".join(missing) or "the first weights to be published"
-    fail(turn, f"not started within {state.settings.start_timeout_ms} ms: missing {waited}", 1)
+    fail(ctx, f"not started within {state.settings.start_timeout_ms} ms: missing {waited}", 1)
 
 
-def _ready(state: State, role: str) -> bool:
-    actor = state.the(role)
+def _ready(state: State, role: Role) -> bool:
+    actor = live_actor(state, role)
     return actor is not None and actor.ready
 
 
-def _starting(turn: Turn) -> bool:
-    state = turn.state
+def _starting(ctx: Context) -> bool:
+    state = ctx.state
     if state.newest >= 0:
-        state.phase = RUNNING
-        turn.clear_timer("start")
-        turn.touch_all()
+        move_run(state, "publish")
+        ctx.clear_timer(keys.START)
+        ctx.touch_all()
         return True
-    trainer = state.the("trainer")
-    all_ready = _ready(state, "store") and _ready(state, "trainer") and state.master() is not None
-    if not all_ready or trainer is None or "publish" in state.commands:
+    trainer = live_actor(state, Role.TRAINER)
+    both_ready = _ready(state, Role.STORE) and _ready(state, Role.TRAINER)
+    all_ready = both_ready and master_relay(state) is not None
+    if not all_ready or trainer is None or keys.PUBLISH in state.commands:
         return False
     state.next_version = 1
-    turn.command(cmd.PublishWeights(to=trainer.name, version=0, step=0), key="publish")
+    ctx.command(cmd.PublishWeights(to=trainer.name, version=0, step=0), key=keys.PUBLISH)
     return True
 
 
-def _running(turn: Turn) -> bool:
+def _running(ctx: Context) -> bool:
     """The steps are done, the data has ended, or the user asked to stop."""
-    state = turn.state
+    state = ctx.state
     if state.batch is not None:
         return False
     if state.draining:
-        _drop_leftovers(turn)
-    elif not buffering.steps_done(state) and not _data_ended(turn):
+        _drop_leftovers(ctx)
+    elif not buffering.steps_done(state) and not _data_ended(ctx):
         return False
-    state.phase = EXPORTING
-    turn.touch_all()
+    move_run(state, "finish")
+    ctx.touch_all()
     return True
 
 
-def _data_ended(turn: Turn) -> bool:
+def _data_ended(ctx: Context) -> bool:
     """Nothing left to generate and too little for a batch: the rest is dropped."""
-    state = turn.state
+    state = ctx.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
         return False
     if sum(state.deadlines.values()) > len(state.ready):
@@ -149,119 +158,122 @@ def _data_ended(turn: Turn) -> bool:
     if state.ready and buffering.batch_size(state):
         return False
     for group_id in list(state.ready):
-        siblings.drop_group(turn, state.groups[group_id], "end-of-data")
+        groups.drop_group(ctx, state.groups[group_id], DropReason.END_OF_DATA)
     return True
 
 
-def _exporting(turn: Turn) -> bool:
-    state = turn.state
-    trainer = state.the("trainer")
-    if trainer is None or state.batch is not None or _publishes(turn):
+def _exporting(ctx: Context) -> bool:
+    state = ctx.state
+    trainer = live_actor(state, Role.TRAINER)
+    if trainer is None or state.batch is not None or _publishes(ctx):
         return False
     if state.exported < 0:
         if state.newest < publishing.last_made(state):
             return False  # the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
-        turn.command(
+        ctx.command(
             cmd.ExportModel(to=trainer.name, version=state.exported, step=state.newest_step),
-            key="export",
+            key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
     if state.newest < state.exported:
         return False
     if state.num_eval and not state.draining:
-        state.phase = FINAL_EVALUATION
-        turn.touch_all()
+        move_run(state, "evaluate")
+        ctx.touch_all()
     else:
-        _begin_ending(turn)
+        _begin_ending(ctx)
     return True
 
 
-def _publishes(turn: Turn) -> bool:
-    """The trainer is about to hand over weights; True also when it is told to pay what it owes."""
-    state = turn.state
-    if "publish" in state.commands or "export" in state.commands:
+def _publishes(ctx: Context) -> bool:
+    """The trainer is about to hand over weights, perhaps because it is ordered to republish now."""
+    state = ctx.state
+    if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return True
-    if not publishing.debt_due(state):
+    if not publishing.republish_due(state):
         return False
-    publishing.publish_owed(turn)
+    publishing.republish(ctx)
     return True
 
 
-def _final_evaluation(turn: Turn) -> bool:
-    state = turn.state
+def _final_evaluation(ctx: Context) -> bool:
+    state = ctx.state
     finished = any(result.final for result in state.evaluations)
     if not finished and not state.draining:
-        _publishes(turn)  # the machine of the trainer may have lost its copy
+        _publishes(ctx)  # the machine of the trainer may have lost its copy
         return False
-    _begin_ending(turn)
+    _begin_ending(ctx)
     return True
 
 
-def _begin_ending(turn: Turn) -> None:
-    state = turn.state
+def _begin_ending(ctx: Context) -> None:
+    state = ctx.state
     if state.drained_for:
         state.failure, state.exit_code = state.drained_for, 1
-    state.phase = ENDING
-    turn.clear_timer("batch-wait")
-    turn.clear_timer("start")
+    move_run(state, "end")
+    ctx.clear_timer(keys.BATCH_WAIT)
+    ctx.clear_timer(keys.START)
     if state.batch is not None:  # only when the run failed: a lost trainer's batch is not trained
-        turn.done("train")
+        ctx.done(keys.TRAIN)
         for group_id in state.batch.groups:
-            siblings.end_group(turn, state.groups[group_id], "dropped", "run-ended", -1)
+            groups.end_group(ctx, state.groups[group_id], End.DROPPED, DropReason.RUN_ENDED, -1)
         state.batch = None
-    _drop_leftovers(turn)
+    _drop_leftovers(ctx)
     state.evaluation, state.evaluation_due = None, -1
-    plan(turn)
+    plan(ctx)
 
 
-def _drop_leftovers(turn: Turn) -> None:
-    for group in list(turn.state.groups.values()):
-        if group.status in ("open", "ready"):
-            siblings.drop_group(turn, group, "run-ended")
-    turn.state.evaluation = None
+def _drop_leftovers(ctx: Context) -> None:
+    for group in list(ctx.state.groups.values()):
+        if group.status in (GroupStatus.OPEN, GroupStatus.READY):
+            groups.drop_group(ctx, group, DropReason.RUN_ENDED)
+    ctx.state.evaluation = None
 
 
-def _ending(turn: Turn) -> bool:
-    """Wait until the store has written every end; without one that does, the books stay open."""
-    state = turn.state
-    writing = turn.endings or any(t.startswith("command:end:") for t in state.timers)
-    if state.groups and writing and state.the("store") is not None:
+def _ending(ctx: Context) -> bool:
+    """Wait until the store has written every end; without a store, the ledger stays open."""
+    state = ctx.state
+    writing = ctx.endings or any(
+        isinstance(found.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
+        for key, found in state.commands.items()
+    )
+    if state.groups and writing and live_actor(state, Role.STORE) is not None:
         return False
-    state.phase = STOPPING
+    move_run(state, "stop")
     for actor in state.actors.values():
         if actor.alive:
-            turn.command(
+            ctx.command(
                 cmd.StopActor(to=actor.name, reason=state.failure or "the run is complete"),
-                key=f"stop:{actor.name}",
+                key=keys.stop(actor.name),
                 timeout_ms=STOP_TIMEOUT_MS,
             )
     return True
 
 
-def _stopping(turn: Turn) -> bool:
-    if any(key.startswith("stop:") for key in turn.state.commands):
+def _stopping(ctx: Context) -> bool:
+    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
         return False
-    turn.state.phase = ENDED
-    for key in list(turn.state.commands):
-        turn.done(key)
-    for name in list(turn.state.timers):
-        turn.clear_timer(name)
+    move_run(ctx.state, "stopped")
+    for key in list(ctx.state.commands):
+        ctx.done(key)
+    for name in list(ctx.state.timers):
+        ctx.clear_timer(name)
     return True
 
 
-def _ended(turn: Turn) -> bool:
+def _ended(ctx: Context) -> bool:
     return False
 
 
 _PLANS = {
-    STARTING: _starting,
-    RUNNING: _running,
-    EXPORTING: _exporting,
-    FINAL_EVALUATION: _final_evaluation,
-    ENDING: _ending,
-    STOPPING: _stopping,
-    ENDED: _ended,
+    Phase.STARTING: _starting,
+    Phase.RUNNING: _running,
+    Phase.EXPORTING: _exporting,
+    Phase.FINAL_EVALUATION: _final_evaluation,
+    Phase.ENDING: _ending,
+    Phase.STOPPING: _stopping,
+    Phase.ENDED: _ended,
 }

@@ -1,13 +1,13 @@
 """The planner: decides from the state as it is now, until nothing is left to decide.
 
-Reads   state, turn.touched
+Reads   state, the replicas that were touched
 Writes  through the modules that it asks, in this order: lost work, rewards without a replica,
         evaluation, new groups, pulls, batches, the phase of the run
 Emits   whatever they decide
 
 When all replicas are touched, only those are looked at for which something can come of it: the
-roster knows them. The order is that of all replicas all the same, since what one is given another
-one cannot have.
+index of replicas knows them. The order is still that of all replicas, since what one is given
+another one cannot have.
 """
 
 from __future__ import annotations
@@ -24,60 +24,61 @@ from laminar.core import (
     recovery,
     weights,
 )
+from laminar.core.context import Context
 from laminar.core.dispatch import has_room_for_group
-from laminar.core.roster import Kind
+from laminar.core.indexes import indexes_of
+from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
-from laminar.core.turn import Turn
 
 PLAN_ROUNDS_MAX = 10_000
 """The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
 
 
-def plan(turn: Turn) -> None:
+def plan(ctx: Context) -> None:
     """Decide until nothing is left to decide."""
     for _ in range(PLAN_ROUNDS_MAX):
-        _plan_replicas(turn)
-        if not (buffering.choose_batch(turn) or lifecycle.plan(turn) or turn.anybody_touched):
+        _plan_replicas(ctx)
+        if not (buffering.choose_batch(ctx) or lifecycle.plan(ctx) or ctx.anybody_touched):
             return
     raise AssertionError("the planner found no fixpoint")
 
 
-def _plan_replicas(turn: Turn) -> None:
+def _plan_replicas(ctx: Context) -> None:
     """Lost work, evaluation, new groups, pulls: in this order for every touched replica."""
-    state = turn.state
-    recovery.plan_lost(turn)
-    recovery.plan_unscored(turn)
-    while turn.anybody_touched:
-        names, everybody = turn.take_touched()
+    state = ctx.state
+    recovery.plan_lost(ctx)
+    recovery.plan_unscored(ctx)
+    while ctx.anybody_touched:
+        names, all_touched = ctx.take_touched()
         touched = [state.replicas[n] for n in names if n in state.replicas]
         for replica in touched:
-            _plan_reserved(turn, replica)
-        if everybody:
-            _plan_reserved_for_others(turn, names)
-        _share_out_groups(turn, touched, everybody)
+            _plan_reserved(ctx, replica)
+        if all_touched:
+            _plan_reserved_for_others(ctx, names)
+        _share_out_groups(ctx, touched, all_touched)
         for replica in touched:
-            weights.plan_pull(turn, replica)
-        if everybody:
-            _plan_pulls_of_others(turn, names)
+            weights.plan_pull(ctx, replica)
+        if all_touched:
+            _plan_pulls_of_others(ctx, names)
 
 
-def _plan_reserved(turn: Turn, replica: Replica) -> None:
+def _plan_reserved(ctx: Context, replica: Replica) -> None:
     """What goes before new groups."""
-    evaluation.plan_evaluation(turn, replica)
-    weights.plan_reserved_pull(turn, replica)
+    evaluation.plan_evaluation(ctx, replica)
+    weights.plan_reserved_pull(ctx, replica)
 
 
-def _plan_reserved_for_others(turn: Turn, but: Collection[str]) -> None:
+def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
     """Of those behind the one just looked at, who comes into question depends on the evaluation."""
-    state, last = turn.state, -1
+    state, last = ctx.state, -1
     while True:
         known = state.evaluation, state.evaluation_due
         for number in sorted(_for_reserved(state)):
             if number <= last:
                 continue
-            replica, last = state.lookup.roster.replicas[number], number
+            replica, last = indexes_of(state).replicas.replicas[number], number
             if replica.name not in but:
-                _plan_reserved(turn, replica)
+                _plan_reserved(ctx, replica)
             if known[0] is not state.evaluation or known[1] != state.evaluation_due:
                 break
         else:
@@ -86,27 +87,27 @@ def _plan_reserved_for_others(turn: Turn, but: Collection[str]) -> None:
 
 def _for_reserved(state: State) -> dict[int, None]:
     """Numbers of the replicas for which evaluation or a reserved pull may have something."""
-    roster = state.lookup.roster
-    found = dict.fromkeys(roster.numbers_of(evaluation.may_begin(state)))
-    found |= dict.fromkeys(roster.with_room(evaluation.may_help(state)))
-    found |= dict.fromkeys(roster.empty(weights.may_pull_reserved(state)))
+    index = indexes_of(state).replicas
+    found = dict.fromkeys(index.numbers_of(evaluation.may_begin(state)))
+    found |= dict.fromkeys(index.with_room(evaluation.may_help(state)))
+    found |= dict.fromkeys(index.empty(weights.may_pull_reserved(state)))
     return found
 
 
-def _plan_pulls_of_others(turn: Turn, but: Collection[str]) -> None:
-    roster = turn.state.lookup.roster
-    for number in sorted(roster.empty(roster.of(lambda kind: kind.behind and not kind.loading))):
-        if roster.replicas[number].name not in but:
-            weights.plan_pull(turn, roster.replicas[number])
+def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
+    index = indexes_of(ctx.state).replicas
+    for number in sorted(index.empty(index.of(lambda kind: kind.behind and not kind.loading))):
+        if index.replicas[number].name not in but:
+            weights.plan_pull(ctx, index.replicas[number])
 
 
 # --- new groups -----------------------------------------------------------------------------------
 
 
-def _share_out_groups(turn: Turn, touched: list[Replica], everybody: bool) -> None:
+def _share_out_groups(ctx: Context, touched: list[Replica], all_touched: bool) -> None:
     """New groups one at a time to the emptiest replica that admits and has room."""
-    state = turn.state
-    others = _Others(state, {r.name: None for r in touched}) if everybody else None
+    state = ctx.state
+    others = _Others(state, {r.name: None for r in touched}) if all_touched else None
     queue = [(len(r.running), i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
     heapify(queue)
     while True:
@@ -114,10 +115,10 @@ def _share_out_groups(turn: Turn, touched: list[Replica], everybody: bool) -> No
             heappop(queue)  # a new group never makes another one admissible
         other = others.least() if others is not None else None
         if other is not None and not (queue and queue[0][0] <= len(other.running)):
-            dispatch.new_group(turn, other)
+            dispatch.new_group(ctx, other)
         elif queue:
             replica = touched[queue[0][1]]
-            dispatch.new_group(turn, replica)
+            dispatch.new_group(ctx, replica)
             heapreplace(queue, (len(replica.running), queue[0][1]))
         else:
             return
@@ -136,9 +137,9 @@ class _Others:
 
     def least(self) -> Replica | None:
         """The emptiest that takes a group."""
-        roster, size = self._state.lookup.roster, self._state.settings.group_size
-        while kinds := roster.of(self._may_admit):
-            replica = roster.least(kinds, size, self._but)
+        index, size = indexes_of(self._state).replicas, self._state.settings.group_size
+        while kinds := index.of(self._may_admit):
+            replica = index.least(kinds, size, self._but)
             if replica is None or admission.admits(self._state, replica):
                 return replica
             self._refused[replica.step] = None  # what is left to refuse it, refuses all of its step

@@ -5,52 +5,56 @@ Writes  state.rewards
 Emits   through lifecycle.drain: the run ends in good order, and has failed
 
 An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
-gave no number, or its worker was lost. Failures of evaluations are counted, too, but judged are the
-attempts of training answers, since those are trained. An answer to which the function does not
-apply (it gave None) is no attempt; but where it applies to nothing for as long, the run ends, too.
+gave no number, or its worker was lost. Failures of evaluations are counted, too, but only the
+attempts of training answers can end the run, since those are trained. An answer to which the
+function does not apply (it gave None) is no attempt; but where it applies to nothing for as long,
+the run ends, too.
 """
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core import lifecycle
-from laminar.core.state import RUNNING, RewardErrors
-from laminar.core.turn import Turn
+from laminar.core.context import Context
+from laminar.core.rules import REWARD_ERRORS, applies
+from laminar.core.state import RewardErrors
+from laminar.core.statuses import Phase
+from laminar.events.reasons import FailureReason, RewardOutcome
+from laminar.ids import Purpose
 
-OK, UNSCORED = "ok", "unscored"
-FAILED_REASONS = {"reward-worker-lost": "worker-lost", UNSCORED: UNSCORED}
-"""Of trajectory-failed: those that end an attempt to score; the others never came so far."""
+UNSCORED = FailureReason.UNSCORED
+FAILED_REASONS = {FailureReason.REWARD_WORKER_LOST: "worker-lost", UNSCORED: UNSCORED}
+"""Of trajectory-failed: those that end an attempt to score; the others were never scored."""
 WINDOW_BATCHES = 4
-"""The last attempts are judged, as many as so many batches have answers: enough that one bad prompt
-ends nothing, and so few that a reward which breaks late does not train many steps."""
+"""The limit holds for the last attempts, as many as so many batches have: enough that one bad
+prompt ends nothing, and so few that a reward which breaks late does not train many steps."""
 FIRST_CHARS = 500
 
 
-def count(turn: Turn, purpose: str, reason: str, detail: str) -> None:
+def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
     """The reward of one answer is known, or why there is none; too many failures end the run."""
-    state = turn.state
-    if state.settings.max_error_permille < 0:
-        return  # a log from before there was this rule
+    state = ctx.state
+    if not applies(state.settings, REWARD_ERRORS):
+        return
     if state.rewards is None:
-        state.rewards = RewardErrors(window=bytearray(-(-_window(turn) // 8)))
+        state.rewards = RewardErrors(window=bytearray(-(-_window(ctx) // 8)))
     found = state.rewards
     if reason != UNSCORED:
         found.answers += 1
-    if reason not in (OK, UNSCORED):
+    if reason not in (RewardOutcome.OK, UNSCORED):
         found.errors[reason] = found.errors.get(reason, 0) + 1
         found.first = found.first or detail[:FIRST_CHARS]
-    if purpose == ids.TRAIN:
-        _keep(found, reason, _window(turn))
-        _judge(turn, found)
+    if purpose == Purpose.TRAIN:
+        _keep(found, reason, _window(ctx))
+        _judge(ctx, found)
 
 
-def _window(turn: Turn) -> int:
-    return WINDOW_BATCHES * _least(turn)
+def _window(ctx: Context) -> int:
+    return WINDOW_BATCHES * _least(ctx)
 
 
-def _least(turn: Turn) -> int:
-    """Attempts before which nothing is judged: those of one batch."""
-    settings = turn.state.settings
+def _least(ctx: Context) -> int:
+    """Attempts before which the run is not ended: those of one batch."""
+    settings = ctx.state.settings
     return settings.groups_per_step * settings.group_size
 
 
@@ -64,22 +68,22 @@ def _keep(found: RewardErrors, reason: str, size: int) -> None:
     mask = 1 << bit
     found.failed -= bool(found.window[byte] & mask)
     found.window[byte] &= ~mask
-    if reason != OK:
+    if reason != RewardOutcome.OK:
         found.window[byte] |= mask
         found.failed += 1
     found.attempts += 1
 
 
-def _judge(turn: Turn, found: RewardErrors) -> None:
-    state, permille = turn.state, turn.state.settings.max_error_permille
-    if state.phase != RUNNING or state.draining:
+def _judge(ctx: Context, found: RewardErrors) -> None:
+    state, permille = ctx.state, ctx.state.settings.max_error_permille
+    if state.phase != Phase.RUNNING or state.draining:
         return
-    attempts = min(found.attempts, _window(turn))
+    attempts = min(found.attempts, _window(ctx))
     share = f"reward.max_error_share = {permille / 1000:g}"
-    if attempts >= _least(turn) and found.failed * 1000 > permille * attempts:
+    if attempts >= _least(ctx) and found.failed * 1000 > permille * attempts:
         first = found.first or "its reason did not arrive"
         what = f"the reward failed on {found.failed} of the last {attempts} training answers"
-        lifecycle.drain(turn, f"{what}, more than {share}; the first failure: {first}")
-    elif permille < 1000 and found.unscored_in_row >= _window(turn):
+        lifecycle.drain(ctx, f"{what}, more than {share}; the first failure: {first}")
+    elif permille < 1000 and found.unscored_in_row >= _window(ctx):
         what = f"no score for any of the last {found.unscored_in_row} training answers"
-        lifecycle.drain(turn, f"{what}: the reward function gave None for each ({share})")
+        lifecycle.drain(ctx, f"{what}: the reward function gave None for each ({share})")

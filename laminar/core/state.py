@@ -8,40 +8,32 @@ value, and its hash is what a replay has to reach. Dicts are used as ordered set
 where a decision walks over them.
 
 What equals its default is left out of the encoding, so that a field which a later release adds
-changes nothing for a run that does not use it. msgspec tells "equal" by identity, which is the same
+changes nothing for a run that does not use it. msgspec compares by identity, which is the same
 only for values that exist once: None, False and True, integers from -5 to 256, the empty string and
 tuple; and empty dicts and lists, which it looks into. A default is one of these, or `_written`.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 import xxhash
 
 from laminar.core.held_out import EvaluationResult, HeldOut
+from laminar.core.keys import CommandKey, TimerName
 from laminar.core.ledger import Ledger
-from laminar.core.lookup import Lookup
+from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.events.base import Settings
 from laminar.events.commands import AnyCommand
-from laminar.ids import GroupId, TrajectoryId
-
-# Phases of a run, in order.
-STARTING, RUNNING, EXPORTING, FINAL_EVALUATION, ENDING, STOPPING, ENDED = (
-    "starting",
-    "running",
-    "exporting",
-    "final-evaluation",
-    "ending",
-    "stopping",
-    "ended",
-)
+from laminar.events.reasons import DropReason, End
+from laminar.ids import GroupId, Purpose, TrajectoryId
+from laminar.roles import Role
 
 
-def _written(value: str) -> Any:
-    """A default that stays in the encoding: an equal text may be another object."""
+def _written(value: StrEnum) -> Any:
+    """A default that stays in the encoding, as it did when it was a text like any other."""
     return msgspec.field(default_factory=lambda: value)
 
 
@@ -49,7 +41,7 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One process slot by name; a restarted process raises the incarnation."""
 
     name: str
-    role: str
+    role: Role
     node: str
     pid: int
     boot_id: str
@@ -86,14 +78,14 @@ class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
     bulk: str  #: host:port for the relay before it
     incarnation: int
     ready_seq: int  #: of the event that said so
-    successor: str = ""  #: whom it was told to feed; empty: nobody
+    successor: str = ""  #: the relay that it is ordered to feed; empty: none
     held: list[int] = []  #: versions that can be pulled here, ascending
     newest: int = -1  #: highest that it has reported
     newest_digest: str = ""
     arrived: dict[int, int] = {}  #: version, of those held -> time_ns of its report
     lags: int = 0  #: transfers in a row from the relay before it that this hop held up
     unlinked: int = 0  #: orders in a row that it did not carry out in time
-    trouble: str = ""  #: kind of the last one that it reported
+    trouble: str = ""  #: only in logs without the rule TROUBLE_NOT_KEPT: their hashes have it
 
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -102,7 +94,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: TrajectoryId
     group: GroupId
     sibling: int
-    status: str = _written("dispatched")
+    status: TrajectoryStatus = _written(TrajectoryStatus.DISPATCHED)
     replica: str = ""  #: that generates or scores it
     placement: int = 1
     attempt: int = 1
@@ -120,16 +112,16 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The siblings of one prompt in one pass (or one held-out prompt of an evaluation)."""
 
     id: GroupId
-    purpose: str
+    purpose: Purpose
     row_index: int
     step: int  #: oldest step whose weights generated for it
     deadline: int  #: last batch index that may train it; -1 for evaluation
     order: int  #: dispatch order, 0-based over the run
     members: list[TrajectoryId]
     unfinished: int  #: members neither rewarded nor ending
-    status: str = _written("open")  #: open | ready | chosen | ending
-    end: str = ""  #: once it is ending: trained | evaluated | dropped
-    end_reason: str = ""
+    status: GroupStatus = _written(GroupStatus.OPEN)
+    end: End = End.NONE  #: once it is ending
+    end_reason: DropReason = DropReason.NONE
     mixed: bool = False  #: a sibling started over on another version
     sample: int = 0  #: which of the answers to its held-out prompt
 
@@ -183,7 +175,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     settings: Settings
     logic: int
-    phase: str = _written(STARTING)
+    phase: Phase = _written(Phase.STARTING)
     time_ns: int = 0
     seq: int = 0
     coordinator_incarnation: int = 0
@@ -242,8 +234,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     exit_code: int = 0
 
     #: by key, e.g. "generate:0.17.3"; the order is the order of issue
-    commands: dict[str, Outstanding] = {}
-    timers: dict[str, int] = {}  #: due time in ns by name
+    commands: dict[CommandKey, Outstanding] = {}
+    timers: dict[TimerName, int] = {}  #: due time in ns by name
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: None: nothing was scored yet
@@ -251,32 +243,12 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     staleness_sum: int = 0  #: over trained trajectories
     staleness_max: int = 0
 
-    @cached_property
-    def lookup(self) -> Lookup:
-        """What follows from the fields above; kept true by core/lookup.py, and not encoded."""
-        return Lookup(self)
-
     def actor_alive(self, name: str) -> bool:
         actor = self.actors.get(name)
         return actor is not None and actor.alive
 
     def live_replicas(self) -> list[Replica]:
         return [r for r in self.replicas.values() if self.actor_alive(r.name)]
-
-    def the(self, role: str) -> Actor | None:
-        """The live actor of a role of which there is one (store, trainer)."""
-        for name in self.lookup.roles.get(role, ()):
-            if self.actors[name].alive:
-                return self.actors[name]
-        return None
-
-    def master(self) -> Relay | None:
-        """The relay of the trainer's machine, if it is ready: there every version begins."""
-        trainer = self.the("trainer")
-        if trainer is None or not self.chain:
-            return None
-        head = self.relays[self.chain[0]]
-        return head if head.node == trainer.node else None
 
     def newest_for(self, replica: Replica) -> int:
         """The newest version that this replica can pull; -1: none."""

@@ -1,32 +1,37 @@
-"""Every legal move of a trajectory, in one table.
+"""Every status and every legal move: of a trajectory, a group, the run, an actor, a weight version.
 
-Reads   a trajectory's status and what happened to it
-Writes  trajectory.status; a move that is not in the table changes nothing and is counted
+Reads   a status and what happened
+Writes  trajectory.status, group.status, state.phase
+Gives   TABLES; docs/states.md is drawn from them (tools/states.py)
 
-    dispatched  the command is on its way, nothing is known to be generated
-    running     the engine has it
-    generated   every token is durable, the reward is missing
-    rewarded    waits for its siblings and for a batch
-    lost        its replica is gone; it needs a new placement
-    ending      its end is decided and on its way to the store
+Trajectories, groups and the run have their status in the state and move by these tables. What an
+actor and a version are follows from several fields; a test compares every change with its table.
 """
 
 from __future__ import annotations
 
-from laminar.core.state import Trajectory
+from typing import Any, Generic, NamedTuple, TypeVar
 
-DISPATCHED, RUNNING, GENERATED, REWARDED, LOST, ENDING = (
-    "dispatched",
-    "running",
-    "generated",
-    "rewarded",
-    "lost",
-    "ending",
-)
+from laminar.core.state import Group, State, Trajectory
+from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 
-TRAJECTORY_MOVES: dict[tuple[str, str], str] = {
+DISPATCHED, RUNNING, GENERATED, REWARDED, LOST, ENDING = TrajectoryStatus
+
+
+Status = TypeVar("Status", bound=str)
+
+
+class Table(NamedTuple, Generic[Status]):
+    """The statuses of one kind of thing, the first one first, and its moves."""
+
+    of: str
+    meaning: dict[Status, str]
+    moves: dict[tuple[Status, str], Status]  #: (status, what happens) -> the next status
+
+
+TRAJECTORY_MOVES = {
     (DISPATCHED, "started"): RUNNING,
-    (DISPATCHED, "finished"): GENERATED,  # it had been generated before its replica died
+    (DISPATCHED, "finished"): GENERATED,  # before its replica died
     (RUNNING, "finished"): GENERATED,
     (GENERATED, "rewarded"): REWARDED,
     (DISPATCHED, "lose"): LOST,
@@ -38,6 +43,110 @@ TRAJECTORY_MOVES: dict[tuple[str, str], str] = {
     (REWARDED, "end"): ENDING,
     (LOST, "end"): ENDING,
 }
+TRAJECTORY = Table(
+    "trajectory",
+    {
+        DISPATCHED: "the command is on its way, nothing is known to be generated",
+        RUNNING: "the engine has it",
+        GENERATED: "every token is durable, the reward is missing",
+        REWARDED: "waits for the rest of its group and for a batch",
+        LOST: "its replica is gone; it needs a new placement",
+        ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
+    },
+    TRAJECTORY_MOVES,
+)
+GROUP = Table(
+    "group",
+    {
+        GroupStatus.OPEN: "some of its trajectories are unfinished",
+        GroupStatus.READY: "all have ended or are rewarded; it waits for a batch",
+        GroupStatus.CHOSEN: "in the batch that the trainer works on",
+        GroupStatus.ENDING: "trained, evaluated or dropped; it waits for the store",
+    },
+    {
+        (GroupStatus.OPEN, "complete"): GroupStatus.READY,
+        (GroupStatus.READY, "choose"): GroupStatus.CHOSEN,
+        (GroupStatus.OPEN, "end"): GroupStatus.ENDING,
+        (GroupStatus.READY, "end"): GroupStatus.ENDING,
+        (GroupStatus.CHOSEN, "end"): GroupStatus.ENDING,
+    },
+)
+RUN = Table(
+    "run",
+    {
+        Phase.STARTING: "waits for its processes and the first weights",
+        Phase.RUNNING: "generates and trains",
+        Phase.EXPORTING: "the steps are done, or it drains; the model is exported",
+        Phase.FINAL_EVALUATION: "the export is evaluated",
+        Phase.ENDING: "the store writes the last ends",
+        Phase.STOPPING: "every process is ordered to stop",
+        Phase.ENDED: "the log has its last event",
+    },
+    {
+        (Phase.STARTING, "publish"): Phase.RUNNING,
+        (Phase.RUNNING, "finish"): Phase.EXPORTING,
+        (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
+        (Phase.STARTING, "end"): Phase.ENDING,
+        (Phase.RUNNING, "end"): Phase.ENDING,
+        (Phase.EXPORTING, "end"): Phase.ENDING,
+        (Phase.FINAL_EVALUATION, "end"): Phase.ENDING,
+        (Phase.ENDING, "end"): Phase.ENDING,  # it fails while it ends
+        (Phase.ENDING, "stop"): Phase.STOPPING,
+        (Phase.STOPPING, "stopped"): Phase.ENDED,
+    },
+)
+ACTOR = Table(
+    "actor",
+    {
+        "unknown": "no process of this name has joined",
+        "joined": "a process has this name, with an incarnation of its own",
+        "ready": "it can do its work",
+        "silent": "a node of which nothing is heard, while the processes of its machine are",
+        "lost": "fenced: events of this incarnation are refused",
+    },
+    {
+        ("unknown", "join"): "joined",
+        ("joined", "ready"): "ready",
+        ("joined", "silence"): "silent",
+        ("silent", "hear"): "joined",
+        ("joined", "lose"): "lost",
+        ("ready", "lose"): "lost",
+        ("silent", "lose"): "lost",
+        ("lost", "join"): "joined",  # with the next incarnation
+    },
+)
+VERSION = Table(
+    "version",
+    {
+        "unused": "its number is free",
+        "ordered": "the trainer is ordered to make it, by a step or by the export",
+        "made": "the trainer has it and hands it to its relay",
+        "owed": "the relay of the trainer's machine lacks it; it is published again",
+        "newest": "published last",
+        "older": "a newer one is published; a relay or a checkpoint still has it",
+        "gone": "no replica can load it",
+    },
+    {
+        ("unused", "order"): "ordered",
+        ("unused", "load"): "made",  # version 0: the model as it was loaded
+        ("ordered", "make"): "made",
+        ("ordered", "skip"): "owed",
+        ("ordered", "publish"): "newest",  # the relay's report comes before the trainer's
+        ("made", "publish"): "newest",
+        ("made", "skip"): "owed",
+        ("made", "supersede"): "older",
+        ("made", "evict"): "gone",
+        ("owed", "publish"): "newest",
+        ("owed", "supersede"): "older",
+        ("owed", "evict"): "gone",
+        ("newest", "lose"): "owed",
+        ("newest", "supersede"): "older",
+        ("newest", "evict"): "gone",  # superseded and evicted by one event
+        ("older", "evict"): "gone",
+        ("gone", "return"): "older",  # a relay reports it late, or its checkpoint is saved
+    },
+)
+TABLES: tuple[Table[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
 
 IN_ENGINE = (DISPATCHED, RUNNING)
 UNFINISHED = (DISPATCHED, RUNNING, GENERATED, LOST)
@@ -50,3 +159,13 @@ def move(trajectory: Trajectory, trigger: str) -> bool:
         return False
     trajectory.status = target
     return True
+
+
+def move_group(group: Group, trigger: str) -> None:
+    """Make the move; KeyError for one that no decision may make."""
+    group.status = GROUP.moves[group.status, trigger]
+
+
+def move_run(state: State, trigger: str) -> None:
+    """Enter the next phase; KeyError for a move that no decision may make."""
+    state.phase = RUN.moves[state.phase, trigger]

@@ -3,7 +3,7 @@
 Reads   rollout.engine and its settings, model.name's config.json, weights.dtype
 Gives   a ReplicaEngine without weights; ConfigError when the model is not one that it can run
 
-Here, and nowhere else, one kind of engine is told from another.
+Only here is one kind of engine distinguished from another.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class TokenDelta:
     """New tokens of one request, in order."""
 
     request_id: str
-    token_ids: list[int]
-    logprobs: list[float]  #: of the distribution sampled from, temperature included; at most 0
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  #: of the distribution sampled from, temperature included; at most 0
     finish_reason: str | None  #: None, STOP or LENGTH; nothing follows a reason
 
 
@@ -96,7 +96,7 @@ class WeightSource:
 class ReplicaEngine(Protocol):
     """One engine as its replica sees it. Every method is called on the event loop; none blocks it.
 
-    Whoever makes one hands it `on_deltas`, which is called on the loop with the deltas of each
+    Its maker hands it `on_deltas`, which is called on the loop with the deltas of each
     request in order.
     """
 

@@ -119,7 +119,7 @@ class EngineRunner:
         self._loop.call_soon_threadsafe(self._end, cause)
 
     def _run_jobs(self) -> bool:
-        """Run what the loop asked for, waiting for it when idle; False when told to close."""
+        """Run what the loop asked for, waiting for it when idle; False when it is to close."""
         wait = not self._busy()
         while True:
             try:
@@ -164,7 +164,7 @@ class EngineRunner:
         self._on_deltas(deltas)
 
     def _end(self, cause: Exception | None) -> None:
-        """On the loop, once: the thread is about to end; nothing that waits may wait for ever."""
+        """On the loop, once: the thread is about to end; nothing may go on waiting."""
         if cause is None:
             self.failed.set_result(None)
         else:

@@ -4,8 +4,8 @@ Reads   a trajectory's seed (uint64) and an absolute position
 Gives   u in [0, 1) with 53 bits
 
 A generator with hidden state would have to travel with a trajectory that moves to another
-replica. A pure function of (seed, position) needs nothing but the tokens: whoever continues the
-sequence draws the numbers that the first engine would have drawn, in any batch and any order.
+replica. A pure function of (seed, position) needs nothing but the tokens: a replica that continues
+the sequence draws the numbers that the first engine would have drawn, in any batch and any order.
 The function is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
 OOPSLA 2014), whose k-th output depends only on seed + k * gamma.
 """

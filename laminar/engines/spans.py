@@ -1,4 +1,5 @@
-"""Which neighbouring cache rows share an attention call: short rows do not pay for long ones.
+"""Which neighbouring cache rows share an attention call: short rows do not take the time of long
+ones.
 
 Reads   the lengths of the rows in slot order; what one more call costs, in cached positions
 Gives   spans of neighbouring rows; whether moving the rows is worth its copies

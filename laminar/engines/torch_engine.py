@@ -220,7 +220,7 @@ class TorchEngine:
         return tokens.tolist(), logprobs.tolist()
 
     def _in_order(self) -> Lengths:
-        """The lengths of the running rows, which are moved before where that pays."""
+        """The lengths of the running rows, which are moved before where that saves time."""
         lengths = np.fromiter((s.length for s in self._active), np.int64, len(self._active))
         order = self._spans.order(lengths)
         if order is None:

@@ -331,7 +331,7 @@ class VllmEngine:
         return f"vLLM's engine core has died, killed by {name}{memory}"
 
     def _fail(self, why: str) -> None:
-        """Once: nobody waits for an answer that cannot come."""
+        """Once: nothing goes on waiting for an answer that cannot come."""
         if not self.failed.done():
             self.failed.set_exception(EngineError(why))
             for task in self._running.values():

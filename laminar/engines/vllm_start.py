@@ -106,7 +106,7 @@ def _start(config: Config, dtype: str, seed: int, gauges: Any) -> AsyncLLM:
 
 
 def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM that our settings come to; `extra` has the last word."""
+    """The arguments of vLLM that our settings come to; `extra` overrides them."""
     rollout, vllm = config.rollout, config.rollout.vllm
     arguments: dict[str, Any] = {
         "model": config.model.name,

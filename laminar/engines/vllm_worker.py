@@ -23,7 +23,7 @@ from laminar.parent_death import die_with_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 
-die_with_parent()  # a core without its replica would hold its memory for ever
+die_with_parent()  # a core without its replica would never free its memory
 
 
 class LaminarWorker:

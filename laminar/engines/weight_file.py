@@ -37,7 +37,7 @@ class MappedWeights:
             start = source.offset + place.offset
             dtype = getattr(torch, place.dtype)
             count = math.prod(place.shape)
-            with warnings.catch_warnings():  # that nobody may write there is as it should be
+            with warnings.catch_warnings():  # that it must not be written to is as it should be
                 warnings.simplefilter("ignore")
                 flat = torch.frombuffer(data, dtype=dtype, count=count, offset=start)
             yield place.name, flat.view(place.shape)

@@ -72,7 +72,7 @@ def _compress(disk: Disk, number: int) -> None:
 
 
 def _unpacked(disk: Disk, number: int, size: int) -> bytes:
-    """As far as it can be unpacked: who reads knows how long it has to be, and checks the CRC."""
+    """As far as it can be unpacked: the reader knows how long it has to be, and checks the CRC."""
     data = disk.read(compressed_name(number))
     try:
         return zstandard.ZstdDecompressor().stream_reader(data).read(size)

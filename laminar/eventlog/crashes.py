@@ -41,7 +41,7 @@ def record_crash(disk: Disk, crash: Crash) -> None:
 
 
 def crashes(disk: Disk) -> list[Crash]:
-    """Those that are kept, oldest first; a damaged file tells nothing."""
+    """Those that are kept, oldest first; a damaged file is passed over."""
     found = []
     for name in _names(disk):
         try:

@@ -27,6 +27,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from laminar.events.base import Stamped
+
 SCHEMA_VERSION = 3
 """3: the encoding of the state, of which the log has hashes, leaves out what equals its default.
 Earlier ones: eventlog/upcast.py."""
@@ -89,6 +91,18 @@ class EventRecord(
     incarnation: int  #: of the peer
     peer_seq: int
     event: msgspec.Raw  #: MessagePack, as `events` encodes it
+
+    @classmethod
+    def of(cls, stamped: Stamped, body: bytes) -> EventRecord:
+        """`body`: the encoding of the event."""
+        return cls(
+            seq=stamped.seq,
+            time_ns=stamped.time_ns,
+            peer=stamped.peer,
+            incarnation=stamped.incarnation,
+            peer_seq=stamped.peer_seq,
+            event=msgspec.Raw(body),
+        )
 
 
 class DecisionRecord(

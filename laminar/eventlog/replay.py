@@ -5,8 +5,8 @@ Gives   Replay: the machine at the end, counts, and the first difference if ther
 
 The last event before a crash may have been written without all of its decisions (nothing was sent
 of it then). The next coordinator writes the others first, so they may go on behind its header; at
-the end of the log they are what the reader of this Replay owes. In schema 1 nobody wrote them, so
-a prefix is enough at a takeover. Otherwise all must be identical, byte for byte.
+the end of the log the reader of this Replay has to write them. In schema 1 they were not written,
+so a prefix is enough at a takeover. Otherwise all must be identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from laminar.core.machine import LogicError, Machine
+from laminar.core.machine import Machine
+from laminar.core.rules import LogicError
 from laminar.core.state import State
 from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (

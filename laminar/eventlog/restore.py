@@ -92,7 +92,8 @@ def take_over(
     snapshot_every: int = SNAPSHOT_EVERY,
     keep_bytes: int = 0,
 ) -> LogWriter:
-    """Begin a segment after what was restored, and write what its coordinator owed."""
+    """Begin a segment after what was restored, and write the decisions that its coordinator did not
+    write."""
     writer = LogWriter.begin(
         disk,
         restored.tail,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from laminar.core.machine import LOGIC_VERSION
+from laminar.core.rules import unknown
 from laminar.core.state import State, decode, digest, encode
 from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
 from laminar.eventlog.upcast import UPCASTS, state_digest
@@ -111,11 +111,12 @@ def _read(data: bytes, seq: int) -> Snapshot | str:
         snapshot = _decode(body)
         if snapshot.schema not in UPCASTS:
             return f"it is of schema {snapshot.schema}, this release reads up to {SCHEMA_VERSION}"
-        if snapshot.logic != LOGIC_VERSION:
-            return f"it is of logic version {snapshot.logic}, this program has {LOGIC_VERSION}"
+        restored = snapshot.restored()
+        if reason := unknown(snapshot.logic, restored.settings):
+            return f"it is of {reason}"
         if snapshot.seq != seq:
             return f"it is of event {snapshot.seq}"
-        if state_digest(snapshot.schema, snapshot.restored()) != snapshot.digest:
+        if state_digest(snapshot.schema, restored) != snapshot.digest:
             return "its state has another form in this release"
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return f"it is of another release: {error}"

@@ -5,7 +5,7 @@ Gives   UPCASTS: the decoders of every schema that this release reads; `state_di
         or a snapshot of a schema says of a state
 
 A log may hold segments of several schemas, since a later release goes on where an earlier one
-ended. So the schema is that of a segment, and nobody behind the reader meets an old form. A new
+ended. So the schema is that of a segment, and no code behind the reader meets an old form. A new
 schema replaces the present entry, and where a form changed, gives the old ones decoders that make
 the new from it. A schema that is not in the table is refused by name.
 
@@ -44,7 +44,8 @@ UPCASTS: dict[int, Decoders[Record]] = {1: _PRESENT, 2: _PRESENT, 3: _PRESENT}
 
 
 def has_every_decision(schema: int) -> bool:
-    """Whether a writer of this schema began with the decisions that its predecessor owed."""
+    """Whether a writer of this schema began with the decisions that its predecessor did not
+    write."""
     return schema >= 2
 
 

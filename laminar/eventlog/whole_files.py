@@ -3,7 +3,7 @@
 Writes  NAME.tmp, renamed to NAME once its content is durable
 Raises  DiskError: end the process, nothing is tried again
 
-A crash leaves the old NAME or the new one, and perhaps a NAME.tmp that nobody reads; the next
+A crash leaves the old NAME or the new one, and perhaps a NAME.tmp that is never read; the next
 coordinator removes it.
 """
 
@@ -29,7 +29,7 @@ def write_whole(disk: Disk, name: str, data: bytes) -> None:
 
 
 def remove_unfinished(disk: Disk) -> None:
-    """What a crash left behind; for the one who has just taken the log over."""
+    """Remove what a crash left; only for the writer that has just taken the log over."""
     for name in disk.names():
         if name.endswith(UNFINISHED):
             disk.remove(name)

@@ -5,7 +5,7 @@ Writes  segments, snapshots of the state now and then, and tidies up behind them
 Raises  DiskError (end the process), LogTaken (another coordinator writes)
 
 A coordinator that was presumed dead may wake up beside its successor. Three orders keep two
-writers from both being believed, without locks: a writer first creates its segment (only one
+writers from both counting as the log, without locks: a writer first creates its segment (only one
 can), then finds its predecessor as long as the scan saw it, makes that durable (a killed writer
 leaves bytes that only the page cache holds), and last names its end in the header;
 and every commit looks for a newer segment after its sync. Whatever the old writer committed

@@ -1,7 +1,8 @@
-"""What every event and command has in common: frozen, strict, tagged in kebab-case.
+"""What every event and command has in common: frozen, strict, tagged in kebab-case, declared once.
 
 Reads   nothing
-Gives   Event, Command (bases), Settings (the part of the config that decisions depend on)
+Gives   Event, Command (bases), Settings (the part of the config that decisions depend on);
+        reported_by and carried_out_by, the declarations, and the registers that they fill
 
 The tag is made from the class name, `TrajectoryFinished` -> `trajectory-finished`, so that a name
 in the log, in the docs and in the code is one name. Integers and strings only where the core keeps
@@ -11,8 +12,12 @@ a value: a reward travels as the bits of its float64, because the core's state h
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
+
+from laminar.roles import Role
 
 
 class WireError(ValueError):
@@ -46,6 +51,40 @@ class Command(
     """
 
     to: str  #: actor name
+
+
+AnEvent = TypeVar("AnEvent", bound=Event)
+ACommand = TypeVar("ACommand", bound=Command)
+Roles = tuple[Role, ...]
+
+#: of every event, in the order of their declarations: who may report it
+REPORTED_BY: dict[type[Event], Roles] = {}
+#: of every event: the commands that are no longer outstanding once it has come
+ENDS: dict[type[Event], tuple[type[Command], ...]] = {}
+#: of every command, in the order of their declarations: which role does it
+CARRIED_OUT_BY: dict[type[Command], Roles] = {}
+
+
+def reported_by(
+    *roles: Role, ends: tuple[type[Command], ...] = ()
+) -> Callable[[type[AnEvent]], type[AnEvent]]:
+    """Declare an event: the machine refuses it from any other role."""
+
+    def declare(kind: type[AnEvent]) -> type[AnEvent]:
+        REPORTED_BY[kind], ENDS[kind] = roles, ends
+        return kind
+
+    return declare
+
+
+def carried_out_by(*roles: Role) -> Callable[[type[ACommand]], type[ACommand]]:
+    """Declare a command: which roles it is addressed to."""
+
+    def declare(kind: type[ACommand]) -> type[ACommand]:
+        CARRIED_OUT_BY[kind] = roles
+        return kind
+
+    return declare
 
 
 class Settings(
@@ -82,6 +121,7 @@ class Settings(
     #: to each held-out prompt; 0: one, of which only right or wrong is kept, and one that was lost
     #: three times is wrong
     eval_answers: int = 0
+    rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -95,5 +135,5 @@ class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     event: Event
 
 
-COORDINATOR = "coordinator"  #: the peer name of events that the coordinator itself reports
-STRATEGY = "strategy"  #: the addressee of commands for the coordinator's own worker process
+COORDINATOR = str(Role.COORDINATOR)  #: the peer name of events that the coordinator itself reports
+STRATEGY = str(Role.STRATEGY)  #: the addressee of commands for the batch strategy's worker

@@ -2,7 +2,7 @@
 
 Reads   bytes from the wire and from the log
 Gives   Event, Command, Order; raises WireError for any bytes that are not exactly one of them,
-        TooLarge for a message that nobody would take
+        TooLarge for a message that no peer would accept
 
 A msgspec tagged union decodes 3.4 times as fast as a MessagePack dict. Hostile bytes make it raise
 UnicodeDecodeError and RecursionError besides its own errors, so all of them become WireError here.

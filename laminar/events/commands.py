@@ -1,26 +1,26 @@
-"""WHAT TO DO: every command, grouped by who carries it out.
+"""WHAT TO DO: every command, with who carries it out.
 
 Reads   nothing
-Gives   one frozen struct per command, and ENDED_BY: the events that end each
+Gives   one frozen struct per command; ALL_COMMANDS, in the order in which they are declared
 
-A command stays outstanding in the state until one of its ending events arrives; after a reconnect
-it is sent again, and the receiver acts once per command id. Commands without an ending event are
-courtesies: losing one delays something, it breaks nothing.
+A command stays outstanding in the state until an event arrives that ends it (each event declares
+which commands it ends); after a reconnect it is sent again, and the receiver acts once per command
+id. Commands that no event ends are courtesies: losing one delays something, it breaks nothing.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
 
-from laminar.events import events as ev
-from laminar.events.base import Command, Event
-from laminar.ids import GroupId, TrajectoryId
+from laminar.events.base import CARRIED_OUT_BY, Command, carried_out_by
+from laminar.events.reasons import DropReason, End, PullPurpose
+from laminar.ids import GroupId, Purpose, TrajectoryId
+from laminar.roles import ACTOR_ROLES, Role
 
-# --- session ----------------------------------------------------------------------------------
 
-
+@carried_out_by(*ACTOR_ROLES)
 class AcceptActor(Command, frozen=True, kw_only=True):
     """Give a process its fencing number; carried by the session's welcome."""
 
@@ -28,6 +28,7 @@ class AcceptActor(Command, frozen=True, kw_only=True):
     incarnation: int
 
 
+@carried_out_by(*ACTOR_ROLES)
 class RefuseActor(Command, frozen=True, kw_only=True):
     """Send a process away: another one has its place, or the run is over."""
 
@@ -35,15 +36,14 @@ class RefuseActor(Command, frozen=True, kw_only=True):
     reason: str
 
 
+@carried_out_by(*ACTOR_ROLES)
 class StopActor(Command, frozen=True, kw_only=True):
-    """Flush, say goodbye and exit 0."""
+    """Flush, report `actor-left` and exit 0."""
 
     reason: str
 
 
-# --- node -------------------------------------------------------------------------------------
-
-
+@carried_out_by(Role.NODE)
 class RestartActor(Command, frozen=True, kw_only=True):
     """Dump the stacks of a process that makes no progress, kill it and start it again."""
 
@@ -51,9 +51,7 @@ class RestartActor(Command, frozen=True, kw_only=True):
     reason: str
 
 
-# --- trainer ----------------------------------------------------------------------------------
-
-
+@carried_out_by(Role.TRAINER)
 class PublishWeights(Command, frozen=True, kw_only=True):
     """Publish the present weights under this number and wait for a slot if there is none."""
 
@@ -61,6 +59,7 @@ class PublishWeights(Command, frozen=True, kw_only=True):
     step: int
 
 
+@carried_out_by(Role.TRAINER)
 class TrainStep(Command, frozen=True, kw_only=True):
     """Consume one batch, publish the result as `version`."""
 
@@ -69,6 +68,7 @@ class TrainStep(Command, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryId, ...]  #: groups in shuffled order, siblings together
 
 
+@carried_out_by(Role.TRAINER)
 class ExportModel(Command, frozen=True, kw_only=True):
     """Write a Hugging Face directory, load it again, publish what was loaded as `version`."""
 
@@ -76,17 +76,16 @@ class ExportModel(Command, frozen=True, kw_only=True):
     step: int
 
 
-# --- relay ------------------------------------------------------------------------------------
-
-
+@carried_out_by(Role.RELAY)
 class PinVersion(Command, frozen=True, kw_only=True):
     """Keep this version until another is pinned; -1 unpins."""
 
     version: int
 
 
+@carried_out_by(Role.RELAY)
 class ForwardWeights(Command, frozen=True, kw_only=True):
-    """Send every newer version to this relay from now on, and to no other; empty: to nobody.
+    """Send every newer version to this relay from now on, and to no other; empty: to none.
 
     The command's id numbers the order: a relay keeps to the highest that it has seen.
     """
@@ -96,31 +95,30 @@ class ForwardWeights(Command, frozen=True, kw_only=True):
     incarnation: int  #: of the successor, 0 for none: another process at the address is refused
 
 
-# --- rollout ----------------------------------------------------------------------------------
-
-
+@carried_out_by(Role.ROLLOUT)
 class PullWeights(Command, frozen=True, kw_only=True):
     """Load weights from this machine's relay, or from disk; the replica runs nothing meanwhile."""
 
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds
-    purpose: str  #: start | newer | evaluation | resume
+    purpose: PullPurpose
     #: directory inside the run directory; empty: the relay has the version (always encoded)
     checkpoint: str = msgspec.field(default_factory=str)
 
 
+@carried_out_by(Role.ROLLOUT)
 class GenerateTrajectory(Command, frozen=True, kw_only=True):
     """Open the trajectory in the store and generate it to its end."""
 
     trajectory: TrajectoryId
     group: GroupId
     sibling: int
-    purpose: str  #: train | eval
+    purpose: Purpose
     row_index: int
     attempt: int
     placement: int
     version: int
-    step: int  #: the step that made the version
+    version_step: int = msgspec.field(name="step")  #: completed steps that made the version
     seed: int
 
 
@@ -133,22 +131,21 @@ class Placed(
     placement: int
 
 
+@carried_out_by(Role.ROLLOUT)
 class ScoreTrajectories(Command, frozen=True, kw_only=True):
     """Reward generated trajectories of one group (all of it when rewards are group-scored)."""
 
     group: GroupId
     row_index: int
-    purpose: str
+    purpose: Purpose
     items: tuple[Placed, ...]
 
 
+@carried_out_by(Role.ROLLOUT)
 class AbortTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating what runs under these placements or lower ones; nobody waits for it."""
+    """Stop generating what runs under these placements or lower ones; it has no answer."""
 
     items: tuple[Placed, ...]
-
-
-# --- store ------------------------------------------------------------------------------------
 
 
 class Ending(
@@ -159,21 +156,19 @@ class Ending(
     trajectory: TrajectoryId
     group: GroupId
     sibling: int
-    purpose: str
+    purpose: Purpose
     row_index: int
     placement: int
-    end: str  #: trained | evaluated | dropped
-    reason: str  #: of a drop, else empty
+    end: End
+    reason: DropReason  #: NONE unless it is dropped
     step: int  #: that trained it or whose weights were evaluated, -1 for a drop
 
 
+@carried_out_by(Role.STORE)
 class EndTrajectories(Command, frozen=True, kw_only=True):
     """Write how trajectories ended and fence every lower placement of them."""
 
     endings: tuple[Ending, ...]
-
-
-# --- the batch strategy's worker --------------------------------------------------------------
 
 
 class Candidate(
@@ -190,6 +185,7 @@ class Candidate(
     scores: tuple[float, ...]
 
 
+@carried_out_by(Role.STRATEGY)
 class ProposeBatch(Command, frozen=True, kw_only=True):
     """Ask the user's function which finished groups to train next."""
 
@@ -198,44 +194,13 @@ class ProposeBatch(Command, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
 
 
-ENDED_BY: dict[type[Command], tuple[type[Event], ...]] = {
-    AcceptActor: (),
-    RefuseActor: (),
-    StopActor: (ev.ActorLeft, ev.ProcessExited, ev.HeartbeatLost),
-    RestartActor: (ev.ActorJoined, ev.ProcessExited, ev.TimerFired),
-    PublishWeights: (ev.WeightsPublished,),
-    TrainStep: (ev.StepCompleted,),
-    ExportModel: (ev.ModelExported,),
-    PinVersion: (),
-    ForwardWeights: (ev.RelayLinked,),
-    PullWeights: (ev.WeightsLoaded, ev.WeightsRejected, ev.VersionGone, ev.CheckpointRefused),
-    GenerateTrajectory: (ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoriesEnded),
-    ScoreTrajectories: (ev.TrajectoryRewarded, ev.TrajectoryFailed, ev.TrajectoriesEnded),
-    AbortTrajectories: (),
-    EndTrajectories: (ev.TrajectoriesEnded,),
-    ProposeBatch: (ev.BatchProposed, ev.TimerFired),
-}
+ALL_COMMANDS: tuple[type[Command], ...] = tuple(CARRIED_OUT_BY)
 
-ALL_COMMANDS: tuple[type[Command], ...] = tuple(ENDED_BY)
-
-AnyCommand: TypeAlias = (
-    AcceptActor
-    | RefuseActor
-    | StopActor
-    | RestartActor
-    | PublishWeights
-    | TrainStep
-    | ExportModel
-    | PinVersion
-    | ForwardWeights
-    | PullWeights
-    | GenerateTrajectory
-    | ScoreTrajectories
-    | AbortTrajectories
-    | EndTrajectories
-    | ProposeBatch
-)
-"""The same as a type: what holds a command of any kind is decoded through its tag."""
+if TYPE_CHECKING:
+    AnyCommand: TypeAlias = Command
+else:
+    AnyCommand = Union[ALL_COMMANDS]  # noqa: UP007
+    """What holds a command of any kind is decoded through its tag."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,11 +23,12 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES, WireError
-from laminar.net.session import MS, ClientLink, LinkState
+from laminar.net.session import ClientLink, LinkState
+from laminar.net.session_boxes import MS
 from laminar.net.transport import ClientSocket
 
-FLUSH_S = 2.0  #: how long `close` waits for acknowledgements
 GONE_S = 10.0
 """A server that is started again is back sooner; one that is silent for longer is gone."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
@@ -186,7 +187,6 @@ class ControlClient:
         boot_id: str,
         info: dict[str, str],
         heartbeat_ms: int,
-        absent_ms: int,
         on_body: Callable[[bytes], None],
         on_welcome: Callable[[int], None],
         on_refused: Callable[[str], None],
@@ -195,7 +195,6 @@ class ControlClient:
         `on_refused(reason)`: once; nothing is sent or received after it."""
         self._find_address = partial(read_address, address_file)
         self._heartbeat_ms = heartbeat_ms
-        self._absent_ns = absent_ms * MS
         self._on_body, self._on_welcome, self._on_refused = on_body, on_welcome, on_refused
         self._link = ClientLink(
             name,
@@ -222,11 +221,6 @@ class ControlClient:
     def absent_ns(self) -> int:
         """How long the coordinator has been silent."""
         return self._link.silent_ns(now_ns())
-
-    @property
-    def absent(self) -> bool:
-        """Silent for so long that this process should finish what it has and end."""
-        return self.absent_ns > self._absent_ns
 
     def send(self, body: bytes) -> int:
         """Queue an event, give its number; OutboxFull: hold back, LinkClosed: refused or closed.

@@ -77,7 +77,7 @@ class Heartbeat(Frame, frozen=True):
 
 
 class Refused(Frame, frozen=True):
-    """Server: I take nothing from you; the reason is for a human."""
+    """Server: I accept nothing from you; the reason is for the user."""
 
     reason: Text
 

@@ -9,10 +9,10 @@ Why     `zmq.asyncio` costs six times as much per message as a non-blocking drai
 
 Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
 lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
-the same explicit id would be ignored without a word); who speaks is said inside the frames.
+the same explicit id would be ignored silently); who speaks is said inside the frames.
 
-A connection whose other side vanished without a word is ended by probes: of ZeroMQ at a client, of
-the kernel at a server. ZeroMQ looks through all timers of all connections to clear one, so its
+A connection whose other side vanished without closing it is ended by probes: of ZeroMQ at a client,
+of the kernel at a server. ZeroMQ looks through all timers of all connections to clear one, so its
 heartbeats alone keep the server of ten thousand clients busy.
 
 When a server comes back, all clients connect at once. ZeroMQ lets 100 wait to be accepted; beyond
@@ -179,7 +179,7 @@ class ServerSocket(_Socket):
 
 
 class ClientSocket(_Socket):
-    """The connecting end: one server at a time, reconnected by ZeroMQ for ever."""
+    """The connecting end: one server at a time, reconnected by ZeroMQ without end."""
 
     _probes = ((zmq.HEARTBEAT_IVL, PROBE_MS), (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS))
 
@@ -222,7 +222,7 @@ class ClientSocket(_Socket):
 
 
 def loopback(host: str) -> str:
-    """`host` as a loopback IP; ConfigError for any other, since nobody is authenticated yet."""
+    """`host` as a loopback IP; ConfigError for any other, since peers are not authenticated yet."""
     if host == "localhost":
         return "127.0.0.1"
     try:

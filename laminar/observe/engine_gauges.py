@@ -16,7 +16,7 @@ from laminar.events.base import Stamped
 
 
 class LatestGauges:
-    """The last report of each replica's present life."""
+    """The last report of each replica's present process."""
 
     def __init__(self) -> None:
         self._said: dict[str, dict[str, int]] = {}
@@ -89,7 +89,7 @@ class StepGauges:
 
 
 def _report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
-    """Of a replica that serves; that of a former life is old news."""
+    """Of a replica that serves; that of an earlier process of its name is out of date."""
     event, replica = stamped.event, stamped.peer
     if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
         return None

@@ -35,7 +35,7 @@ class _LineLogger:
 
 def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
     """Send this process's log lines to its file; call once at start. What the telemetry of the
-    process loses is told there."""
+    process loses is reported there."""
 
     def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
         """Not through context variables: callbacks of the event loop do not inherit them."""

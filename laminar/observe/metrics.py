@@ -38,8 +38,8 @@ Earlier = Callable[[dict[str, float]], None]
 """Gets the figures of each step that an earlier coordinator has written, oldest first."""
 
 
-def _nobody(figures: dict[str, float]) -> None:
-    """For whom they are by default."""
+def _discard(figures: dict[str, float]) -> None:
+    """Where they go by default."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class MetricsWriter:
         run_dir: Path,
         telemetry: Telemetry,
         boards: Sequence[Outlet[Scalars]] = (),
-        earlier: Earlier = _nobody,
+        earlier: Earlier = _discard,
     ) -> None:
         """ConfigError when what an earlier coordinator has written cannot be read."""
         written = _written(run_dir / METRICS_FILE, earlier)
@@ -95,8 +95,8 @@ class MetricsWriter:
             self._write(stamped, event.step + 1, figures)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
-            told = held_out.facts(state.evaluations[-1])
-            self._write(stamped, told["step"], _evaluation(told))
+            facts = held_out.facts(state.evaluations[-1])
+            self._write(stamped, facts["step"], _evaluation(facts))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
         """The trainer's figures, and what only the coordinator knows."""
@@ -150,22 +150,22 @@ def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
     return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
 
 
-def _evaluation(told: dict[str, Any]) -> dict[str, float]:
+def _evaluation(facts: dict[str, Any]) -> dict[str, float]:
     """Under verl's names where it has one; what has no basis is left out."""
-    n, folder = told["answers_per_prompt"], f"val-core/{'export' if told['final'] else 'policy'}"
+    n, folder = facts["answers_per_prompt"], f"val-core/{'export' if facts['final'] else 'policy'}"
     figures = {
-        f"acc/mean@{n}": told["share"],
-        "acc/se": told["share_se"],
-        f"score/mean@{n}": told["score"],
-        "score/se": told["score_se"],
-        "response_length/mean": told["mean_length"],
-        "response_length/clip_ratio": told["truncated_share"],
-        "missing": told["missing"],
-        **({f"acc/pass@{n}": told["passed"]} if n > 1 else {}),
-        **{f"reward_extra/{name}": value for name, value in told["extras"].items()},
+        f"acc/mean@{n}": facts["share"],
+        "acc/se": facts["share_se"],
+        f"score/mean@{n}": facts["score"],
+        "score/se": facts["score_se"],
+        "response_length/mean": facts["mean_length"],
+        "response_length/clip_ratio": facts["truncated_share"],
+        "missing": facts["missing"],
+        **({f"acc/pass@{n}": facts["passed"]} if n > 1 else {}),
+        **{f"reward_extra/{name}": value for name, value in facts["extras"].items()},
     }
     known = {f"{folder}/{name}": value for name, value in figures.items() if value is not None}
-    return {_EVALUATION: told["version"], **known}
+    return {_EVALUATION: facts["version"], **known}
 
 
 def _reward_errors(state: State) -> dict[str, float]:
@@ -175,7 +175,7 @@ def _reward_errors(state: State) -> dict[str, float]:
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
-def _written(path: Path, earlier: Earlier = _nobody) -> _Written:
+def _written(path: Path, earlier: Earlier = _discard) -> _Written:
     """What the whole lines of the file say, one at a time; zeros for a new one."""
     found = _Written(earlier)
     try:

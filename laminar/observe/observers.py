@@ -1,7 +1,7 @@
 """The observers of a coordinator, called in its turn: they collect, and can break nothing.
 
 Reads   every event with its decisions and the state after it
-Gives   the same to each observer; an exception of one is counted and told once per kind
+Gives   the same to each observer; an exception of one is counted and logged once per kind
 
 What they collect goes into outlets of the telemetry (observe/telemetry.py), whose thread writes it.
 """

@@ -19,8 +19,10 @@ import msgspec
 
 from laminar.core.admission import refusal
 from laminar.core.held_out import facts
-from laminar.core.roster import Kind
-from laminar.core.state import ENDED, Replica, State
+from laminar.core.indexes import indexes_of
+from laminar.core.replica_index import Kind
+from laminar.core.state import Replica, State
+from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
@@ -62,7 +64,7 @@ class StatusWriter:
             self.last_metrics = metrics
         if isinstance(stamped.event, ev.StepCompleted):
             self.left_out += map(left_out_line, stamped.event.left_out)
-        if now - self._written >= INTERVAL_S or state.phase == ENDED or metrics:
+        if now - self._written >= INTERVAL_S or state.phase == Phase.ENDED or metrics:
             self._write(now, state)
 
     def _write(self, now: float, state: State) -> None:
@@ -111,7 +113,7 @@ class StatusWriter:
         doing: dict[Kind | None, str] = {}
         shown = {}
         for name, replica in state.replicas.items():
-            kind = state.lookup.roster.kind_of(name)
+            kind = indexes_of(state).replicas.kind_of(name)
             if kind is None or kind not in doing:
                 refused = refusal(state, replica)
                 doing[kind] = "pulling" if replica.loading else refused or "admitting"

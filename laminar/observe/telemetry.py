@@ -1,8 +1,8 @@
-"""What a process tells about itself, written by a thread that nobody waits for.
+"""What a process reports about itself, written by a thread that nothing waits for.
 
 Reads   items that the process puts into its outlets
 Writes  through the outlets: log lines, timelines, status, metrics, the panel of a terminal
-Gives   Telemetry, Outlet; tell: a last word on the terminal
+Gives   Telemetry, Outlet; tell: a last line on the terminal
 
 No write of these can end, block or wedge anything. What cannot be written is counted and dropped;
 the first write that works again is followed by one word about what was lost. An outlet whose writer
@@ -115,8 +115,8 @@ class Telemetry:
         self._say = say
 
     def beside(self) -> Telemetry:
-        """Another thread, for what takes long: the others do not wait for it. Losses are told as
-        this one's are."""
+        """Another thread, for what takes long: the others do not wait for it. Losses are reported
+        as this one's are."""
         other = Telemetry()
         other.tell_losses(self._tell)
         return other
@@ -144,7 +144,7 @@ def print_lines(lines: list[bytes]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a last word to standard error; a terminal that is gone or stands still is let be."""
+    """Print a last line to standard error; one that is gone or accepts nothing is ignored."""
     telemetry = Telemetry()
     telemetry.outlet("terminal", print_lines).put(f"{text}\n".encode(errors="replace"))
     telemetry.drain(DRAIN_S)

@@ -67,7 +67,7 @@ class WandbRun:
                 self._log.error("wandb-not-finished", after_s=FINISH_S)
 
     def _begun(self) -> Any:
-        """The run; that it cannot begin is told once, and tried again with the next figures."""
+        """The run; that it cannot begin is said once, and tried again with the next figures."""
         try:
             return self._begin()
         except Exception as error:

@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import fmean
 
 from laminar.core.held_out import facts
-from laminar.core.state import ENDED, State
+from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.rundir import FIRST_LOOK_FILE
@@ -53,7 +54,7 @@ class Watch:
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):
             self.take(stamped.event.metrics)
-        if state.phase == ENDED:
+        if state.phase == Phase.ENDED:
             return
         for kind, text in self._found(stamped.event, state):
             if kind not in state.warnings and kind not in self._given:
@@ -182,10 +183,9 @@ def _mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
         part = event.left_out[0]
         yield (
             "mismatch",
-            f"{len(part.trajectories)} answers of {part.replica} with weight version "
-            f"{part.version} were left out: its log-probs differ from the trainer's by "
-            f"{part.diff:.3g} a token where {part.limit:.3g} is the most for weights of that age; "
-            "if it goes on, the engine of that replica computes something else than the trainer",
+            f"answers of {part.replica} with weight version {part.version} do not come from those "
+            "weights and are not trained; if it goes on, the engine of that replica computes "
+            "something else than the trainer",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a simulation is told: sizes, timings, and which faults may be drawn, as TOML.
+"""What a simulation is configured with: sizes, timings, and which faults may be drawn, as TOML.
 
 Reads   a TOML file
 Gives   SimConfig; ConfigError names the key, the value and the fix

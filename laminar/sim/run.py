@@ -3,7 +3,7 @@
 Reads   SimConfig, seeds
 Gives   Outcome; lines of text for people
 
-A story is told by running the seed again and listening, since the same seed is the same run: an
+A story comes from running the seed again and listening, since the same seed is the same run: an
 ordinary run need not remember anything for it.
 """
 
@@ -21,10 +21,10 @@ from laminar.analysis.story import Subject, describe
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Event, Stamped
+from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.config import SimConfig
-from laminar.sim.liveness import heals_in_time
-from laminar.sim.scheduler import SECOND
-from laminar.sim.violation import Violation
+from laminar.sim.runtime.scheduler import SECOND
+from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import Observer, World
 
 STORY_LINES = 40
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     invariant: str  #: name of the broken promise; empty: none
     details: str
     subjects: tuple[str, ...]  #: ids of what was hurt
-    marks: dict[str, int]
+    coverage: dict[str, int]
     digest: str  #: of the last state
 
 
@@ -77,7 +77,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         invariant=violation.invariant if violation else "",
         details=violation.details if violation else "",
         subjects=violation.subjects if violation else (),
-        marks=world.marks.counts,
+        coverage=world.coverage.counts,
         digest=digest,
     )
 
@@ -129,7 +129,7 @@ def _subject(name: str) -> Subject | None:
 
 
 def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command]) -> Iterator[str]:
-    """The event, if it concerns somebody, and what was decided about him."""
+    """The event, if it concerns a subject, and what was decided about it."""
     told = any(_concerns(subject, stamped.event, stamped.peer) for subject in subjects)
     decided = [c for c in commands if any(_concerns(subject, c, c.to) for subject in subjects)]
     if told or decided:

@@ -3,8 +3,8 @@
 Reads   SimConfig, the seed
 Gives   Scenario; `stream(seed, concern)`
 
-Each concern draws from its own generator, so that a new fault, or a longer run, shifts nobody
-else's luck, and two versions of the product meet the same world.
+Each concern draws from its own generator, so that a new fault, or a longer run, does not change
+the others, and two versions of the product meet the same world.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from typing import TypeVar
 
 import msgspec
 
+from laminar.config.tree import (
+    Config,
+    CoordinatorConfig,
+    DataConfig,
+    RecoveryConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.sim.config import CheckConfig, SimConfig
-from laminar.sim.scheduler import MS, SECOND
+from laminar.sim.runtime.scheduler import MS, SECOND
 
 T = TypeVar("T")
 
@@ -100,6 +109,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         start_timeout_ms=START_TIMEOUT_MS,
         stall_ms=pick(work.stall_ms),
         max_error_permille=MAX_ERROR_PERMILLE,
+        rules=NEW_RUN,
         eval_answers=pick(work.eval_answers, stream(seed, "answers")),
     )
     replicas = pick(work.replicas)
@@ -137,3 +147,28 @@ def draw(config: SimConfig, seed: int) -> Scenario:
 def seconds(value: float) -> int:
     """Nanoseconds."""
     return int(value * SECOND)
+
+
+def actor_config(scenario: Scenario) -> Config:
+    """What the actors of this world read from their run directory."""
+    settings = scenario.settings
+    return Config(
+        seed=settings.seed,
+        data=DataConfig(max_response_length=scenario.lengths.limit),
+        rollout=RolloutConfig(
+            replicas=scenario.replicas,
+            group_size=settings.group_size,
+            max_num_seqs=scenario.slots,
+            progress_interval_ms=scenario.progress_ns // MS,
+        ),
+        recovery=RecoveryConfig(max_restarts=scenario.max_restarts),
+        coordinator=CoordinatorConfig(
+            heartbeat_ms=scenario.heartbeat_ns // MS,
+            lease_ms=scenario.lease_ms,
+            node_lease_ms=scenario.node_lease_ms,
+            disk_wait_s=scenario.disk_wait_s,
+        ),
+        trainer=TrainerConfig(
+            save_freq=scenario.save_freq, max_ckpt_to_keep=scenario.max_ckpt_to_keep
+        ),
+    )

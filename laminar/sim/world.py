@@ -3,9 +3,9 @@
 Reads   SimConfig, the seed
 Gives   the run, event by event, until it has ended; raises Violation
 
-The coordinator's tick, log, codec, session and recovery, the actors' command filter, the store's
-rules and the relay's slots are the real ones. What is modelled: engines, trainer, node, network,
-disk and time.
+The coordinator's tick, log, codec, session and recovery, the actors' host, the node, the store, the
+trainer and the relay's slots are the real ones. What is modelled: engines, the learner, network,
+disk, time and the operating system's processes.
 """
 
 from __future__ import annotations
@@ -16,35 +16,41 @@ from collections.abc import Callable
 from laminar import ids
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.sim.checkers import Checks
+from laminar.rundir import CHECKPOINTS_DIR
+from laminar.sim.checks.coverage import Coverage
+from laminar.sim.checks.final_checks import judge
+from laminar.sim.checks.safety import Checks
 from laminar.sim.config import SimConfig
-from laminar.sim.coordinator import SimCoordinator
-from laminar.sim.faults import Faults
-from laminar.sim.marks import Marks
-from laminar.sim.models.node import Node
+from laminar.sim.faults.faults import Faults
+from laminar.sim.interfaces import Model
+from laminar.sim.models.learner import ModelDirectory, SimTrainer
+from laminar.sim.models.processes import MachineProcesses
 from laminar.sim.models.relay import Relay
-from laminar.sim.models.rollout import Rollout
-from laminar.sim.models.store import Store
-from laminar.sim.models.trainer import Checkpoint, Trainer
-from laminar.sim.network import Network
-from laminar.sim.process import Model, SimProcess
-from laminar.sim.scenario import draw, seconds, stream
-from laminar.sim.scheduler import SECOND, Scheduler
-from laminar.sim.verdict import judge
-from laminar.sim.violation import Violation
+from laminar.sim.models.relay_machine import VERSION_BYTES, SimArena, SimMachine
+from laminar.sim.models.replica import Replica
+from laminar.sim.models.store import StoreDatabase, StoreProcess
+from laminar.sim.runtime.boot import Boot
+from laminar.sim.runtime.bulk import BulkNetwork
+from laminar.sim.runtime.coordinator import SimCoordinator
+from laminar.sim.runtime.network import Network
+from laminar.sim.runtime.process import SimProcess
+from laminar.sim.runtime.rpc import SimServer
+from laminar.sim.runtime.scheduler import SECOND, Scheduler
+from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import actor_config, draw, seconds, stream
 from laminar.storage.rules import Row
 
 FIRST_NODE = "node-0"
 CALLS_PER_EVENT = 2_000
-"""A hundred times what is usual: somebody wakes up again and again and does nothing."""
+"""A hundred times what is usual: something wakes up again and again and does nothing."""
 CALLS_PER_LOOK = 16
 """So often a run is asked whether it has made too many calls or events."""
 _MODELS: dict[str, Callable[[SimProcess], Model]] = {
-    "node": Node,
-    "store": Store,
-    "trainer": Trainer,
+    "node": MachineProcesses,
+    "store": StoreProcess,
+    "trainer": SimTrainer,
     "relay": Relay,
-    "rollout": Rollout,
+    "rollout": Replica,
 }
 
 Observer = Callable[[Stamped, list[Command], State], None]
@@ -57,14 +63,21 @@ class World:
         self.scenario = draw(config, seed)
         self.scheduler = Scheduler()
         self.network = Network(self.scheduler, stream(seed, "network"), self.scenario.delay_ms)
-        self.marks = Marks()
+        self.coverage = Coverage()
+        bytes_per_s = VERSION_BYTES / self.scenario.transfer_s
+        self.bulk = BulkNetwork(self, self.scenario.delay_ms, bytes_per_s)
+        self.arenas: dict[str, SimArena] = {}  #: by path, of all machines
         self.checks = Checks(self)
         self.faults = Faults(self, config.faults)
         self.coordinator = SimCoordinator(self)
-        self.rows: dict[str, Row] = {}  #: of the store
-        self.checkpoints: dict[str, Checkpoint] = {}  #: by directory
+        self.config = actor_config(self.scenario)
+        self.database = StoreDatabase(self)
+        self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
+        self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
         self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}
+        self.boots: list[Boot] = []  #: all that there have been, kept to the end
+        self.servers: dict[str, SimServer] = {}  #: by the name under which they can be found
         self._children: dict[str, list[SimProcess]] = {}
         self._observer = observer
         self._make_processes()
@@ -87,6 +100,11 @@ class World:
         if role != "node":
             self._children.setdefault(node, []).append(process)
 
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Of the store."""
+        return self.database.rows
+
     # --- running ------------------------------------------------------------------------------
 
     @property
@@ -95,6 +113,12 @@ class World:
 
     def run(self) -> str:
         """To the end of the run; the digest of its last state. Raises Violation."""
+        try:
+            return self._run()
+        finally:
+            self.close()
+
+    def _run(self) -> str:
         self.begin()
         quiet_ns = seconds(self.scenario.checks.quiet_s)
         scheduler, checks, coordinator = self.scheduler, self.checks, self.coordinator
@@ -108,7 +132,7 @@ class World:
                 self._must_not_be_endless()
         digest = judge(self)
         if self.coordinator.state is not None:
-            self.marks.finish(self.coordinator.state)
+            self.coverage.finish(self.coordinator.state)
         return digest
 
     def begin(self) -> None:
@@ -118,6 +142,13 @@ class World:
             if process.role == "node":
                 process.start()
         self.faults.begin()
+
+    def close(self) -> None:
+        """Let go of what actors were doing when the world ended; nothing of it runs any more."""
+        for boot in self.boots:
+            boot.end()
+        for boot in self.boots:
+            boot.loop.discard()
 
     def _must_not_be_endless(self) -> None:
         calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
@@ -147,24 +178,30 @@ class World:
     def chance_of(self, process: SimProcess) -> random.Random:
         return stream(self.scenario.seed, process.boot_id)
 
+    def lose_checkpoints(self) -> None:
+        """Somebody has removed them from the disk; not the one that is being written."""
+        for path in [path for path in self.models if f"/{CHECKPOINTS_DIR}/step" in path]:
+            del self.models[path]
+            self.checks.training.lost.add(path)
+
+    def machine_of(self, relay: str) -> SimMachine:
+        """What this relay has of its machine now."""
+        model = self.processes[relay].model
+        assert isinstance(model, Relay)
+        return model.machine
+
     def children_of(self, node: str) -> list[SimProcess]:
         return self._children.get(node, [])
 
     def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
-        """Its node sees it; the relay, after a lease, too."""
-        self.scheduler.after(self.scenario.lease_ns, self._peer_lost, process)
+        """Its kernel closes its connections, and its node sees it."""
+        self.bulk.process_ended(boot_id)
         if process.role != "node":
             node = self.processes[process.node]
             if node.alive:
                 model = node.model
-                assert isinstance(model, Node)
-                node.after(0, model.child_ended, process, boot_id, code)
-
-    def _peer_lost(self, process: SimProcess) -> None:
-        relay = self.processes[ids.actor_name("relay", process.node, 0)]
-        if relay.alive and relay.welcomed:
-            assert isinstance(relay.model, Relay)
-            relay.model.peer_lost(process.name)
+                assert isinstance(model, MachineProcesses)
+                node.after(0, model.ended, boot_id, process.name, code)
 
     # --- connections --------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Raises  ConfigError when the file is not there or is no store database
 
 `check_integrity` needs only the file: every count and digest in it must agree with what it counts.
 What it cannot know is which trajectories there should be: the audit holds the rows against the
-account of somebody else, the event log. Together they notice the loss of any one row.
+account of another process, the event log. Together they notice the loss of any one row.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from laminar.config import ConfigError
 from laminar.storage import payload_files, rules, schema
+from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.storage.tables import StoredChunk, Tables
 
@@ -29,12 +32,6 @@ def open_tables(path: Path) -> Iterator[Tables]:
         raise ConfigError(f"{path} does not exist: name the store.sqlite of a run directory")
     with _connected(path) as db:
         yield Tables(db, payload_files.folder_of(path))
-
-
-def trajectory_rows(path: Path) -> Iterator[Row]:
-    """Every trajectory, by id."""
-    with open_tables(path) as tables:
-        yield from tables.rows()
 
 
 def check_integrity(path: Path) -> list[str]:
@@ -59,19 +56,22 @@ def _meta_problems(tables: Tables) -> list[str]:
             problems.append(f"{stored} {purpose} prompts are stored, {counted} were loaded")
     if meta["data_digest"] and tables.prompts_digest() != meta["prompts_digest"]:
         problems.append("the prompt rows do not have the digest they were loaded with")
-    return problems
+    return problems + [
+        f"the token ids of {purpose} prompt {row_index} are not what was stored"
+        for purpose, row_index in tables.damaged_prompt_ids()
+    ]
 
 
 def _trajectory_problems(tables: Tables, row: Row) -> list[str]:
     """The chunks must follow one another, belong to the attempt, and add up to the row."""
     chunks = tables.stored_chunks(row.id)
-    problems = _order_problems(row, chunks) + _reward_problems(row)
+    problems = _order_problems(row, chunks) + _reward_problems(row) + _prompt_problems(tables, row)
     tokens = logprobs = b""
     try:
         loaded = [tables.load(chunk) for chunk in chunks]
         tokens = b"".join(chunk.tokens for chunk in loaded)
         logprobs = b"".join(chunk.logprobs for chunk in loaded)
-    except payload_files.DamageError as error:
+    except DamageError as error:
         return [*problems, f"trajectory {row.id}: {error}"]
     sizes = {len(tokens), len(logprobs), row.num_tokens * TOKEN_BYTES}
     if len(sizes) != 1:
@@ -109,6 +109,17 @@ def _reward_problems(row: Row) -> list[str]:
     if row.end in ("trained", "evaluated") and row.status != "rewarded":
         return [f"trajectory {row.id} is {row.end} but only {row.status}"]
     return []
+
+
+def _prompt_problems(tables: Tables, row: Row) -> list[str]:
+    """What was opened began with the token ids of its prompt."""
+    key = PromptKey(row.purpose, row.row_index)
+    try:
+        if not row.attempt or tables.prompt_ids(key, tables.prompt(key) or b""):
+            return []
+    except msgspec.MsgspecError:
+        pass
+    return [f"the {row.purpose} prompt {row.row_index} of trajectory {row.id} has no token ids"]
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 Reads   typed requests (`messages`), the tables (`tables`), payload files
 Writes  the database and the payload files beside it; nothing is answered before it is durable
-Raises  ConfigError when the database cannot be used; sqlite3.Error or ports.DiskError when a write
-        fails. For want of room (storage/room.py) nothing of it is left, and it can be tried again;
-        else the process must end: after a failed sync nobody knows what is on the disk
+Raises  ConfigError when the database cannot be used; ports.DiskError when a write fails. For want
+        of room (DiskFull) nothing of it is left, and it can be tried again; else the process must
+        end: after a failed sync it is unknown what is on the disk
 
 `handle_batch` is the whole interface of a running store: what arrived together is one transaction,
 one sync (group commit), and each request is a savepoint in it, so that a bad one takes nothing of
@@ -15,29 +15,23 @@ shared memory between its readers, which network file systems lack.
 
 from __future__ import annotations
 
+import errno
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from laminar.config import ConfigError
-from laminar.ids import EVAL, TRAIN
+from laminar.ids import Purpose
+from laminar.ports import DiskError, DiskFull
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.handlers import Handlers
-from laminar.storage.room import no_room
+from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptKey
 from laminar.storage.tables import Tables
 
-PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits one reply
-
-
-class PromptCount(NamedTuple):
-    """Rows per purpose and the digest given to `load_prompts` ("" before it)."""
-
-    train: int
-    held_out: int
-    digest: str
+PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits one message
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 class Database:
@@ -52,7 +46,7 @@ class Database:
             with self._transaction():
                 self._create_or_check(path)
             payload_files.create_folder(self._folder)
-            with self._transaction():  # under the write lock nobody is between a file and its row
+            with self._transaction():  # no writer can be between a file and its row now
                 payload_files.sweep(self._folder, self._tables.file_names())
         except BaseException:
             self._db.close()
@@ -83,8 +77,8 @@ class Database:
     def _store_prompts(
         self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
     ) -> None:
-        self._tables.add_prompts(TRAIN, _encoded(train, TRAIN))
-        self._tables.add_prompts(EVAL, _encoded(held_out, EVAL))
+        self._tables.add_prompts(Purpose.TRAIN, _encoded(train, Purpose.TRAIN))
+        self._tables.add_prompts(Purpose.EVAL, _encoded(held_out, Purpose.EVAL))
         self._tables.set_meta(
             {
                 "data_digest": digest,
@@ -95,36 +89,46 @@ class Database:
         )
 
     def prompt_count(self) -> PromptCount:
-        meta = self._tables.meta()
+        with _disk_errors():
+            meta = self._tables.meta()
         counts = int(meta["train_prompts"]), int(meta["eval_prompts"])
         return PromptCount(*counts, meta["data_digest"])
 
-    def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply]:
-        """Answer requests in order; on return all that they changed is on the disk."""
+    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+        """Token ids (int32 little-endian) of prompts that had none; on return they are on disk."""
+        with self._transaction():
+            self._tables.add_prompt_ids(ids)
+
+    def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
+        """Answer requests in order; on return all that they changed is on the disk. What needs
+        token ids that are not kept yet is left undone."""
         with self._transaction():
             return [self._handle(request) for request in requests]
 
-    def _handle(self, request: m.Request) -> m.Reply:
+    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
         self._db.execute("SAVEPOINT request")
         try:
             return self._handlers.answer(request)
-        except payload_files.DamageError as error:
+        except DamageError as error:
             self._db.execute("ROLLBACK TO request")
             return m.ErrorReply(reason=str(error))
+        except NotTokenised as missing:
+            return missing
         finally:
             if self._db.in_transaction:  # a failed write may have ended the whole transaction
                 self._db.execute("RELEASE request")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+        with _disk_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
 
     def _create_or_check(self, path: Path) -> None:
         known = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
@@ -132,7 +136,7 @@ class Database:
             for statement in schema.TABLES:
                 self._db.execute(statement)
             self._tables.set_meta(schema.META)
-        self._tables.add_missing_columns()
+        self._tables.add_what_is_missing()
         meta = self._tables.meta()
         if meta.keys() != schema.META.keys() or meta["format"] != schema.FORMAT:
             raise ConfigError(
@@ -141,14 +145,28 @@ class Database:
             )
 
 
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise _disk_error(error) from error
+
+
+def _disk_error(error: sqlite3.Error) -> DiskError:
+    if getattr(error, "sqlite_errorcode", 0) in _NO_ROOM:
+        return DiskFull(errno.ENOSPC, str(error))
+    return DiskError(errno.EIO, f"{type(error).__name__}: {error}")
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     """A connection that starts no transaction by itself."""
     try:
         db = sqlite3.connect(path, isolation_level=None)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]
     except sqlite3.DatabaseError as error:
-        if no_room(error):
-            raise
+        if error.sqlite_errorcode in _NO_ROOM:
+            raise _disk_error(error) from error
         raise ConfigError(
             f"{path} cannot be opened as a store database ({error}): name another run directory"
         ) from error

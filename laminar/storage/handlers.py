@@ -1,8 +1,9 @@
 """What each request does: read the row, ask the rules for the verdict, save what follows.
 
-Reads   typed requests (`messages`) and the rows they name (`tables`)
+Reads   typed requests (`messages`) and the rows they name (`rows`)
 Writes  rows and chunks, inside the transaction of the caller
-Raises  DamageError when something that was stored is missing
+Raises  DamageError when something that was stored is missing; NotTokenised, before anything is
+        written, for a request that needs token ids that were not made yet
 
 Nothing is decided here; the decisions are in `rules`. Items of one request are handled in order,
 each seeing what the ones before it wrote.
@@ -10,32 +11,22 @@ each seeing what the ones before it wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from laminar.storage import messages as m
 from laminar.storage import rules
-from laminar.storage.payload_files import DamageError
+from laminar.storage.rows import DamageError, NotTokenised, PromptKey, Rows
 from laminar.storage.rules import Chunk, Row
-from laminar.storage.tables import Tables
-
-
-class PromptIds(msgspec.Struct, frozen=True):
-    """The one field of a PromptPayload that dispatch needs; the others are skipped unread."""
-
-    prompt_ids: bytes
-
-
-_prompt_ids = msgspec.msgpack.Decoder(PromptIds)
 
 
 class Handlers:
-    """One method per request type, over the rows of one database."""
+    """One method per request type, over the rows of one store."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
         self._by_type: dict[type, Callable[[Any], m.Reply]] = {
             m.Open: self._open,
             m.Append: self._append,
@@ -51,6 +42,7 @@ class Handlers:
         return self._by_type[type(request)](request)
 
     def _open(self, request: m.Open) -> m.OpenReply:
+        self._require_ids(PromptKey(item.purpose, item.row_index) for item in request.items)
         room = _Room()
         results: list[m.OpenResult] = []
         left_out: list[str] = []
@@ -65,58 +57,59 @@ class Handlers:
     def _open_one(self, item: m.OpenItem, room: _Room) -> m.OpenResult | None:
         """None: not opened, for its tokens have no room in the reply."""
         asked = _asked_by_open(item)
-        row = self._tables.row(item.trajectory_id)
+        row = self._rows.row(item.trajectory_id)
         verdict = rules.judge_open(row, asked)
         if verdict.answer in ("fenced", "refused"):
             return _barred_open(item, verdict.answer, verdict.reason)
         prompt_ids = b""
         if verdict.answer == "open":
-            prompt = self._tables.prompt(item.purpose, item.row_index)
+            key = PromptKey(item.purpose, item.row_index)
+            prompt = self._rows.prompt(key)
             if prompt is None:
                 return _barred_open(item, "refused", f"no {item.purpose} prompt {item.row_index}")
-            prompt_ids = _prompt_ids.decode(prompt).prompt_ids
+            prompt_ids = self._rows.prompt_ids(key, prompt)
             if not room.take(len(prompt_ids) + rules.TOKEN_BYTES * (row.num_tokens if row else 0)):
                 return None
         row = self._opened(row, verdict.change, asked)
-        chunks = self._tables.chunks(row.id) if verdict.answer == "open" else []
+        chunks = self._rows.chunks(row.id) if verdict.answer == "open" else []
         return _open_result(row, verdict, prompt_ids, chunks)
 
     def _opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
             return row
         if change == "restart":
-            self._tables.drop_chunks(asked.id)
+            self._rows.drop_chunks(asked.id)
         after = rules.opened(row, change, asked)
-        self._tables.save(row, after)
+        self._rows.save(row, after)
         return after
 
     def _append(self, request: m.Append) -> m.AppendReply:
         return m.AppendReply(results=tuple(map(self._append_one, request.items)))
 
     def _append_one(self, item: m.AppendItem) -> m.Result:
-        row = self._tables.row(item.trajectory_id)
+        row = self._rows.row(item.trajectory_id)
         chunk = Chunk(item.segment, item.offset, item.tokens, item.logprobs)
         stored = None
         if row is not None and rules.is_behind(row, item.segment, item.offset):
-            stored = self._tables.chunk(row, item.segment, item.offset)
+            stored = self._rows.chunk(row, item.segment, item.offset)
         verdict = rules.judge_append(row, item.placement, chunk, stored)
         if row is not None and verdict.changes:
-            self._tables.add_chunk(row, chunk)
-            self._tables.save(row, rules.grown(row, chunk))
+            self._rows.add_chunk(row, chunk)
+            self._rows.save(row, rules.grown(row, chunk))
         return _result(item.trajectory_id, verdict)
 
     def _finish(self, request: m.Finish) -> m.FinishReply:
         return m.FinishReply(results=tuple(map(self._finish_one, request.items)))
 
     def _finish_one(self, item: m.FinishItem) -> m.Result:
-        row = self._tables.row(item.trajectory_id)
+        row = self._rows.row(item.trajectory_id)
         verdict = rules.judge_finish(row, item.placement, item.finish_reason, item.num_tokens)
         if row is not None and verdict.changes:
             digest = self._whole_digest(row)
             after = row._replace(
                 status="generated", finish_reason=item.finish_reason, digest=digest
             )
-            self._tables.save(row, after)
+            self._rows.save(row, after)
         return _result(item.trajectory_id, verdict)
 
     def _whole_digest(self, row: Row) -> str:
@@ -133,26 +126,39 @@ class Handlers:
         room = _Room()
         trajectories: list[m.Trajectory] = []
         left_out: list[str] = []
-        unknown: list[str] = []
-        for trajectory_id in dict.fromkeys(request.ids):
-            row = self._tables.row(trajectory_id)
-            if row is None:
-                unknown.append(trajectory_id)
-                continue
-            prompt = self._tables.prompt(row.purpose, row.row_index)
+        rows = {wanted: self._rows.row(wanted) for wanted in request.ids}
+        unknown = [wanted for wanted, row in rows.items() if row is None]
+        found = [row for row in rows.values() if row is not None]
+        self._require_ids(PromptKey(row.purpose, row.row_index) for row in found)
+        for row in found:
+            key = PromptKey(row.purpose, row.row_index)
+            prompt = self._rows.prompt(key)
             if prompt is None:
                 raise DamageError(
                     f"the {row.purpose} prompt {row.row_index} of {row.id} is missing"
                 )
-            if room.take(_fetched_size(row, prompt)):
-                trajectories.append(self._trajectory(row, prompt, request.with_prompt))
+            ids = self._rows.prompt_ids(key, prompt)
+            if room.take(_fetched_size(row, prompt, ids)):
+                trajectories.append(self._trajectory(row, ids, request.with_prompt, prompt))
             else:
-                left_out.append(trajectory_id)
+                left_out.append(row.id)
         return m.FetchReply(
             trajectories=tuple(trajectories), left_out=tuple(left_out), unknown=tuple(unknown)
         )
 
-    def _trajectory(self, row: Row, prompt: bytes, with_prompt: bool) -> m.Trajectory:
+    def _require_ids(self, keys: Iterable[PromptKey]) -> None:
+        """All of these that exist have been tokenised; raises NotTokenised."""
+        missing = {}
+        for key in dict.fromkeys(keys):
+            prompt = self._rows.prompt(key)
+            if prompt is not None and not self._rows.prompt_ids(key, prompt):
+                missing[key] = prompt
+        if missing:
+            raise NotTokenised(missing)
+
+    def _trajectory(
+        self, row: Row, prompt_ids: bytes, with_prompt: bool, prompt: bytes
+    ) -> m.Trajectory:
         tokens, logprobs, segment_lengths = self._payload(row)
         return m.Trajectory(
             trajectory_id=row.id,
@@ -168,17 +174,17 @@ class Handlers:
             reward_reason=row.reward_reason,
             reward_detail=row.reward_detail,
             end=row.end,
-            prompt_ids=_prompt_ids.decode(prompt).prompt_ids,
+            prompt_ids=prompt_ids,
             tokens=tokens,
             logprobs=logprobs,
             segment_lengths=segment_lengths,
             prompt=prompt if with_prompt else None,
-            extras=self._tables.extras(row.id),
+            extras=self._rows.extras(row.id),
         )
 
     def _payload(self, row: Row) -> tuple[bytes, bytes, tuple[int, ...]]:
         """All tokens, all log-probs, and the tokens per segment."""
-        chunks = self._tables.chunks(row.id)
+        chunks = self._rows.chunks(row.id)
         tokens = b"".join(chunk.tokens for chunk in chunks)
         logprobs = b"".join(chunk.logprobs for chunk in chunks)
         return tokens, logprobs, rules.segment_lengths(chunks)
@@ -187,7 +193,7 @@ class Handlers:
         return m.PutRewardsReply(results=tuple(map(self._reward_one, request.items)))
 
     def _reward_one(self, item: m.RewardItem) -> m.RewardResult:
-        row = self._tables.row(item.trajectory_id)
+        row = self._rows.row(item.trajectory_id)
         verdict = rules.judge_reward(row, item.placement, item.score, item.reason, item.detail)
         if row is not None and verdict.changes:
             row = self._rewarded(row, item)
@@ -206,20 +212,20 @@ class Handlers:
             reward_reason=item.reason,
             reward_detail=item.detail,
         )
-        self._tables.save(row, after)
-        self._tables.set_reward_text(row.id, item.score, item.text, item.extras)
+        self._rows.save(row, after)
+        self._rows.set_reward_text(row.id, item.score, item.text, item.extras)
         return after
 
     def _end(self, request: m.End) -> m.EndReply:
         return m.EndReply(results=tuple(map(self._end_one, request.items)))
 
     def _end_one(self, item: m.EndItem) -> m.EndResult:
-        row = self._tables.row(item.trajectory_id)
+        row = self._rows.row(item.trajectory_id)
         asked = _asked_by_end(item)
         verdict = rules.judge_end(row, asked)
         if verdict.changes:
             after = rules.ended(row, asked)
-            self._tables.save(row, after)
+            self._rows.save(row, after)
             row = after
         return m.EndResult(
             trajectory_id=item.trajectory_id,
@@ -230,25 +236,27 @@ class Handlers:
         )
 
     def _sample_prompts(self, request: m.SamplePrompts) -> m.SamplePromptsReply:
-        meta, room = self._tables.meta(), _Room()
+        meta, room = self._rows.meta(), _Room()
         purpose, rows = "train", int(meta["train_prompts"])
         if not rows:
             purpose, rows = "eval", int(meta["eval_prompts"])
         count = min(request.count, rows)
-        payloads = (self._tables.prompt(purpose, i * rows // count) for i in range(count))
-        prompts = (_prompt_ids.decode(p).prompt_ids for p in payloads if p is not None)
+        keys = [PromptKey(purpose, i * rows // count) for i in range(count)]
+        self._require_ids(keys)
+        found = ((key, self._rows.prompt(key)) for key in keys)
+        prompts = (self._rows.prompt_ids(key, p) for key, p in found if p is not None)
         return m.SamplePromptsReply(prompts=tuple(p for p in prompts if room.take(len(p))))
 
     def _stats(self, request: m.Stats) -> m.StatsReply:
-        meta = self._tables.meta()
+        meta = self._rows.meta()
         return m.StatsReply(
             train_prompts=int(meta["train_prompts"]),
             eval_prompts=int(meta["eval_prompts"]),
             totals=tuple(
                 m.Total(state=state, trajectories=number, tokens=tokens, tokens_lost=lost)
-                for state, number, tokens, lost in self._tables.totals()
+                for state, number, tokens, lost in self._rows.totals()
             ),
-            database_bytes=self._tables.database_bytes(),
+            database_bytes=self._rows.database_bytes(),
         )
 
 
@@ -325,7 +333,7 @@ def _open_result(
     )
 
 
-def _fetched_size(row: Row, prompt: bytes) -> int:
-    """At least the bytes of the row in a reply: the prompt ids may be in it twice."""
-    detail = row.reward_detail or ""
-    return 2 * len(prompt) + 2 * rules.TOKEN_BYTES * row.num_tokens + 4 * len(detail) + 4096
+def _fetched_size(row: Row, prompt: bytes, prompt_ids: bytes) -> int:
+    """At least the bytes of the row in a reply."""
+    payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.num_tokens
+    return payload + 4 * len(row.reward_detail or "") + 4096

@@ -18,7 +18,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from laminar.storage.rules import Answer, Ending, OpenAnswer, Purpose, RewardAnswer
+from laminar.ids import Purpose
+from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer
 
 MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket, less its envelope
 REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; what is over it is left out
@@ -142,7 +143,7 @@ class EndItem(Item, frozen=True, kw_only=True):
 
 
 class End(Message, frozen=True, kw_only=True):
-    """Close trajectories for ever, one row each, and learn how many tokens they had."""
+    """Close trajectories, one row each, and learn how many tokens they had."""
 
     items: Annotated[tuple[EndItem, ...], Many]
 
@@ -306,7 +307,7 @@ class PromptPayload(Item, frozen=True, kw_only=True):
     ground_truth: Any
     columns: dict[str, Any]
     data_source: str
-    prompt_ids: bytes  #: int32 little-endian
+    prompt_ids: bytes = b""  #: int32 little-endian; empty: tokenised later, and kept elsewhere
 
 
 # --- codec ------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Large payloads as files beside the database, named by their content.
 
 Reads   and writes one folder: files named xxh3_128 (hex) of their bytes, never changed
-Raises  DamageError for a missing or changed file; ports.DiskError when a write or sync fails
+Raises  DamageError for a missing or changed file; ports.DiskError when a write or sync fails,
+        DiskFull for want of room
 
 A blob of many pages makes every later checkpoint of the database slower, so what is above
 INLINE_LIMIT goes here. A file is written under another name, synced, renamed, and its folder
@@ -17,15 +18,13 @@ from pathlib import Path
 
 import xxhash
 
-from laminar.ports import DiskError
+from laminar.ports import DiskError, DiskFull
+from laminar.storage.room import no_room
+from laminar.storage.rows import DamageError
 
 INLINE_LIMIT = 64 * 2**10  #: bytes of a payload that still lies in the database
 
 _TEMPORARY = ".partial"
-
-
-class DamageError(Exception):
-    """Something that was stored is missing, or is not what was stored."""
 
 
 def folder_of(database: Path) -> Path:
@@ -41,7 +40,8 @@ def write(folder: Path, data: bytes) -> str:
             _write_and_rename(folder, name, data)
         _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise DiskError(error.errno, f"payload file {folder / name}: {error.strerror}") from error
+        kind = DiskFull if no_room(error) else DiskError
+        raise kind(error.errno, f"payload file {folder / name}: {error.strerror}") from error
     return name
 
 

@@ -6,10 +6,10 @@ Gives   a verdict: the answer for the client and whether anything changes
 One sentence carries everything: a trajectory belongs to the highest placement that opened it.
 Placements are fencing tokens (Kleppmann, "How to do distributed locking", 2016): the coordinator
 raises the number each time it dispatches, resumes or moves a trajectory, and the store refuses
-whoever holds a lower one. Hand-off, crash recovery and a process that wakes up late are therefore
-the same operation, and no lock or lease has to be released first. Every request may arrive twice;
-a repeat is answered like the first and changes nothing. A finished response is never discarded:
-whoever opens it again is told how far it got.
+a process that holds a lower one. Hand-off, crash recovery and a process that wakes up late are
+therefore the same operation, and no lock or lease has to be released first. Every request may
+arrive twice; a repeat is answered like the first and changes nothing. A finished response is never
+discarded: a process that opens it again learns how far it got.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
-Purpose = Literal["train", "eval"]
 Status = Literal["open", "generated", "rewarded"]
 Ending = Literal["trained", "evaluated", "dropped"]
 Answer = Literal["ok", "fenced", "refused"]
@@ -258,7 +257,7 @@ def judge_reward(
 
 
 def judge_end(row: Row | None, asked: Row) -> Verdict:
-    """May the trajectory end so? Nobody writes to it afterwards, and no other end replaces it.
+    """May the trajectory end so? Nothing is written to it afterwards, and no other end replaces it.
 
     `asked` is the row it would be, had it never been opened.
     """

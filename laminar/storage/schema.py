@@ -2,9 +2,10 @@
 
 Gives   SQL text and the column list of `rules.Row`
 
-`prompts` and `meta` are written once; `trajectories` keeps one row per issued trajectory for ever;
-`chunks` holds the tokens of its latest attempt, keyed by segment from the first day (a single-turn
-response is segment 0). Only SQL that SQLite 3.24 knows is used: clusters run old systems.
+`prompts` and `meta` are written once; `prompt_ids` has the token ids that were not known then;
+`trajectories` keeps one row per issued trajectory and never removes it; `chunks` holds the tokens
+of its latest attempt, keyed by segment from the first day (a single-turn response is segment 0).
+Only SQL that SQLite 3.24 knows is used: clusters run old systems.
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ TABLES = (
     """,
     "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
 )
+
+#: A table that came later: made in a database that lacks it.
+LATER_TABLE = """
+    CREATE TABLE IF NOT EXISTS prompt_ids (
+        purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
+        row_index INTEGER NOT NULL,
+        ids BLOB NOT NULL,
+        digest TEXT NOT NULL,
+        PRIMARY KEY (purpose, row_index)
+    )
+    """
 
 #: Text columns that came later: added to a database that was made without them.
 LATER_COLUMNS = ("extras",)

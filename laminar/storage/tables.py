@@ -9,7 +9,7 @@ The store and the audit share these reads, so that what is checked is what is se
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,12 +18,22 @@ import xxhash
 
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
+from laminar.storage.rows import PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
-from laminar.storage.schema import LATER_COLUMNS, ROW_COLUMNS
+from laminar.storage.schema import LATER_COLUMNS, LATER_TABLE, ROW_COLUMNS
 
 _INSERT_ROW = (
     f"INSERT INTO trajectories ({ROW_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})"
 )
+
+
+class _PromptIds(msgspec.Struct, frozen=True):
+    """The one field of a PromptPayload that dispatch needs; the others are skipped unread."""
+
+    prompt_ids: bytes = b""
+
+
+_prompt_ids = msgspec.msgpack.Decoder(_PromptIds)
 
 
 class StoredChunk(NamedTuple):
@@ -89,8 +99,9 @@ class Tables:
         self._db = connection
         self._folder = folder
 
-    def add_missing_columns(self) -> None:
-        """Those that a database of an earlier release lacks."""
+    def add_what_is_missing(self) -> None:
+        """What a database of an earlier release lacks."""
+        self._db.execute(LATER_TABLE)
         for name in LATER_COLUMNS:
             if name not in self._columns():
                 self._db.execute(f"ALTER TABLE trajectories ADD COLUMN {name} TEXT")
@@ -108,10 +119,36 @@ class Tables:
         rows = ((purpose, index, payload) for index, payload in enumerate(payloads))
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", rows)
 
-    def prompt(self, purpose: str, row_index: int) -> bytes | None:
+    def prompt(self, key: PromptKey) -> bytes | None:
         sql = "SELECT payload FROM prompts WHERE purpose = ? AND row_index = ?"
-        found = self._db.execute(sql, (purpose, row_index)).fetchone()
+        found = self._db.execute(sql, key).fetchone()
         return None if found is None else found[0]
+
+    def prompt_ids(self, key: PromptKey, payload: bytes) -> bytes:
+        """Token ids of the prompt with this payload; empty when it has not been tokenised yet."""
+        if ids := _prompt_ids.decode(payload).prompt_ids:
+            return ids
+        sql = "SELECT ids FROM prompt_ids WHERE purpose = ? AND row_index = ?"
+        found = self._db.execute(sql, key).fetchone()
+        return b"" if found is None else bytes(found[0])
+
+    def add_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+        rows = ((*key, found, xxhash.xxh3_128_hexdigest(found)) for key, found in ids.items())
+        self._db.executemany("INSERT OR REPLACE INTO prompt_ids VALUES (?, ?, ?, ?)", rows)
+
+    def damaged_prompt_ids(self) -> list[PromptKey]:
+        """Those that do not have the digest they were stored with, or belong to no prompt."""
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'prompt_ids'").fetchone():
+            return []  # a database of an earlier release: all are in the payloads
+        sql = (
+            "SELECT i.purpose, i.row_index, i.ids, i.digest, p.payload IS NULL FROM prompt_ids i "
+            "LEFT JOIN prompts p USING (purpose, row_index) ORDER BY 1, 2"
+        )
+        return [
+            PromptKey(purpose, row_index)
+            for purpose, row_index, ids, digest, alone in self._db.execute(sql)
+            if alone or xxhash.xxh3_128_hexdigest(ids) != digest
+        ]
 
     def prompts_digest(self) -> str:
         """xxh3_128 (hex) of every prompt row in key order, each framed by its key and length."""

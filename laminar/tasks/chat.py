@@ -1,8 +1,11 @@
 """From a prompt row to the token ids that the engine starts from.
 
 Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
-Gives   lists of token ids, made once at start; raises ConfigError; whether a row has gone through
-        the chat template already
+Gives   lists of token ids, made when they are first needed; raises ConfigError; whether a row has
+        gone through the chat template already
+
+What is wrong with a row is found before a run begins (`check_all`), as far as possible without
+encoding it: a text with fewer bytes than the limit has tokens has fewer tokens (`token_bound`).
 
 This is the only place where a prompt's text becomes ids: the engine, the store and the trainer pass
 the ids on and never tokenise text again, so no two of them can disagree about a template.
@@ -18,15 +21,20 @@ from jinja2 import TemplateError
 
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.prompts import PromptRow
+from laminar.tasks.token_bound import token_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+LATER_MAX = 2**17
+"""Tokens of a prompt that is encoded later: with its response it fits one message of the store."""
+
+
 @dataclass(frozen=True)
-class EncodedPrompts:
+class CheckedPrompts:
     rows: list[PromptRow]
-    ids: list[list[int]]  #: ids[i] belongs to rows[i]
+    ids: list[list[int] | None]  #: ids[i] belongs to rows[i]; None: to be encoded when needed
     left_out: int  #: rows longer than data.max_prompt_length, with data.filter_overlong_prompts
 
 
@@ -34,24 +42,29 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
 ) -> list[int]:
     """Token ids of one prompt, ready for the first sampled token; raises ConfigError."""
-    if data.apply_chat_template and tokenizer.chat_template:
-        ids = _with_template(tokenizer, row, data)
+    if _has_template(tokenizer, data):
+        found = _with_template(tokenizer, row, data, tokenize=True)
     else:
-        ids = _without_template(tokenizer, row, data)
+        found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
+    ids = [int(i) for i in found]
     if not ids:
         raise ConfigError(f"the prompt of row {row.index} has no tokens; drop the row")
     return ids
 
 
-def encode_all(
+def check_all(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
-) -> EncodedPrompts:
-    """Every prompt's ids under the length limit; raises ConfigError unless rows may be left out."""
+) -> CheckedPrompts:
+    """Every prompt can be encoded, under the length limit; raises ConfigError unless rows may be
+    left out. A prompt whose text shows that is not encoded."""
     kept: list[PromptRow] = []
-    kept_ids: list[list[int]] = []
+    kept_ids: list[list[int] | None] = []
+    most, limit = token_bound(tokenizer), min(data.max_prompt_length, LATER_MAX)
     for row in rows:
-        ids = encode_prompt(tokenizer, row, data)
-        if len(ids) <= data.max_prompt_length:
+        text = _text(tokenizer, row, data) if most else ""
+        short = most and text and most(text) <= limit
+        ids = None if short else encode_prompt(tokenizer, row, data)
+        if ids is None or len(ids) <= data.max_prompt_length:
             kept.append(row)
             kept_ids.append(ids)
         elif not data.filter_overlong_prompts:
@@ -65,7 +78,7 @@ def encode_all(
             f"all {len(rows)} prompts are longer than data.max_prompt_length = "
             f"{data.max_prompt_length}; raise the limit"
         )
-    return EncodedPrompts(kept, kept_ids, len(rows) - len(kept))
+    return CheckedPrompts(kept, kept_ids, len(rows) - len(kept))
 
 
 def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> bool:
@@ -73,7 +86,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
 
     Such text has one of the template's special tokens, or all that stands around a message.
     """
-    if not (data.apply_chat_template and tokenizer.chat_template):
+    if not _has_template(tokenizer, data):
         return False
     before, after = _around(tokenizer, data)
     marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
@@ -101,13 +114,25 @@ def _around(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, 
     return before, after
 
 
+def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    return bool(data.apply_chat_template and tokenizer.chat_template)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> str:
+    """What is encoded of a row."""
+    if not _has_template(tokenizer, data):
+        return _own_text(row, data)
+    return str(_with_template(tokenizer, row, data, tokenize=False))
+
+
 def _with_template(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
-) -> list[int]:
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, *, tokenize: bool
+) -> Any:
+    """The text that the template makes, or its ids."""
     try:
-        ids: Any = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             _messages(row, data),
-            tokenize=True,
+            tokenize=tokenize,
             add_generation_prompt=True,
             return_dict=False,
             **data.apply_chat_template_kwargs,
@@ -117,7 +142,6 @@ def _with_template(
             f"the chat template of the model refuses the prompt of row {row.index}: {error}; "
             "change the messages or data.apply_chat_template_kwargs"
         ) from None
-    return [int(i) for i in ids]
 
 
 def _messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
@@ -131,9 +155,8 @@ def _messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
     return messages
 
 
-def _without_template(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
-) -> list[int]:
+def _own_text(row: PromptRow, data: DataConfig) -> str:
+    """The prompt as it is, where no template is applied."""
     reason = (
         "the tokenizer has no chat template"
         if data.apply_chat_template
@@ -149,4 +172,4 @@ def _without_template(
             "data.system_prompt and data.apply_chat_template_kwargs have no effect because "
             f"{reason}; remove them, or use a chat template"
         )
-    return [int(i) for i in tokenizer(row.prompt, add_special_tokens=True)["input_ids"]]
+    return row.prompt

@@ -3,7 +3,7 @@
 Reads   the user's Python file, which may hang, end its process or crash it
 Raises  ConfigError when its import does not come to an end
 
-A file that raises has come to an end too: whoever imports it next says what it raised.
+A file that raises has come to an end too: the next import says what it raised.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Reads   Config at start (`reward_spec`)
 Gives   RewardSpec, JSON-able, from which a worker opens its scorer
 
 What cannot work is an error at start. What goes wrong on a response is a result with its reason,
-never a score: only whoever holds `reward.error_score` turns it into one. `reward.functions` lists
-several functions with their weights; without it there is a list of one, which the other keys name.
+never a score: only the code that holds `reward.error_score` turns it into one. `reward.functions`
+lists several functions with their weights; without it there is a list of one, which the other keys
+name.
 """
 
 from __future__ import annotations

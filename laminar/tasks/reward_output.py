@@ -4,7 +4,7 @@ Reads   bytes from the workers of a pool
 Writes  RUN/logs/latest/NAME.reward.log, by the telemetry thread
 Raises  OSError: the outlet counts what is lost
 
-User code that prints belongs to nobody's terminal, and may print for days. What came first is kept:
+What user code prints belongs on no terminal, and may go on for days. What came first is kept:
 there is the beginning of whatever went wrong.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OUTPUT_BYTES_MAX = 8 << 20
-"""Of one replica: nobody reads more, and a thousand replicas may share a file system."""
+"""Of one replica: more is not read, and a thousand replicas may share a file system."""
 PIECES_KEPT_MAX = 256
 """Waiting for the file; each is what a pipe holds, 64 KiB."""
 

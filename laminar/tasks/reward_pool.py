@@ -7,7 +7,7 @@ Gives   RewardResult per response; raises RewardWorkerLost when the workers fail
 Two failures look alike and must not be mixed up. A function that raises or runs too long on a
 response is the user's business: that response gets `error_score` with its reason. A worker that
 dies (out of memory, a crash, os._exit) says nothing about the response: it is replaced and the call
-made again, and after `max_retries` the caller is told that no score exists. The time limit is kept
+made again, and after `max_retries` the caller learns that no score exists. The time limit is kept
 from outside by SIGKILL to the worker's process group, because nothing less ends user code for sure.
 """
 
@@ -35,26 +35,28 @@ from laminar.tasks.reward_worker import (
     Start,
     frame,
 )
-from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
+from laminar.tasks.rewards import (
+    FAILURES,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    RewardWorkerLost,
+)
 from laminar.tasks.user_function import LOAD_S
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
 STACK_S = 2.0  #: for the stack of a call whose time is up
-REAP_S = 5.0  #: for the end of a process that was told to end
+REAP_S = 5.0  #: for the end of a process that was ordered to end
 
 
 Output = Callable[[bytes], object]  #: takes what workers print
-
-
-class RewardWorkerLost(RuntimeError):
-    """The infrastructure failed, again and again: there is no score, not even a bad one."""
 
 
 class RewardPool:
     """`workers` processes that score in the order of asking; start, score, close.
 
     Nothing is queued here: callers wait in line for a free worker, and a caller that is cancelled
-    while its call runs takes the worker down with it, so no worker runs for nobody.
+    while its call runs takes the worker down with it, so no worker runs without need.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class RewardPool:
     ) -> None:
         """`env` is added to this process's environment for the workers; times in seconds.
 
-        `on_output` gets what user code prints, in the order of each worker; by default nobody.
+        `on_output` gets what user code prints, in the order of each worker; by default nothing
+        does.
         """
         self.workers_lost = 0  #: died by themselves
         self.workers_killed = 0  #: killed because a call ran too long
@@ -194,7 +197,7 @@ class _Worker(asyncio.SubprocessProtocol):
     """One child process: a frame in, a frame out, and the news of its end.
 
     A protocol and not asyncio's streams: Process.wait() returns only when the pipes are closed too,
-    which a process forked by the user's function can put off for ever.
+    which a process forked by the user's function can put off without end.
     """
 
     def __init__(self, on_output: Output) -> None:

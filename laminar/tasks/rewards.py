@@ -1,7 +1,7 @@
-"""What passes between whoever wants a score and whoever gives it.
+"""What passes between the code that wants a score and the code that gives it.
 
-Gives   RewardSpec, RewardCall, RewardResult; what a function returned or raised, as a RewardResult;
-        one result from those of several functions
+Gives   RewardSpec, RewardCall, RewardResult, RewardWorkerLost; what a function returned or raised,
+        as a RewardResult; one result from those of several functions
 
 What a function gives besides the score is kept with it, as far as it is small: numbers become
 metrics, text is there for people who look at a sample.
@@ -35,6 +35,10 @@ HERE = Path(__file__).parent
 
 
 Extras = dict[str, float | str]
+
+
+class RewardWorkerLost(RuntimeError):
+    """The infrastructure failed, again and again: there is no score, not even a bad one."""
 
 
 class FunctionSpec(msgspec.Struct, frozen=True):
@@ -133,7 +137,7 @@ def combined(
     """One result for each response: the weighted sum of what every function found for it.
 
     A function that does not apply (it gave None) is left out of the sum; where none applies there
-    is no score. Where one fails, nobody knows the sum: the answer has failed.
+    is no score. Where one fails, the sum is unknown: the answer has failed.
     """
     return [_sum(functions, parts) for parts in zip(*found, strict=True)]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; raises ConfigError."""
-    from transformers import AutoTokenizer  # seconds to import: only processes that tokenise pay
+    from transformers import AutoTokenizer  # seconds to import: only for processes that tokenise
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -1,6 +1,6 @@
-"""Trained samples, their split into mini- and micro-batches, and the tensors of a micro-batch.
+"""The split of trained samples into mini- and micro-batches, and the tensors of a micro-batch.
 
-Reads   TrainSample: ids, behaviour log-probs and reward of one trajectory
+Reads   TrainSample (steps.py)
 Gives   lists of indices, and MicroBatch: right-padded rows with flat per-token tensors
 
 Rows are padded on the right and start at position 0, so a causal model needs no mask at all: no
@@ -11,61 +11,15 @@ for trained tokens only, and padding cannot enter a sum because it is not there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ids = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
-    """One trajectory as it is trained: single-turn, one token sequence."""
-
-    sample_id: str
-    group_id: str
-    prompt_ids: Ids  #: at least one
-    response_ids: Ids  #: at least one; all of them sampled, the stop token included
-    logprobs: NDArray[np.float32]  #: behaviour: of the distribution sampled from, temperature in
-    reward: float
-    temperature: float  #: of the sampling; above 0
-    truncated: bool  #: the engine's finish reason was the length limit
-    weight_version: int
-    version_step: int  #: completed training steps when that version was made
-    replica: str
-    correct: bool = False  #: the full score, and not truncated
-    extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
-    advantage: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not len(self.prompt_ids) or not len(self.response_ids):
-            raise ValueError(f"sample {self.sample_id} has an empty prompt or response")
-        if len(self.logprobs) != len(self.response_ids):
-            raise ValueError(
-                f"sample {self.sample_id} has {len(self.logprobs)} log-probs for "
-                f"{len(self.response_ids)} response tokens"
-            )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
-                "cannot be trained"
-            )
-
-    @property
-    def origin(self) -> tuple[str, int]:
-        """Replica and weight version."""
-        return self.replica, self.weight_version
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+from laminar.training.steps import Ids, TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +117,3 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
         temperature=per_token([s.temperature for s in samples]),
         lengths=per_token([len(s.response_ids) for s in samples]),
     )
-
-
-def ids_digest(samples: Sequence[TrainSample]) -> str:
-    """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([s.sample_id for s in samples]))

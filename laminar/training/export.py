@@ -1,11 +1,12 @@
 """A policy as a directory that from_pretrained loads: the export, and every checkpoint.
 
 Reads   the model, and the tokenizer of the model it started from
-Writes  safetensors, config, generation config, tokenizer files and chat template, in one rename
+Writes  safetensors, config, generation config, tokenizer files and chat template
 
-A directory that exists under its name is whole: everything is written and synced beside it first.
-The files are written one by one because save_pretrained of a model refuses generation configs that
-published models do ship (a temperature without do_sample), and a run must not fail at its end.
+Each function is one step of a way that actors/model_files.py goes: a directory that exists under
+its name is whole. The files are written one by one because save_pretrained of a model refuses
+generation configs that published models do ship (a temperature without do_sample), and a run must
+not fail at its end.
 """
 
 from __future__ import annotations
@@ -36,38 +37,46 @@ TOKENIZER_FILES = (
 )
 
 
-def export_hf(
-    model: PreTrainedModel,
-    tokenizer_source: str,
-    directory: Path,
-    *,
-    tensors: Mapping[str, Tensor] | None = None,
-    extra: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write `model` to `directory`, float32; ConfigError when it exists, OSError from the disk.
-
-    `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` take
-    the place of the model's own, by the same names; `extra` are further files.
-    """
+def begin(directory: Path) -> Path:
+    """An empty directory for what is to become `directory`; ConfigError when that exists."""
     if directory.exists():
         raise ConfigError(f"export directory {directory} exists; remove it or give another path")
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():  # an export that died half-way
         shutil.rmtree(partial)
-    try:
-        partial.mkdir()
-        _copy_tokenizer(Path(tokenizer_source), partial)
-        _save_model(model, dict(named_weights(model)) if tensors is None else tensors, partial)
-        for name, content in (extra or {}).items():
-            (partial / name).write_bytes(content)
-        for path in [*partial.rglob("*"), partial]:
-            _sync(path)
-        partial.rename(directory)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
-        raise
-    _sync(directory.parent)
+    partial.mkdir()
+    return partial
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer_source: str,
+    directory: Path,
+    tensors: Mapping[str, Tensor] | None = None,
+    extra: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write `model` into `directory`, float32; OSError from the disk.
+
+    `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` take
+    the place of the model's own, by the same names; `extra` are further files.
+    """
+    _copy_tokenizer(Path(tokenizer_source), directory)
+    _save_model(model, dict(named_weights(model)) if tensors is None else tensors, directory)
+    for name, content in (extra or {}).items():
+        (directory / name).write_bytes(content)
+
+
+def sync(directory: Path) -> None:
+    """All its files are on the disk on return."""
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def rename(directory: Path, name: Path) -> None:
+    """What was synced has this name, also after a power cut."""
+    directory.rename(name)
+    _sync(name.parent)
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:

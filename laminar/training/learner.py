@@ -27,10 +27,8 @@ from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.training.advantages import group_advantages
 from laminar.training.batching import (
     MicroBatch,
-    TrainSample,
     by_group,
     collate,
-    ids_digest,
     micro_batches,
     mini_batches,
     token_rows,
@@ -39,54 +37,27 @@ from laminar.training.losses import BatchCounts, gather_targets, log_softmax_at
 from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
+    by_origin,
     mismatch_by_origin,
     reward_by_version,
     token_metrics,
 )
-from laminar.training.mismatch import Mismatch, MismatchLimits, Origin, Suspect, rounding_of
+from laminar.training.mismatch import MismatchLimits, rounding_of
 from laminar.training.model import LoadedPolicy
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.schedule import check_schedule, learning_rate
+from laminar.training.steps import (
+    MISMATCH,
+    NO_SIGNAL,
+    NON_FINITE,
+    StepResult,
+    TrainSample,
+    Update,
+    ids_digest,
+)
 
-NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
-NON_FINITE = "non-finite-gradient"
-MISMATCH = "mismatch"  #: no row of the batch came from the weights that it names
 MOVEMENT_ROWS = 8
 """Of each batch, scored before and after its updates: a few hundredths of the step's work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One mini-batch: an optimizer update, or the reason why there was none."""
-
-    sample_ids: tuple[str, ...]
-    skipped_reason: str | None
-    grad_norm: float  #: before clipping; 0 without signal
-    pg_loss: float
-    kl_loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    step: int
-    updates: tuple[Update, ...]
-    metrics: dict[str, float]
-    mismatch: dict[Origin, Mismatch]  #: of the whole batch
-    suspects: dict[Origin, Suspect]  #: whose rows were left out
-    left_out: dict[str, Origin]  #: by sample id
-    reward_by_version: dict[int, tuple[float, int]]  #: mean reward and samples
-    num_tokens: int  #: response tokens consumed
-    digest: str  #: xxh3_128 of the ids of the samples, in order
-
-    @property
-    def changed(self) -> bool:
-        """Whether the optimizer touched the weights at all."""
-        return any(u.skipped_reason is None for u in self.updates)
-
-    @property
-    def skipped_reason(self) -> str | None:
-        """Of the first update that was left out."""
-        return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,30 +120,33 @@ class Learner:
         """
         self._check(samples)
         self._set_learning_rate(step)
-        batch = self._batch(samples)
+        ready = with_advantages(samples, self.config.algorithm)
+        batch = self._batch(ready)
         mismatch = mismatch_by_origin(batch.figures, samples)
         made = {s.weight_version: s.version_step for s in samples}
         suspects = self._limits.suspects(mismatch, made, step)
         left_out = {s.sample_id: s.origin for s in samples if s.origin in suspects}
-        trained = [s for s in samples if s.sample_id not in left_out]
+        trained = ready
         if left_out:
+            ready = with_advantages(samples, self.config.algorithm, left_out)
+            trained = [s for s in ready if s.sample_id not in left_out]
             batch = self._batch(trained)
         updates, figures = self._updates(batch, trained, step)
         return StepResult(
             step=step,
             updates=updates,
-            metrics=batch_metrics(with_advantages(samples, self.config.algorithm, left_out), step)
+            metrics=batch_metrics(ready, step)
             | token_metrics(figures)
             | _update_metrics(updates)
             | {
                 "actor/lr": self.optimizer.param_groups[0]["lr"],
                 "mismatch/left_out": float(len(left_out)),
                 "mismatch/moved": self._limits.moved_by(step),
-            },
+            }
+            | by_origin(mismatch, reward_by_version(samples)),
             mismatch=mismatch,
             suspects=suspects,
             left_out=left_out,
-            reward_by_version=reward_by_version(samples),
             num_tokens=sum(len(s.response_ids) for s in samples),
             digest=ids_digest(samples),
         )
@@ -238,13 +212,13 @@ class Learner:
             ],
         )
 
-    def _batch(self, samples: Sequence[TrainSample]) -> _Batch:
+    def _batch(self, ready: Sequence[TrainSample]) -> _Batch:
         """Everything before the first update: with one mini-batch that includes its gradient.
 
+        `ready`: samples with their advantages.
         With several, the scores at the start of the step are taken; the same micro-batches are used
         as in training, so that the ratio of the first mini-batch is exactly 1.
         """
-        ready = with_advantages(samples, self.config.algorithm)
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
         figures = TokenFigures()
         if len(minis) == 1:  # the current score is the one at the start of the step

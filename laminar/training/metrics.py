@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.training.advantages import CONSTANT_SPREAD
-from laminar.training.batching import MicroBatch, TrainSample, by_group
-from laminar.training.mismatch import Mismatch, Origin
+from laminar.training.batching import MicroBatch, by_group
+from laminar.training.steps import Mismatch, Origin, TrainSample
 
 Column = NDArray[np.float64]  # one number per sample
 

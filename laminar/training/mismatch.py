@@ -14,36 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
 from laminar.config import Config
+from laminar.training.steps import Mismatch, Origin, Suspect
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
 MOVEMENT_FACTOR = 3.0
-"""The rows of the measurement are few, and not those that are judged."""
+"""The rows of the measurement are few, and not those that the limit is for."""
 FEW_TOKENS = 4.0
 """The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n)."""
-
-Origin = tuple[str, int]
-"""(replica, weight version)."""
-
-
-class Mismatch(NamedTuple):
-    """Trainer against engine over the trained tokens of one replica and version."""
-
-    mean_abs_diff: float
-    mean_k3: float
-    tokens: int
-
-
-class Suspect(NamedTuple):
-    """The mean |log p(trainer) - log p(engine)| of an origin, and what it may be; nats."""
-
-    diff: float
-    limit: float
 
 
 class MismatchLimits:

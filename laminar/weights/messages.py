@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from laminar.events.base import kebab
-from laminar.weights.manifest import Probe, TensorSpec
+from laminar.weights.version.manifest import Probe, TensorSpec
 
 MESSAGE_BYTES_MAX = 15 << 20
 """A manifest of a large model has some ten thousand tensors, about a hundred bytes each."""
@@ -78,7 +78,7 @@ class ArenaOpened(Message, frozen=True, kw_only=True):
 class OtherArena(Message, frozen=True, kw_only=True):
     """The request names an arena that is not this relay's: a former relay made it.
 
-    What was granted or leased there is void, and nobody writes into it any more.
+    What was granted or leased there is void, and nothing is written into it any more.
     """
 
 

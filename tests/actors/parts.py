@@ -13,15 +13,16 @@ import torch
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
+from laminar.actors.system.process import SystemProcess
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event
 from laminar.observe.telemetry import Telemetry
 from laminar.run_lock import RunLock
-from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena
-from laminar.weights.transfer import write_tensors
+from laminar.weights.arena.arena import Arena
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.tensors import write_tensors
 
 DEADLINE_S = 30.0
 MINIMAL = ["model.name=none", "data.dataset=none"]
@@ -44,7 +45,6 @@ class FakeHost:
         self.role, self.address = name.rpartition("-")[0], "127.0.0.1"
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
-        self.lock: RunLock  #: set where processes are started
         self.ordered_to_stop = False
         self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
@@ -83,7 +83,11 @@ class FakeHost:
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(0.001)
 
-    client = Host.client
+    now_ns = SystemProcess.now_ns
+    client = SystemProcess.client
+    server = SystemProcess.server
+    tell_address = SystemProcess.tell_address
+    outlet = SystemProcess.outlet
 
     def end(self) -> None:
         """What a killed process does: none of its tasks goes on."""
@@ -98,6 +102,11 @@ class FakeHost:
         await until(lambda: len(self.all(kind)) >= count or bool(self.failures))
         assert not self.failures, self.failures
         return self.all(kind)[count - 1]
+
+
+def real_host(run_dir: Path, name: str, role: str) -> Host:
+    """One that joins the run in this directory, on its first machine."""
+    return Host(SystemProcess(RunLock.join(run_dir, name), name, role, "node-0", "127.0.0.1"))
 
 
 async def until(condition: Callable[[], bool]) -> None:

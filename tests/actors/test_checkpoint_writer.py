@@ -11,17 +11,21 @@ from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from laminar.actors import checkpoint_writer
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.events import events as ev
 from laminar.training import export
 from laminar.training.model import load_policy, named_weights
-from laminar.weights import checkpoint
-from laminar.weights import manifest as mf
-from laminar.weights.transfer import tensor_view
+from laminar.training.threaded import ThreadedFiles
+from laminar.weights.version import checkpoint
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.tensors import tensor_view
 from tests.actors.parts import PROBE, FakeHost
 
 MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
+
+
+async def _probe() -> mf.Probe:
+    return PROBE
 
 
 class Trainer:
@@ -32,7 +36,8 @@ class Trainer:
         self.model = load_policy(MODEL, "cpu", tokenizer_size=260).model
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
         specs = mf.layout(shapes, "bfloat16")
-        self.writer = CheckpointWriter(self.host, self.model, specs, lambda: PROBE)
+        self.files = ThreadedFiles(lambda: self.model, MODEL, checkpoint.describe)
+        self.writer = CheckpointWriter(self.host, self.files, specs, _probe)  # type: ignore[arg-type]
 
     async def step(self, step: int) -> None:
         """Every parameter becomes the number of the step."""
@@ -81,13 +86,13 @@ async def test_a_slow_disk_costs_checkpoints_and_no_time(
 ) -> None:
     """The one that is due while another is being written is left out."""
     go_on = threading.Event()
-    export_hf = checkpoint_writer.export_hf
+    write_model = export.write_model
 
-    def slowly(*args: object, **named: object) -> None:
+    def slowly(*args: object) -> None:
         assert go_on.wait(30)
-        export_hf(*args, **named)  # type: ignore[arg-type]
+        write_model(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checkpoint_writer, "export_hf", slowly)
+    monkeypatch.setattr(export, "write_model", slowly)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     await trainer.step(1)
     await trainer.step(2)
@@ -101,12 +106,12 @@ async def test_a_slow_disk_costs_checkpoints_and_no_time(
 async def test_a_disk_that_fails_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object, **named: object) -> None:
+    def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "export_hf", full)
+        patch.setattr(export, "write_model", full)
         await trainer.step(1)
         await trainer.writer.close()
     await trainer.step(2)
@@ -136,11 +141,11 @@ async def test_a_file_that_the_library_cannot_write_is_a_failed_checkpoint(
 async def test_an_old_checkpoint_that_cannot_be_removed_does_not_hide_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(path: Path) -> None:
+    async def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", refused)
     trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    monkeypatch.setattr(trainer.files, "remove", refused)
     for step in (1, 2):
         await trainer.step(step)
         await trainer.writer.close()

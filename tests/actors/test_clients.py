@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from laminar.actors.clients import StoreClient
-from laminar.net.rpc import RpcClient
+from laminar.net.rpc_client import RpcClient
 from laminar.storage import messages as m
 
 

@@ -7,8 +7,8 @@ import asyncio
 import errno
 import json
 import os
-import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ import pytest
 import pytest_asyncio
 
 from laminar import ids
-from laminar.actors.book import Book
 from laminar.actors.clients import StoreClient
 from laminar.actors.disk_wait import QUIET_S, DiskStayedFull, DiskWait
 from laminar.actors.host import Host
@@ -24,8 +23,12 @@ from laminar.actors.store import Store
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.ports import DiskError
+from laminar.rundir import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.database import Database
+from laminar.storage.durable_lines import DurableLines
+from laminar.storage.rows import LoadedPrompts, PromptKey
 from tests.actors.parts import DEADLINE_S, FakeHost
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -36,13 +39,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+    def now_ns(self) -> int:
+        return int(self.now * 1e9)
 
 
 def waiting(tmp_path: Path, *settings: str) -> tuple[DiskWait, FakeHost, Clock]:
     host, clock = FakeHost(tmp_path, "store-0", *settings), Clock()
-    return DiskWait(host, "the store", clock), host, clock
+    host.now_ns = clock.now_ns  # type: ignore[method-assign]
+    return DiskWait(host, "the store"), host, clock
 
 
 def test_a_wait_is_told_at_its_beginning_and_its_end(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_disk_that_stays_full_ends_the_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "I/O error"), sqlite3.OperationalError("odd"), ConfigError("key")]
+    "error", [OSError(errno.EIO, "I/O error"), DiskError(errno.EIO, "odd"), ConfigError("key")]
 )
 def test_what_no_room_would_mend_is_not_waited_for(tmp_path: Path, error: Exception) -> None:
     wait, host, _ = waiting(tmp_path)
@@ -104,11 +108,11 @@ async def test_a_write_is_tried_until_there_is_room(tmp_path: Path) -> None:
 # --- the trainer's book -------------------------------------------------------------------------
 
 
-def test_a_line_of_the_book_is_whole_or_not_there(
+async def test_a_line_of_the_book_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk takes a part of it: the part is taken back, and the line can be tried again."""
-    book, write, full = Book(tmp_path / "book.jsonl"), os.write, [False]
+    book, write, full = DurableLines(tmp_path / "book.jsonl"), os.write, [False]
 
     def limited(fd: int, data: Any) -> int:
         if not full[0]:
@@ -117,14 +121,14 @@ def test_a_line_of_the_book_is_whole_or_not_there(
             raise FULL
         return write(fd, bytes(data)[:-5])
 
-    monkeypatch.setattr("laminar.actors.book.os.write", limited)
-    book.enter(b'{"step": 0}')
+    monkeypatch.setattr("laminar.storage.durable_lines.os.write", limited)
+    await book.enter(b'{"step": 0}')
     full[0] = True
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
-            book.enter(b'{"step": 1}')
+            await book.enter(b'{"step": 1}')
     full[0] = False
-    book.enter(b'{"step": 1}')
+    await book.enter(b'{"step": 1}')
     book.close()
     text = (tmp_path / "book.jsonl").read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == [0, 1]
@@ -147,18 +151,28 @@ class Disk:
         self._db.execute("PRAGMA max_page_count=1000000")
 
 
+class OnePrompt:
+    """The data of a run: one row, tokenised at its start."""
+
+    async def load(self) -> LoadedPrompts:
+        prompt = m.PromptPayload(
+            prompt="p", ground_truth="g", columns={}, data_source="d", prompt_ids=b"\1\0\0\0"
+        )
+        return LoadedPrompts([prompt], [], 0, "d")
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        raise AssertionError("all token ids are known")
+
+
+def database_of(store: Store) -> Database:
+    assert isinstance(store.database, Database)
+    return store.database
+
+
 @pytest_asyncio.fixture
-async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
     host = FakeHost(tmp_path, "store-0")
-    made = Store(cast("Host", host))
-    prompt = m.PromptPayload(
-        prompt="p", ground_truth="g", columns={}, data_source="d", prompt_ids=b"\1\0\0\0"
-    )
-
-    class Prompts:
-        overlap, digest = 0, "d"
-
-    monkeypatch.setattr(made, "_load_data", lambda: (Prompts(), [prompt], []))
+    made = Store(cast("Host", host), partial(Database, tmp_path / STORE_FILE), OnePrompt())
     await made.start()
     yield made
     await made.stop()
@@ -200,8 +214,7 @@ def tokens(count: int) -> m.Append:
 async def test_the_store_waits_for_room_and_answers_who_only_reads(store: Store) -> None:
     """What a replica hands over and what the coordinator ends waits, in order; a trainer gets its
     batch meanwhile. Nothing is lost and nothing fails."""
-    assert store.database is not None
-    host, disk = cast("FakeHost", store.host), Disk(store.database)
+    host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     replica, trainer = await ask(store, "rollout-0"), await ask(store, "trainer-0")
     async with asyncio.timeout(DEADLINE_S):
         await replica.ask(opening(), m.OpenReply)
@@ -229,8 +242,7 @@ async def test_the_store_waits_for_room_and_answers_who_only_reads(store: Store)
 
 
 async def test_ends_are_written_when_there_is_room(store: Store) -> None:
-    assert store.database is not None
-    host, disk = cast("FakeHost", store.host), Disk(store.database)
+    host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     endings = tuple(
         cmd.Ending(
             trajectory=ids.TrajectoryId(f"0.{n}.0"),
@@ -259,8 +271,7 @@ async def test_ends_are_written_when_there_is_room(store: Store) -> None:
 
 
 async def test_a_store_whose_disk_stays_full_says_why_it_ends(store: Store) -> None:
-    assert store.database is not None
-    host, disk = cast("FakeHost", store.host), Disk(store.database)
+    host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     store._disk._limit_s = 0.0
     replica = await ask(store, "rollout-0")
     async with asyncio.timeout(DEADLINE_S):

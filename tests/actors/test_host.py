@@ -14,9 +14,8 @@ from laminar.actors.host import Host
 from laminar.config import dumps, load
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.run_lock import RunLock
 from laminar.rundir import CONFIG_FILE
-from tests.actors.parts import MINIMAL
+from tests.actors.parts import MINIMAL, real_host
 
 DEADLINE_S = 30.0
 
@@ -33,7 +32,7 @@ def host_on_a_full_disk(run_dir: Path) -> Host:
     for folder in ("logs/latest", "timeline"):
         (run_dir / folder).mkdir(parents=True)
         (run_dir / folder / "rollout-0.jsonl").symlink_to("/dev/full")
-    return Host(RunLock.join(run_dir, "rollout-0"), "rollout-0", "rollout", "node-0", "127.0.0.1")
+    return real_host(run_dir, "rollout-0", "rollout")
 
 
 class Failing:
@@ -96,9 +95,32 @@ def test_a_failure_ends_the_process_though_nothing_can_be_logged(
         async with asyncio.timeout(DEADLINE_S):
             work = asyncio.create_task(host.run(actor))
             await asyncio.sleep(0)
-            host._on_welcome(1)
+            host.welcomed(1)
             return actor, host, await work
 
     actor, host, code = asyncio.run(run())
     assert code == exit_codes.FAILED and actor.stopped
     assert host._failure == ("ValueError: no room", exit_codes.FAILED)
+
+
+def test_a_wait_that_the_end_of_the_process_cuts_short_is_no_failure(tmp_path: Path) -> None:
+    """As that for room on a disk, in a run that ends before everybody has begun."""
+
+    class Waiting(Failing):
+        async def start(self) -> None:
+            await self.host.pause(DEADLINE_S)
+
+    async def run() -> tuple[Host, int]:
+        host = host_on_a_full_disk(tmp_path)
+        actor = Waiting(host, in_start)
+        async with asyncio.timeout(DEADLINE_S):
+            work = asyncio.create_task(host.run(actor))
+            await asyncio.sleep(0)
+            host.welcomed(1)
+            await asyncio.sleep(0.01)
+            stop = cmd.StopActor(to="rollout-0", reason="the run is over")
+            host.obey(cmd.Order(command_id=1, cause=1, command=stop), stop)
+            return host, await work
+
+    host, code = asyncio.run(run())
+    assert code == exit_codes.COMPLETE and host._failure is None

@@ -9,7 +9,7 @@ import pytest
 
 from laminar.actors.trainer import PROBE_LENGTH, PROBE_SEQUENCES, probe_sequences
 from laminar.actors.weight_loader import ProbeDifference, probe_difference, probe_failure
-from laminar.weights import manifest as mf
+from laminar.weights.version import manifest as mf
 
 
 def prompt(*tokens: int) -> bytes:

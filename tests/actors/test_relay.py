@@ -14,11 +14,13 @@ import pytest_asyncio
 from laminar.actors.relay import Relay
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.rpc import RpcError
-from laminar.weights import manifest as mf
+from laminar.net.calls import RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, arena_path
-from laminar.weights.hashes import verify
+from laminar.weights.arena.arena import Arena, arena_path
+from laminar.weights.chain.plane import Plane
+from laminar.weights.machine import RelayMachine
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import verify
 from tests.actors.parts import VERSION_BYTES, FakeHost, Writer, commit, order, until
 
 NOBODY = cmd.ForwardWeights(to="relay-0", successor="", address="", incarnation=0)
@@ -33,7 +35,8 @@ class Machine:
         self.host = FakeHost(
             run_dir, f"relay-{index}", *settings, node=node, incarnation=incarnation
         )
-        self.relay = Relay(self.host)  # type: ignore[arg-type]
+        self.machine = RelayMachine(run_dir, node, self.host.boot_id)
+        self.relay = Relay(self.host, self.machine)  # type: ignore[arg-type]
         self._writers: list[Writer] = []
         self.killed = False
 
@@ -71,20 +74,25 @@ class Machine:
         request = m.LeaseVersion(version=version, exact=exact)
         return await reader.relay.ask(request, m.Leased, m.Gone)
 
+    @property
+    def plane(self) -> Plane:
+        assert self.machine._plane is not None
+        return self.machine._plane
+
     async def kill(self) -> None:
         """As kill -9, as far as one process can play it: nothing is cleaned up."""
         self.killed = True
         await self.relay.server.close()
-        self.relay.plane.close()
+        self.plane.close()
         self.host.end()
-        if self.relay.slots._arena is not None:  # the kernel gives back what a process locked
-            fcntl.flock(self.relay.slots.region(0).fd, fcntl.LOCK_UN)
+        if self.machine.slots.slot_bytes:  # the kernel gives back what a process locked
+            fcntl.flock(self.machine.slots.region(0).fd, fcntl.LOCK_UN)
 
     async def stop(self) -> None:
         for writer in self._writers:
             await writer.relay.close(0.0)
         if self.killed:
-            self.relay.slots.close()  # what its machine's next relay would do
+            self.machine.slots.close()  # what its machine's next relay would do
         else:
             await self.relay.stop()
         assert not self.host.failures
@@ -196,7 +204,7 @@ async def test_an_unreachable_successor_is_reported_and_tried_until_it_is_there(
     late.relay.plane = late.relay._make_plane()
     late.relay.plane.start("127.0.0.1", int(port))
     await first.host.wait(ev.RelayLinked)
-    late.relay.plane.close()
+    late.plane.close()
 
 
 async def test_what_was_granted_by_a_killed_relay_is_void(machine: Make) -> None:
@@ -292,6 +300,6 @@ async def test_a_reader_holds_up_its_relay_and_nobody_else(machine: Make) -> Non
 
 async def test_a_fault_of_the_moving_thread_ends_the_process(machine: Make) -> None:
     first = await machine(0)
-    first.relay.plane._post(lambda: 1 / 0)
+    first.plane._post(lambda: 1 / 0)
     await until(lambda: bool(first.host.failures))
     assert "ZeroDivisionError" in first.host.failures.pop()

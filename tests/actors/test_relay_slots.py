@@ -4,29 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from laminar.actors.relay_slots import CHAIN, RelaySlots
-from laminar.weights import manifest as mf
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError
-from laminar.weights.slots import SlotError
-from laminar.weights.transfer import write_tensors
+from laminar.weights.arena.arena import Arena
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.arena.slots import SlotError
+from laminar.weights.machine import ArenaMemory
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.copy import VersionCopy
+from laminar.weights.version.table import VersionTable
+from laminar.weights.version.tensors import write_tensors
 from tests.actors.parts import SPECS, VERSION_BYTES, commit, tensor
 
 TRAINER = "trainer-0-a1"
 
 
-def slots_in(directory: Path, max_bytes: int = 1 << 20, slots: int = 3) -> RelaySlots:
-    return RelaySlots(directory / "arena", slots, max_bytes, lambda version: True, pytest.fail)
+class Slots(RelaySlots):
+    """With real memory and nobody who sends."""
+
+    def __init__(
+        self, directory: Path, max_bytes: int, slots: int, on_shortage: Callable[[str], None]
+    ) -> None:
+        self.memory, self.versions = ArenaMemory(directory / "arena"), VersionTable(nullcontext())
+        self.tasks: list[asyncio.Task[None]] = []
+        super().__init__(self.memory, slots, max_bytes, self.versions, self.spawned, on_shortage)
+
+    def spawned(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.get_running_loop().create_task(work))
+
+    def take(self, manifest: mf.Manifest, slot: int) -> None:
+        """What a plane does with a version that is complete."""
+        region = self.memory.region(slot)
+        self.versions.put(VersionCopy.published(manifest, slot, region))
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        self.memory.close()
+
+
+def slots_in(directory: Path, max_bytes: int = 1 << 20, slots: int = 3) -> Slots:
+    return Slots(directory, max_bytes, slots, pytest.fail)
 
 
 @pytest_asyncio.fixture
-async def slots(tmp_path: Path) -> AsyncIterator[RelaySlots]:
+async def slots(tmp_path: Path) -> AsyncIterator[Slots]:
     made = slots_in(tmp_path)
     made.make(VERSION_BYTES)
     yield made
@@ -34,30 +64,35 @@ async def slots(tmp_path: Path) -> AsyncIterator[RelaySlots]:
     assert not (tmp_path / "arena").exists()
 
 
-def arena_of(slots: RelaySlots) -> str:
+def arena_of(slots: Slots) -> str:
     return slots.make(VERSION_BYTES).arena
 
 
-def grant(slots: RelaySlots, boot_id: str = TRAINER) -> int:
+def grant(slots: Slots, boot_id: str = TRAINER) -> int:
     granted = slots.grant(boot_id, m.GrantSlot(arena=arena_of(slots)))
     assert isinstance(granted, m.SlotGranted)
     return granted.slot
 
 
-async def publish(slots: RelaySlots, version: int, boot_id: str = TRAINER) -> mf.Manifest | None:
+async def publish(slots: Slots, version: int, boot_id: str = TRAINER) -> mf.Manifest | None:
     slot = grant(slots, boot_id)
     write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(version))])
     request = commit(arena_of(slots), slot, version)
     assert slots.begin_commit(boot_id, request)
-    return await slots.digest(boot_id, request)
+    manifest = await slots.digest(boot_id, request)
+    if manifest is not None:
+        slots.take(manifest, slot)
+    return manifest
 
 
-def held_over_chain(slots: RelaySlots, manifest: mf.Manifest) -> bool:
-    return slots.keep(CHAIN, slots.grant_to_chain(), manifest)
+def held_over_chain(slots: Slots, manifest: mf.Manifest) -> bool:
+    slot = slots.grant_to_chain()
+    slots.take(manifest, slot)
+    return slots.keep(CHAIN, slot, manifest)
 
 
 async def test_a_restarted_trainer_does_not_inherit_what_its_former_self_was_writing(
-    slots: RelaySlots,
+    slots: Slots,
 ) -> None:
     old = grant(slots)
     assert grant(slots) == old  # asked again
@@ -68,14 +103,14 @@ async def test_a_restarted_trainer_does_not_inherit_what_its_former_self_was_wri
     assert len({grant(slots, f"trainer-{n}-x") for n in range(1, 3)}) == 2  # none was lost
 
 
-async def test_a_trainer_of_another_name_does_not_end_this_ones_grant(slots: RelaySlots) -> None:
+async def test_a_trainer_of_another_name_does_not_end_this_ones_grant(slots: Slots) -> None:
     mine, theirs = grant(slots), grant(slots, "trainer-1-c3")
     assert mine != theirs
     assert grant(slots) == mine
 
 
 async def test_a_slot_is_digested_to_the_end_also_when_its_writer_was_started_again(
-    slots: RelaySlots,
+    slots: Slots,
 ) -> None:
     slot = grant(slots)
     write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(3))])
@@ -86,7 +121,7 @@ async def test_a_slot_is_digested_to_the_end_also_when_its_writer_was_started_ag
     assert slots.held == (3,)
 
 
-async def test_no_second_slot_while_the_first_is_digested(slots: RelaySlots) -> None:
+async def test_no_second_slot_while_the_first_is_digested(slots: Slots) -> None:
     slot = grant(slots)
     request = commit(arena_of(slots), slot, 3)
     assert slots.begin_commit(TRAINER, request)
@@ -96,7 +131,7 @@ async def test_no_second_slot_while_the_first_is_digested(slots: RelaySlots) -> 
     assert grant(slots) >= 0
 
 
-async def test_requests_about_a_former_relays_arena_change_nothing(slots: RelaySlots) -> None:
+async def test_requests_about_a_former_relays_arena_change_nothing(slots: Slots) -> None:
     await publish(slots, 1)
     lease = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
     assert isinstance(lease, m.Leased)
@@ -108,7 +143,7 @@ async def test_requests_about_a_former_relays_arena_change_nothing(slots: RelayS
     assert slots.release(m.ReleaseLease(arena=arena_of(slots), lease_id=lease.lease_id)).valid
 
 
-async def test_any_kept_version_is_leased_and_others_are_named(slots: RelaySlots) -> None:
+async def test_any_kept_version_is_leased_and_others_are_named(slots: Slots) -> None:
     for version in (4, 7):
         await publish(slots, version)
     for wanted, exact, found in ((4, True, 4), (7, True, 7), (4, False, 7), (0, False, 7)):
@@ -121,7 +156,7 @@ async def test_any_kept_version_is_leased_and_others_are_named(slots: RelaySlots
         assert gone == m.Gone(held=(4, 7))
 
 
-async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: RelaySlots) -> None:
+async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: Slots) -> None:
     await publish(slots, 1)
     old = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
     new = slots.lease("rollout-0-y", m.LeaseVersion(version=1, exact=True))
@@ -132,7 +167,7 @@ async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: RelayS
     assert slots.release(m.ReleaseLease(arena=arena, lease_id=new.lease_id)).valid
 
 
-async def test_a_pin_may_come_before_its_version(slots: RelaySlots) -> None:
+async def test_a_pin_may_come_before_its_version(slots: Slots) -> None:
     slots.pin(2)
     for version in (1, 2, 3, 4, 5):
         await publish(slots, version)
@@ -153,7 +188,7 @@ async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:
 
 
 async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_useless(
-    slots: RelaySlots,
+    slots: Slots,
 ) -> None:
     manifest = await publish(slots, 1)
     assert manifest is not None
@@ -199,7 +234,7 @@ async def test_slots_are_granted_at_once_and_get_their_memory_behind_that(
     slots = slots_in(tmp_path)
     slots.make(VERSION_BYTES)
     assert (tmp_path / "arena").stat().st_blocks * 512 <= 4096
-    slots.region(slots.grant_to_chain()).prepare()
+    slots.memory.region(slots.grant_to_chain()).prepare()
     slots.abandon(CHAIN)
     assert await publish(slots, 1) is not None
     may_fill.set()
@@ -216,7 +251,7 @@ async def test_slots_that_cannot_get_their_memory_are_reported(
 
     monkeypatch.setattr(Arena, "fill_all", short)
     said: asyncio.Queue[str] = asyncio.Queue()
-    slots = RelaySlots(tmp_path / "arena", 3, 1 << 20, lambda version: True, said.put_nowait)
+    slots = Slots(tmp_path, 1 << 20, 3, said.put_nowait)
     slots.make(VERSION_BYTES)
     assert await asyncio.wait_for(said.get(), 20) == "there is no memory"
     slots.close()
@@ -227,9 +262,10 @@ async def test_a_relay_that_ends_waits_for_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Filling stops at the next piece, and that is nobody's failure."""
-    monkeypatch.setattr("laminar.weights.arena._POPULATE_BYTES", 4096)
+    monkeypatch.setattr("laminar.weights.arena.arena._POPULATE_BYTES", 4096)
     slots = slots_in(tmp_path, max_bytes=1 << 40)
     slots.make(1 << 30)
+    await asyncio.sleep(0)  # it begins
     slots.close()
     assert not (tmp_path / "arena").exists()
     await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.actors.roles import ROLES, kind, needs
+from laminar.actors.system.roles import ROLES, kind, needs
 from laminar.config import Config, load
 
 
@@ -30,7 +30,7 @@ def test_vllm_has_imports_and_variables_of_its_own(gpus: bool) -> None:
 
 def test_a_machine_imports_what_its_own_actors_need() -> None:
     relay = needs(["relay"], config(), gpus=False)["torch"].modules
-    assert relay == ["uvloop", "laminar.actors.relay"]
+    assert relay == ["uvloop", "laminar.actors.relay", "laminar.weights.machine"]
     data = "data.train_files=['rows.jsonl']"
     store = needs(["store"], config(data, "data.dataset="), gpus=False)["torch"].modules
     assert "reasoning_gym.factory" not in store

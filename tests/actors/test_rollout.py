@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from laminar.actors.engine_reports import EngineReports
 from laminar.actors.rollout import Rollout
+from laminar.actors.system.replica import RealParts
 from laminar.engines.protocol import (
     LENGTH,
     STOP,
@@ -124,13 +126,14 @@ class Replica:
     def __init__(self, run_dir: Path) -> None:
         (run_dir / TIMELINE_DIR).mkdir()
         self.host = FakeHost(run_dir, "rollout-0", *SAMPLING)
-        self.rollout = Rollout(self.host)  # type: ignore[arg-type]
+        self.rollout = Rollout(self.host, RealParts(self.host))  # type: ignore[arg-type]
         self.store, self.engine = HeldStore(), FakeEngine()
         self.loader = FakeLoader(self.engine)
         parts = {"store": self.store, "engine": self.engine, "loader": self.loader}
         for name, part in parts.items():
             setattr(self.rollout, name, part)
         self.rollout.stop_ids = frozenset({END_ID})
+        self.rollout.engine_reports = EngineReports(self.host, self.engine, lambda rows: None)
         self._commands = 0
 
     def tell(self, *commands: Any) -> None:
@@ -182,7 +185,7 @@ def generate(
         attempt=1,
         placement=placement,
         version=version,
-        step=version + 10,
+        version_step=version + 10,
         seed=5,
     )
 
@@ -215,7 +218,7 @@ async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica
     await replica.runs()
     replica.sampled(1, 3)
     replica.host.spawn(replica.rollout._keep_tokens())
-    replica.host.spawn(replica.rollout._report_progress())
+    replica.host.spawn(replica.rollout.engine_reports.report(0.001))
     await replica.store.next(m.Append)  # which is never answered
     before = len(replica.host.gauges)
     await until(lambda: len(replica.host.gauges) > before + 3)

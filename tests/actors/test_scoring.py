@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
+from laminar.actors.system.replica import reward_workers
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -98,8 +98,8 @@ async def scored(
         ),
         FakeStore(),
     )
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"text of {len(ids)}")
-    scorer = Scorer(host, store, tokenizer)  # type: ignore[arg-type]
+    pool = reward_workers(host)  # type: ignore[arg-type]
+    scorer = Scorer(host, store, pool, lambda ids: f"text of {len(ids)}")  # type: ignore[arg-type]
     await scorer.start()
     try:
         for names in calls:

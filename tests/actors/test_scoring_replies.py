@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +18,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
-from laminar.tasks.reward_pool import RewardWorkerLost
-from laminar.tasks.rewards import RewardCall, RewardResult
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost
 
 RIGHT = RewardResult(1.0, extras={"acc": 1.0, "pred": "seven"})
@@ -74,9 +72,7 @@ class Scored:
     def __init__(self, run_dir: Path, result: RewardResult | Exception) -> None:
         self.host = FakeHost(run_dir, "rollout-0", "reward.kind=math")
         self.pool = Pool(result)
-        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"text of {ids}")
-        self.scorer = Scorer(self.host, None, tokenizer)  # type: ignore[arg-type]
-        self.scorer.pool = self.pool  # type: ignore[assignment]
+        self.scorer = Scorer(self.host, None, self.pool, lambda ids: f"text of {ids}")  # type: ignore[arg-type]
 
     async def run(self, *, row: Any = None, reply: Any = None, names: Any = ("0.0.0",)) -> Store:
         store = Store(row or {}, reply or {})

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from laminar.actors.relay import Relay
-from laminar.actors.store import Store
+from laminar.actors.system.roles import make
 from laminar.actors.trainer import Trainer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -37,7 +36,7 @@ RESPONSE = (40, 41, 42, 43)
 @pytest_asyncio.fixture
 async def trainer(tmp_path: Path) -> AsyncIterator[Trainer]:
     hosts = [FakeHost(tmp_path, name, *SETTINGS) for name in ("store-0", "relay-0", "trainer-0")]
-    actors = [make(host) for make, host in zip((Store, Relay, Trainer), hosts, strict=True)]  # type: ignore[operator]
+    actors = [make(host) for host in hosts]  # type: ignore[arg-type]
     for actor in actors:
         await actor.start()
     yield actors[-1]
@@ -65,7 +64,8 @@ async def stored(trainer: Trainer, group: int, sibling: int, replica: str, off: 
     )
     prompt = (await ask(m.Open(items=(opening,)), m.OpenReply)).results[0].prompt_ids
     ids = [*np.frombuffer(prompt, "<i4").tolist(), *RESPONSE]
-    scores = np.array(trainer.learner.score([ids])[0][-len(RESPONSE) :], "<f4") - np.float32(off)
+    found = (await trainer.learner.score([ids]))[0][-len(RESPONSE) :]
+    scores = np.array(found, "<f4") - np.float32(off)
     chunk = m.AppendItem(
         trajectory_id=name,
         placement=1,
@@ -87,13 +87,13 @@ async def test_the_probe_is_text_of_the_run_and_the_weights_score_it(trainer: Tr
     sample = m.SamplePrompts(count=256)
     prompts = (await trainer.store.ask(sample, m.SamplePromptsReply)).prompts
     text = b" ".join(prompts)
-    probe = trainer._probe()
+    probe = await trainer._probe()
     assert len(probe.sequences) >= 8 and sum(map(len, probe.sequences)) >= 200
     for sequence in probe.sequences:
         ids = np.array(sequence, "<i4").tobytes()
         assert ids in text or ids in b"".join(prompts)
     assert probe.mean_tolerance == 1e-4 and probe.tolerance == pytest.approx(1e-3)
-    again = trainer.learner.score([list(s) for s in probe.sequences])
+    again = await trainer.learner.score([list(s) for s in probe.sequences])
     assert [list(row) for row in probe.logprobs] == again
 
 

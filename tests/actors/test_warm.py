@@ -20,12 +20,12 @@ import pytest_asyncio
 import structlog
 
 from laminar import exit_codes
-from laminar.actors import warm as warm_module
-from laminar.actors import warm_process
-from laminar.actors.child_process import ChildProcess, adopt_orphans, reap_orphan
-from laminar.actors.roles import Needs
-from laminar.actors.warm import OWN_ENVIRONMENT, Seed, WarmProcess
-from laminar.actors.warm_process import Launch
+from laminar.actors.system import warm as warm_module
+from laminar.actors.system import warm_process
+from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
+from laminar.actors.system.roles import Needs
+from laminar.actors.system.warm import OWN_ENVIRONMENT, Seed, WarmProcess
+from laminar.actors.system.warm_process import Launch
 from laminar.config import dumps, load
 from laminar.run_lock import RunLock, holders
 from laminar.rundir import CONFIG_FILE
@@ -54,7 +54,7 @@ class Machine:
         self.lock = RunLock.join(run_dir, "node-0")
         self.stdin, self.lifeline = os.pipe()
         self.warm: list[WarmProcess] = []
-        self.actors: list[ChildProcess] = []
+        self.actors: list[ForkedProcess] = []
 
     def make_warm(self, *modules: str) -> WarmProcess:
         needs = Needs([*modules], {"PYTHONPATH": f"{ROOT}:{self.modules}"})
@@ -65,7 +65,7 @@ class Machine:
         (self.modules / f"{name}.py").write_text(text)
         return name
 
-    async def fork(self, warm: WarmProcess, name: str = "relay-0") -> ChildProcess:
+    async def fork(self, warm: WarmProcess, name: str = "relay-0") -> ForkedProcess:
         launch = Launch(
             run_dir=str(self.run_dir),
             name=name,
@@ -77,7 +77,7 @@ class Machine:
         self.actors.append(await warm.fork(launch, self.stdin, self.lock.fd))
         return self.actors[-1]
 
-    async def until_it_works(self, actor: ChildProcess, name: str = "relay-0") -> None:
+    async def until_it_works(self, actor: ForkedProcess, name: str = "relay-0") -> None:
         """It has its card in the run directory, handles SIGTERM, and waits for a coordinator."""
         await until(lambda: (name, actor.pid) in [(h.name, h.pid) for h in holders(self.run_dir)])
         await until(lambda: catches(actor.pid, signal.SIGTERM))
@@ -192,8 +192,8 @@ async def test_imports_that_do_not_end_have_a_deadline(
 def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
     program = (
-        "import time\nfrom laminar.actors.roles import Needs\n"
-        "from laminar.actors.warm import Seed\n"
+        "import time\nfrom laminar.actors.system.roles import Needs\n"
+        "from laminar.actors.system.warm import Seed\n"
         "print(Seed.spawn(Needs(['endless_module'], {})).pid, flush=True)\ntime.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
@@ -255,7 +255,7 @@ async def test_a_dead_child_that_nobody_knows_is_reaped_the_second_time_it_is_se
     if known == 0:
         os._exit(3)
     assert reap_orphan({known}, 0) == 0
-    child = ChildProcess(known)
+    child = ForkedProcess(known)
     assert await child.wait() == 3
     orphan = os.fork()
     if orphan == 0:
@@ -272,7 +272,7 @@ async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
         os._exit(0)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    child = ChildProcess(pid)
+    child = ForkedProcess(pid)
     child.kill()
     assert await asyncio.wait_for(child.wait(), 5) == 0
     child.kill()
@@ -286,7 +286,7 @@ def test_a_warm_process_ends_in_good_order_when_its_socket_is_closed() -> None:
 
 LEAVING = """
 import atexit
-from laminar.actors.warm_process import leave
+from laminar.actors.system.warm_process import leave
 
 class Module:
     def __del__(self):

@@ -13,15 +13,17 @@ from safetensors.torch import save_file
 
 from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
+from laminar.actors.system.replica import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
 from laminar.engines.protocol import WeightSource
 from laminar.engines.weight_file import MappedWeights
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.weights import checkpoint
-from laminar.weights import manifest as mf
+from laminar.rundir import VERSION_FILE
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena
+from laminar.weights.arena.arena import Arena
+from laminar.weights.version import checkpoint
+from laminar.weights.version import manifest as mf
 from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
 
@@ -56,7 +58,7 @@ class Replica:
         self.host = FakeHost(run_dir, "rollout-0")
         self.engine = FakeEngine()
         self.relay = RelayClient(self.host.client("relay-0"))
-        self.loader = WeightLoader(self.host, self.relay, self.engine)  # type: ignore[arg-type]
+        self.loader = WeightLoader(self.host, self.relay, self.engine, ReplicaFiles())  # type: ignore[arg-type]
 
     async def pull(self, version: int = 0, exact: bool = False, checkpoint: str = "") -> ev.Event:
         """What it says in the end."""
@@ -116,7 +118,7 @@ def write_checkpoint(run_dir: Path, version: int, path: str = "checkpoints/step_
         version=version, step=version, specs=SPECS, tensors=weights.items(), probe=PROBE
     )
     save_file(weights, directory / checkpoint.MODEL_FILE)
-    (directory / checkpoint.VERSION_FILE).write_bytes(mf.encode(manifest))
+    (directory / VERSION_FILE).write_bytes(mf.encode(manifest))
     return directory
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,18 @@ from laminar.actors import weight_publisher
 from laminar.actors.clients import RelayClient
 from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import events as ev
-from laminar.net.rpc import RpcError
+from laminar.net.calls import RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena import Arena, ArenaError
-from tests.actors.parts import PROBE, SHAPE, FakeHost, until
+from laminar.weights.arena.arena import Arena
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.slot_writer import SlotWriter
+from tests.actors.parts import PROBE, SHAPE, SPECS, FakeHost, until
 from tests.actors.test_relay import Machine, content
+
+
+async def _probe() -> mf.Probe:
+    return PROBE
 
 
 class Weights(torch.nn.Module):
@@ -42,9 +50,9 @@ class Trainer:
         self.publisher = WeightPublisher(
             self.host,  # type: ignore[arg-type]
             client,
-            self.model,  # type: ignore[arg-type]
-            "float32",
-            lambda: PROBE,
+            partial(SlotWriter, lambda: [("w", self.model.w)]),
+            SPECS,
+            _probe,
         )
 
     async def step(self, version: int) -> None:
@@ -143,9 +151,9 @@ async def test_a_new_relay_is_noticed_before_the_next_publish(
 ) -> None:
     await trainer.slot_is_there()
     again = await restarted(relay, tmp_path)
-    await until(lambda: again.relay.slots._arena is not None)
+    await until(lambda: bool(again.machine.slots.slot_bytes))
     await trainer.slot_is_there()
-    await until(lambda: str(again.relay.slots._path) == str(trainer.publisher._arena.path))
+    await until(lambda: again.machine.slots.path == str(trainer.publisher._arena.path))
     await trainer.slot_is_there()
     await trainer.step(1)
     await again.host.wait(ev.WeightsPublished)

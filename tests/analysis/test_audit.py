@@ -17,15 +17,16 @@ from laminar.analysis.audit import audit
 from laminar.analysis.ledger_book import Account, ledger_problems
 from laminar.analysis.report import summary_of
 from laminar.core.machine import Machine
-from laminar.core.state import ENDED, Trajectory
+from laminar.core.state import Trajectory
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import group_of
+from laminar.testing.logs import Log, write_log
+from laminar.testing.run_directory import make_run, world_log
+from laminar.testing.world import World
+from laminar.testing.world_parts import Faults, group_of, settings
 from tests.analysis.conftest import Cli
-from tests.analysis.made_run import Log, make_run, world_log, write_log
 from tests.analysis.told_bench import ToldBench
-from tests.core.world import World
-from tests.core.world_parts import Faults, settings
 
 
 def execute(run_dir: Path, sql: str) -> None:
@@ -221,7 +222,7 @@ def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
     machine, account = Machine(), Account()
     for stamped, _ in bench.log:
         account(stamped, machine.handle(stamped), machine.state)
-    machine.state.phase = ENDED
+    machine.state.phase = Phase.ENDED
     (problem,) = ledger_problems(machine.state, account)
     assert "tokens live" in problem and machine.state.failure in problem
     assert "store-0" in problem

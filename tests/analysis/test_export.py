@@ -18,10 +18,11 @@ from laminar.config import ConfigError
 from laminar.core.scores import float_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.testing.logs import Log, write_log
+from laminar.testing.random_worlds import random_world
+from laminar.testing.run_directory import CLOCK_NS, world_log
 from tests.analysis.conftest import Cli
-from tests.analysis.made_run import CLOCK_NS, Log, world_log, write_log
 from tests.analysis.told_bench import ToldBench
-from tests.core.random_worlds import random_world
 
 
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from laminar.analysis.idleness import DOWN, FREE, NO_WEIGHTS, PULLING, Idleness
-from laminar.analysis.lives import ENDING, FINISHED, LOST, Life, Lives, Moment, Moments
+from laminar.analysis.lives import Life, Lives, Moment, Moments
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.core.machine import Machine
 from laminar.core.state import Replica, State, Trajectory
-from laminar.core.transitions import DISPATCHED, GENERATED, REWARDED, RUNNING
-from laminar.core.transitions import LOST as IS_LOST
+from laminar.core.statuses import TrajectoryStatus
+from laminar.testing.random_worlds import failing_world, random_world
 from tests.analysis.told_bench import ToldBench
-from tests.core.random_worlds import failing_world, random_world
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -33,21 +32,24 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
 def check(life: Life, trajectory: Trajectory) -> None:
     """Status by status; an end on its way to the store has a higher placement number."""
     last = life.placement
-    if trajectory.status in (DISPATCHED, RUNNING, IS_LOST):
+    if trajectory.status in (
+        TrajectoryStatus.DISPATCHED,
+        TrajectoryStatus.RUNNING,
+        TrajectoryStatus.LOST,
+    ):
         assert (last.number, last.attempt) == (trajectory.placement, trajectory.attempt)
         assert life.finished is life.rewarded is life.ending is None
-        assert (last.left is not None) == (trajectory.status == IS_LOST)
-        assert last.left_as == (LOST if trajectory.status == IS_LOST else "")
-        assert trajectory.status == IS_LOST or last.replica == trajectory.replica
-        assert trajectory.status != RUNNING or last.started is not None
-    elif trajectory.status in (GENERATED, REWARDED):
-        assert life.finished == last.left and last.left_as == FINISHED
+        assert (last.left is not None) == (trajectory.status == TrajectoryStatus.LOST)
+        assert trajectory.status == TrajectoryStatus.LOST or last.replica == trajectory.replica
+        assert trajectory.status != TrajectoryStatus.RUNNING or last.started is not None
+    elif trajectory.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.REWARDED):
+        assert life.finished == last.left is not None
         assert life.num_tokens == trajectory.num_tokens
-        assert (life.rewarded is not None) == (trajectory.status == REWARDED)
+        assert (life.rewarded is not None) == (trajectory.status == TrajectoryStatus.REWARDED)
         assert (life.score is None) == (trajectory.score_bits < 0)
     else:
         assert life.ending is not None and life.end
-        assert last.left_as in (FINISHED, LOST, ENDING)
+        assert last.left is not None
 
 
 def check_idle(idleness: Idleness, state: State) -> None:

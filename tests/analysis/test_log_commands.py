@@ -16,12 +16,13 @@ import pytest
 from laminar.analysis.story import Subject
 from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
-from laminar.core.state import ENDED
+from laminar.core.statuses import Phase
 from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
+from laminar.testing.logs import write_log
+from laminar.testing.run_directory import CLOCK_NS, world_log
 from tests.analysis.conftest import Cli
-from tests.analysis.made_run import CLOCK_NS, event_record, world_log, write_log
 
 
 def log_file(run_dir: Path) -> Path:
@@ -48,7 +49,7 @@ def test_replay_until_an_event_shows_the_state_there(made: Path, cli: Cli) -> No
     state = json.loads(out.split("identical\n")[1])
     assert (state["seq"], state["phase"]) == (7, "starting")
     _, out = cli("log", "replay", made, "--state")
-    assert json.loads(out.split("identical\n")[1])["phase"] == ENDED
+    assert json.loads(out.split("identical\n")[1])["phase"] == Phase.ENDED
 
 
 def other_decision(tmp_path: Path) -> tuple[Path, int, int]:
@@ -130,9 +131,7 @@ def test_raw_dump_reads_another_schema(made: Path, copy: Path, cli: Cli) -> None
         tag_field="kind",
         tag="header",
     )
-    later = msgspec.structs.replace(
-        event_record(world_log()[0][0]), event=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
-    )
+    later = EventRecord.of(world_log()[0][0], msgspec.msgpack.encode({"type": "new"}))
     data, crc = encode_frame(header(99, 1, None, "red"), 0)
     log_file(copy).write_bytes(data + encode_frame(later, crc)[0])
     code, out = cli("log", "dump", copy, "--raw")
@@ -425,9 +424,8 @@ def test_an_event_of_another_release_is_refused_by_name(copy: Path, cli: Cli) ->
     shutil.rmtree(copy / "events")
     log = world_log()[:3]
     write_log(copy, log)
-    unknown = msgspec.structs.replace(
-        event_record(log[-1][0]), seq=4, event=msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
-    )
+    last = msgspec.structs.replace(log[-1][0], seq=4)
+    unknown = EventRecord.of(last, msgspec.msgpack.encode({"type": "new"}))
     append(copy, unknown)
     for command in ("dump", "stats", "tail"):
         code, message = cli("log", command, copy)

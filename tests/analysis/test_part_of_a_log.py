@@ -11,26 +11,16 @@ from laminar.analysis.history import WallClock, raw_records, records, typed_even
 from laminar.cli.log import run_stats
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
 from laminar.eventlog.snapshot import snapshots
+from laminar.testing.memory_disk import MemoryDisk
+from laminar.testing.sim_worlds import KILLED, LoggedRun
 from tests.analysis.conftest import Cli
-from tests.coordinator.net_world import NetWorld, WireFaults
-from tests.core.random_worlds import random_world
-from tests.eventlog.memory_disk import MemoryDisk
 
 
-class KeptWorld(NetWorld):
-    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
-
-
-class ShortWorld(NetWorld):
-    sizes = {"segment_bytes": 2_048, "snapshot_every": 30, "keep_bytes": 20_000}  # noqa: RUF012
-
-
-def run_of(kind: type[NetWorld], run_dir: Path) -> NetWorld:
-    world = random_world(4, kind)
-    world.wire = WireFaults(kill_turn=0.03)
-    world.run()
-    store(world.disk, run_dir)
-    return world
+def run_of(run_dir: Path, keep_bytes: int = 0, **sizes: int) -> LoggedRun:
+    run = LoggedRun(*KILLED, snapshot_every=30, **sizes)
+    run.coordinator.keep_bytes = keep_bytes
+    store(run.run().disk, run_dir)
+    return run
 
 
 def store(disk: MemoryDisk, run_dir: Path) -> None:
@@ -40,18 +30,18 @@ def store(disk: MemoryDisk, run_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NetWorld]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoggedRun]:
     run_dir = tmp_path_factory.mktemp("kept") / "run"
-    return run_dir, run_of(KeptWorld, run_dir)
+    return run_dir, run_of(run_dir, segment_bytes=MAX_HEADER_BYTES)
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NetWorld]:
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoggedRun]:
     run_dir = tmp_path_factory.mktemp("short") / "run"
-    return run_dir, run_of(ShortWorld, run_dir)
+    return run_dir, run_of(run_dir, segment_bytes=2_048, keep_bytes=20_000)
 
 
-def test_compressed_segments_change_nothing(kept: tuple[Path, NetWorld], cli: Cli) -> None:
+def test_compressed_segments_change_nothing(kept: tuple[Path, LoggedRun], cli: Cli) -> None:
     run_dir, world = kept
     assert list((run_dir / "events").glob("*.zst"))
     code, out = cli("log", "replay", run_dir)
@@ -63,7 +53,7 @@ def test_compressed_segments_change_nothing(kept: tuple[Path, NetWorld], cli: Cl
     assert out.count('"kind": "event"') == world.state.seq
 
 
-def test_replay_from_a_snapshot_says_so(kept: tuple[Path, NetWorld], cli: Cli) -> None:
+def test_replay_from_a_snapshot_says_so(kept: tuple[Path, LoggedRun], cli: Cli) -> None:
     """Everything behind it is compared; the state at the end is the same."""
     run_dir, world = kept
     newest, older = snapshots(world.disk).usable
@@ -82,7 +72,7 @@ def test_replay_from_a_snapshot_says_so(kept: tuple[Path, NetWorld], cli: Cli) -
 
 
 def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
-    short: tuple[Path, NetWorld], cli: Cli
+    short: tuple[Path, LoggedRun], cli: Cli
 ) -> None:
     run_dir, world = short
     gone = segment_numbers(world.disk.names())[0] - 1
@@ -96,7 +86,7 @@ def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
     assert second.startswith(f"{world.state.seq - older.seq} events, ")
 
 
-def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, NetWorld], cli: Cli) -> None:
+def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, LoggedRun], cli: Cli) -> None:
     """From its oldest record on, without times that nobody knows any more."""
     run_dir, world = short
     events = [record for record in records(run_dir) if isinstance(record, EventRecord)]
@@ -113,7 +103,7 @@ def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, NetWorld], cli: Cl
 
 
 def test_readers_say_that_the_beginning_is_gone(
-    short: tuple[Path, NetWorld], capsys: pytest.CaptureFixture[str]
+    short: tuple[Path, LoggedRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not on stdout, where a program may read."""
     run_dir, world = short
@@ -124,7 +114,7 @@ def test_readers_say_that_the_beginning_is_gone(
 
 @pytest.mark.parametrize("command", ["audit", "report"])
 def test_what_needs_the_whole_history_is_refused(
-    short: tuple[Path, NetWorld], cli: Cli, command: str
+    short: tuple[Path, LoggedRun], cli: Cli, command: str
 ) -> None:
     code, out = cli(command, short[0])
     assert code == 2
@@ -132,7 +122,7 @@ def test_what_needs_the_whole_history_is_refused(
 
 
 def test_a_snapshot_of_another_log_is_named(
-    kept: tuple[Path, NetWorld], short: tuple[Path, NetWorld], tmp_path: Path, cli: Cli
+    kept: tuple[Path, LoggedRun], short: tuple[Path, LoggedRun], tmp_path: Path, cli: Cli
 ) -> None:
     files = {n: bytes(d) for n, d in short[1].disk.files.items() if n.startswith("events")}
     newest, _ = snapshots(kept[1].disk).usable

@@ -13,8 +13,8 @@ from laminar.analysis.ledger_book import Account
 from laminar.analysis.prompt_lengths import by_prompt_length, ranges
 from laminar.analysis.report import summarize
 from laminar.storage import messages as m
-from tests.analysis import made_run
-from tests.analysis.made_run import make_run, world_log
+from laminar.testing import run_directory
+from laminar.testing.run_directory import make_run, world_log
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.Monke
             prompt="", ground_truth="", columns={}, data_source="made", prompt_ids=ids
         )
 
-    monkeypatch.setattr(made_run, "_prompt", prompt)
+    monkeypatch.setattr(run_directory, "_prompt", prompt)
     make_run(tmp_path / "run", world_log())
     summary = summarize(tmp_path / "run")
     found = summary["eval_by_prompt_length"]

@@ -8,7 +8,8 @@ from laminar.analysis.history import WallClock, records, typed_event
 from laminar.analysis.start import start_parts
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
-from tests.analysis.made_run import CLOCK_NS, Log, world_log, write_log
+from laminar.testing.logs import Log, write_log
+from laminar.testing.run_directory import CLOCK_NS, world_log
 
 CHECKS_NS = 5 * 10**9
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.windows import Windows
-from laminar.core.machine import LOGIC_VERSION, Machine
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from tests.core.world_parts import settings
+from laminar.testing.world_parts import settings
 
 CLOCK_NS = 10**9
 LOG_NS = 500  #: what the log's own clock shows at time 0

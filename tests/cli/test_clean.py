@@ -8,7 +8,7 @@ import pytest
 
 from laminar.cli import clean
 from laminar.cli.commands import run
-from laminar.weights.arena import Arena, arena_path, sweep_arenas
+from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
 
 
 def test_dead_memory_goes_and_living_memory_stays(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.node import gpus_of
+from laminar.actors.system.processes import gpus_of
 from laminar.cli import node
 from laminar.cli.node import parse_roles
 from laminar.cli.preflight import planned_steps

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from laminar import exit_codes
-from laminar.actors.roles import Needs
+from laminar.actors.system.roles import Needs
 from laminar.cli import early as early_module
 from laminar.cli.early import EarlyNode
 from laminar.config import load

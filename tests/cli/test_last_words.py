@@ -11,7 +11,7 @@ from laminar.cli.terminal import Terminal
 from laminar.cli.train import _conclude
 from laminar.coordinator.restarts import Over
 from laminar.rundir import SUMMARY_FILE
-from tests.analysis.made_run import make_run, world_log
+from laminar.testing.run_directory import make_run, world_log
 
 GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
 

@@ -14,7 +14,8 @@ from laminar.analysis.evaluations import held_out
 from laminar.cli.progress import Pace, Progress
 from laminar.cli.train import _held_out
 from laminar.rundir import STATUS_FILE
-from tests.analysis.made_run import world_log, write_log
+from laminar.testing.logs import write_log
+from laminar.testing.run_directory import world_log
 
 STATUS: dict[str, Any] = {
     "phase": "running",

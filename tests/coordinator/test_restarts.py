@@ -8,7 +8,7 @@ from laminar import exit_codes
 from laminar.config import ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.restarts import DEATHS_MAX, PAUSE_MAX_S, SERVED_S, Again, Over, Restarts
-from laminar.core.machine import LogicError
+from laminar.core.rules import LogicError
 from laminar.ports import DiskError
 
 

@@ -18,18 +18,13 @@ from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from tests.coordinator.net_world import NetWorld
-from tests.core.random_worlds import random_world
-from tests.eventlog.memory_disk import MemoryDisk
-
-
-class SmallLogWorld(NetWorld):
-    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
+from laminar.testing.memory_disk import MemoryDisk
+from laminar.testing.sim_worlds import LoggedRun
 
 
 @pytest.fixture(scope="module")
-def world() -> NetWorld:
-    return random_world(4, SmallLogWorld).run()
+def world() -> LoggedRun:
+    return LoggedRun(segment_bytes=MAX_HEADER_BYTES, snapshot_every=30).run()
 
 
 def run_dir_of(disk: MemoryDisk, run_dir: Path) -> Path:
@@ -71,7 +66,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         coordinator.tick.log.close()
 
 
-def test_the_newest_snapshot_is_where_it_begins(world: NetWorld, tmp_path: Path) -> None:
+def test_the_newest_snapshot_is_where_it_begins(world: LoggedRun, tmp_path: Path) -> None:
     newest, _ = snapshots(world.disk).usable
     coordinator, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"))
     assert digest(coordinator.tick.machine.state) == digest(world.state)
@@ -81,13 +76,13 @@ def test_the_newest_snapshot_is_where_it_begins(world: NetWorld, tmp_path: Path)
     assert started["replayed_events"] == len(seen)
 
 
-def test_an_observer_can_ask_for_more(world: NetWorld, tmp_path: Path) -> None:
+def test_an_observer_can_ask_for_more(world: LoggedRun, tmp_path: Path) -> None:
     _, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"), replay_from=1)
     assert seen == list(range(1, world.state.seq + 1))
     assert logged[-1]["snapshot"] is None
 
 
-def test_a_snapshot_that_is_passed_over_is_reported(world: NetWorld, tmp_path: Path) -> None:
+def test_a_snapshot_that_is_passed_over_is_reported(world: LoggedRun, tmp_path: Path) -> None:
     newest, older = snapshots(world.disk).usable
     run_dir = run_dir_of(world.disk, tmp_path / "run")
     file = run_dir / "events" / newest.name
@@ -99,7 +94,7 @@ def test_a_snapshot_that_is_passed_over_is_reported(world: NetWorld, tmp_path: P
     assert not file.exists()
 
 
-def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: NetWorld) -> None:
+def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: LoggedRun) -> None:
     """The process that ends leaves the event, its story and the reason in its log, and for the
     coordinators after it the count; the third says that the event is given up."""
     run_dir = run_dir_of(world.disk, tmp_path / "run")
@@ -121,7 +116,7 @@ def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: NetWorld) -
 
 
 def test_nothing_is_done_after_a_turn_that_failed(
-    tmp_path: Path, world: NetWorld, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: LoggedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop comes back to its socket before the process ends: another turn would acknowledge
     what was not handled."""

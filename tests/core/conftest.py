@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.random_worlds import failing_world, random_world
-from tests.core.world import World
+from laminar.testing.random_worlds import failing_world, random_world
+from laminar.testing.world import World
 
 GOOD_SEEDS, FAILING_SEEDS = 200, 60
 

@@ -8,29 +8,34 @@ Gives   lists of events by type: those that fit the situation, and the same with
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
 
-from laminar.core.machine import LOGIC_VERSION
+from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.ids import ActorName, GroupId, TrajectoryId
-from tests.core.world_parts import rows_left_out
+from laminar.testing.event_cells import STATUSES
+from laminar.testing.message_samples import field_types, sample
+from laminar.testing.world_parts import rows_left_out
 
 NUMBERS = (-(2**63), -1, 0, 1, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "0.0.0", "no such thing")
 NUMBER_LISTS = ((), (-1, 0), (2**64 - 1,))
 GROUP_LISTS = ((), ("0.0", "0.0"), ("no such group",))
-STATUSES = ("dispatched", "running", "generated", "rewarded", "lost", "ending")
 
 
 def fitting(state: State, peer: str) -> dict[type[Event], list[Event]]:
     """Events that the actor `peer` might truly report now, and near misses of them."""
-    return {kind: list(make(state, peer)) for kind, make in _MAKERS.items()}
+    return {
+        kind: list(_MAKERS[kind](state, peer) if kind in _MAKERS else _derived(kind, state, peer))
+        for kind in ev.ALL_EVENTS
+    }
 
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -39,7 +44,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 def spoiled(event: Struct, chance: random.Random) -> Struct:
     """The event (or a part of one) with one or two fields that nobody can mean."""
     changes: dict[str, Any] = {}
-    fields = [f.name for f in msgspec.structs.fields(event)]
+    fields = event.__struct_fields__
     for name in chance.sample(fields, min(len(fields), chance.choice([1, 1, 2]))):
         spoil = _spoil(getattr(event, name), chance)
         if spoil is not None:
@@ -50,6 +55,8 @@ def spoiled(event: Struct, chance: random.Random) -> Struct:
 def _spoil(value: Any, chance: random.Random) -> Any:
     if isinstance(value, bool):
         return not value
+    if isinstance(value, Enum):  # the wire takes no other word
+        return chance.choice(list(type(value)))
     if isinstance(value, int):
         return chance.choice((*NUMBERS, value - 1, value + 1))
     if isinstance(value, str):
@@ -59,6 +66,75 @@ def _spoil(value: Any, chance: random.Random) -> Any:
     if isinstance(value, tuple) and value:
         return chance.choice(NUMBER_LISTS if isinstance(value[0], int) else GROUP_LISTS)
     return None  # settings and metrics: the machine does not look into them
+
+
+# --- from the fields of an event ----------------------------------------------------------------
+
+
+def _derived(kind: type[Event], state: State, peer: str) -> Iterator[Event]:
+    """One that may be true, and the same with each of the other values that a field can have."""
+    known: dict[str, Any] = {}
+    others: list[dict[str, Any]] = []
+    for names, values in _choices(kind, state, peer):
+        first, *rest = values
+        known |= zip(names, first, strict=True)
+        others += [dict(zip(names, value, strict=True)) for value in rest]
+    for changes in ({}, *others):
+        yield sample(kind, **(known | changes))
+
+
+def _choices(
+    kind: type[Event], state: State, peer: str
+) -> Iterator[tuple[tuple[str, ...], list[tuple[Any, ...]]]]:
+    """Names of fields that belong together, each with the values that they have together."""
+    left = field_types(kind)
+    for names, make in _TOGETHER.items():
+        if left.keys() >= set(names):
+            yield names, list(make(state, peer))
+            left = {name: hint for name, hint in left.items() if name not in names}
+    for name, hint in left.items():
+        if hint is bool:
+            yield (name,), [(False,), (True,)]
+        elif isinstance(hint, type) and issubclass(hint, Enum):
+            yield (name,), [(word,) for word in hint]
+
+
+def _placements(state: State, peer: str) -> Iterator[tuple[TrajectoryId, int]]:
+    """One trajectory of each status under its placement, and placements that nobody holds."""
+    for status in STATUSES:
+        found = next((t for t in state.trajectories.values() if t.status == status), None)
+        if found is not None:
+            for placement in (found.placement, found.placement - 1, found.placement + 1):
+                yield found.id, placement
+    yield TrajectoryId("9.9.9"), 1
+
+
+def _versions(state: State, peer: str) -> Iterator[tuple[int, int]]:
+    version = state.next_version - 1
+    yield from ((version, version), (version, version - 1), (version + 1, version + 1))
+
+
+def _incarnations(state: State, role: str) -> Iterator[tuple[str, int]]:
+    """Names and incarnations: present, old and unknown ones."""
+    for actor in state.actors.values():
+        if actor.role.startswith(role):
+            yield from ((actor.name, actor.incarnation), (actor.name, actor.incarnation - 1))
+    yield f"{role or 'rollout'}-99", 1
+
+
+#: Values of fields that depend on the situation, by the fields that have them together.
+_TOGETHER: dict[tuple[str, ...], Callable[[State, str], Iterable[tuple[Any, ...]]]] = {
+    ("actor", "actor_incarnation"): lambda state, peer: _incarnations(state, ""),
+    ("node", "node_incarnation"): lambda state, peer: _incarnations(state, "node"),
+    ("trajectory", "placement"): _placements,
+    ("version", "step"): _versions,
+    ("version",): lambda state, peer: [(_pulled(state, peer),)],
+    ("tokens_total",): lambda state, peer: [(0,), (state.seq,)],
+    ("score_bits",): lambda state, peer: [(0,), (0x7FF8 << 48,)],
+    ("num_train",): lambda state, peer: [(30,), (0,)],
+}
+
+# --- of which the fields say too little ---------------------------------------------------------
 
 
 def _coordinator_started(state: State, peer: str) -> Iterator[Event]:
@@ -76,13 +152,6 @@ def _timer_fired(state: State, peer: str) -> Iterator[Event]:
     kinds = {name.rpartition(":")[0] or name: name for name in state.timers}
     for name in kinds.values():
         yield ev.TimerFired(timer=name)
-
-
-def _heartbeat_lost(state: State, peer: str) -> Iterator[Event]:
-    yield ev.HeartbeatLost(actor="rollout-99", actor_incarnation=1, silent_ms=5_000)
-    for actor in state.actors.values():
-        for incarnation in (actor.incarnation, actor.incarnation - 1):
-            yield ev.HeartbeatLost(actor=actor.name, actor_incarnation=incarnation, silent_ms=5_000)
 
 
 def _event_given_up(state: State, peer: str) -> Iterator[Event]:
@@ -105,24 +174,6 @@ def _event_given_up(state: State, peer: str) -> Iterator[Event]:
         yield msgspec.structs.replace(given_up, actor=actor.name, **numbers)
 
 
-def _nodes(state: State) -> Iterator[tuple[str, int]]:
-    """Names and incarnations: unknown, old and present ones."""
-    yield "node-99", 1
-    for actor in state.actors.values():
-        if actor.role == "node":
-            yield from ((actor.name, actor.incarnation), (actor.name, actor.incarnation - 1))
-
-
-def _node_silent(state: State, peer: str) -> Iterator[Event]:
-    for node, incarnation in _nodes(state):
-        yield ev.NodeSilent(node=node, node_incarnation=incarnation, silent_ms=30_000)
-
-
-def _node_heard(state: State, peer: str) -> Iterator[Event]:
-    for node, incarnation in _nodes(state):
-        yield ev.NodeHeard(node=node, node_incarnation=incarnation)
-
-
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
     ready = tuple(state.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
@@ -143,15 +194,6 @@ def _actor_joined(state: State, peer: str) -> Iterator[Event]:
         yield ev.ActorJoined(name=name, role=role, boot_id=boot, node="node-0", pid=1)
 
 
-def _actor_left(state: State, peer: str) -> Iterator[Event]:
-    yield ev.ActorLeft()
-
-
-def _actor_failed(state: State, peer: str) -> Iterator[Event]:
-    for user_error in (False, True):
-        yield ev.ActorFailed(reason="out of memory", user_error=user_error)
-
-
 def _process_exited(state: State, peer: str) -> Iterator[Event]:
     named = [(actor.name, actor.boot_id) for actor in state.actors.values()]
     for name, boot in (("rollout-99", "b"), ("rollout-0", "an older boot"), *named):
@@ -159,11 +201,6 @@ def _process_exited(state: State, peer: str) -> Iterator[Event]:
             yield ev.ProcessExited(
                 actor=ActorName(name), boot_id=boot, code=-9, restarting=restarting
             )
-
-
-def _data_loaded(state: State, peer: str) -> Iterator[Event]:
-    for num_train in (30, 0):
-        yield ev.DataLoaded(num_train=num_train, num_eval=5, overlap=0, digest="d")
 
 
 def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
@@ -176,10 +213,6 @@ def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
             )
             yield ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
             yield ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=())
-
-
-def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
-    yield ev.TrainerReady(num_parameters=1, weights_bytes=4)
 
 
 def _step_completed(state: State, peer: str) -> Iterator[Event]:
@@ -203,19 +236,9 @@ def _step_completed(state: State, peer: str) -> Iterator[Event]:
         )
 
 
-def _publish_skipped(state: State, peer: str) -> Iterator[Event]:
-    version = state.next_version - 1
-    for v, step in ((version, version), (version, version - 1), (version + 1, version + 1)):
-        yield ev.PublishSkipped(version=v, step=step, reason="no slot")
-
-
 def _model_exported(state: State, peer: str) -> Iterator[Event]:
     for version in (state.exported, state.next_version):
         yield ev.ModelExported(version=version, path="export")
-
-
-def _relay_ready(state: State, peer: str) -> Iterator[Event]:
-    yield ev.RelayReady(address="here", bulk="here")
 
 
 def _weights_received(state: State, peer: str) -> Iterator[Event]:
@@ -244,10 +267,6 @@ def _relay_linked(state: State, peer: str) -> Iterator[Event]:
     outstanding = state.commands.get(f"forward:{peer}")
     if outstanding is not None:
         yield ev.RelayLinked(command_id=outstanding.command_id, successor="")
-
-
-def _transfer_trouble(state: State, peer: str) -> Iterator[Event]:
-    yield ev.TransferTrouble(kind="damaged-chunk", relay="relay-0", version=0, detail="")
 
 
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
@@ -286,10 +305,6 @@ def _weights_loaded(state: State, peer: str) -> Iterator[Event]:
         )
 
 
-def _weights_rejected(state: State, peer: str) -> Iterator[Event]:
-    yield ev.WeightsRejected(version=_pulled(state, peer), reason="probe")
-
-
 def _version_gone(state: State, peer: str) -> Iterator[Event]:
     for held in ((state.newest,), (), (state.next_version + 3,)):
         yield ev.VersionGone(version=_pulled(state, peer), held=held)
@@ -307,96 +322,21 @@ def _checkpoint_saved(state: State, peer: str) -> Iterator[Event]:
         yield ev.CheckpointSaved(version=version, step=made_by, path="checkpoints/x", kept=kept)
 
 
-def _checkpoint_refused(state: State, peer: str) -> Iterator[Event]:
-    yield ev.CheckpointRefused(version=_pulled(state, peer), reason="a digest")
-
-
-def _placements(state: State) -> Iterator[tuple[TrajectoryId, int]]:
-    """One trajectory of each status under its placement, and placements that nobody holds."""
-    yield TrajectoryId("9.9.9"), 1
-    for status in STATUSES:
-        found = next((t for t in state.trajectories.values() if t.status == status), None)
-        if found is not None:
-            yield found.id, found.placement
-            yield found.id, found.placement - 1
-            yield found.id, found.placement + 1
-
-
-def _trajectory_started(state: State, peer: str) -> Iterator[Event]:
-    for trajectory, placement in _placements(state):
-        yield ev.TrajectoryStarted(trajectory=trajectory, placement=placement, tokens_resumed=0)
-
-
-def _token_progress(state: State, peer: str) -> Iterator[Event]:
-    for tokens in (0, state.seq):
-        yield ev.TokenProgress(tokens_total=tokens, kv_used_tokens=0, running=0, waiting=0)
-
-
-def _trajectory_finished(state: State, peer: str) -> Iterator[Event]:
-    for trajectory, placement in _placements(state):
-        yield ev.TrajectoryFinished(
-            trajectory=trajectory, placement=placement, num_tokens=10, finish_reason="stop"
-        )
-
-
-def _trajectory_failed(state: State, peer: str) -> Iterator[Event]:
-    for trajectory, placement in _placements(state):
-        yield ev.TrajectoryFailed(
-            trajectory=trajectory, placement=placement, reason="unscored", detail=""
-        )
-
-
-def _trajectory_rewarded(state: State, peer: str) -> Iterator[Event]:
-    for trajectory, placement in _placements(state):
-        for bits in (0, 0x7FF8 << 48):
-            yield ev.TrajectoryRewarded(
-                trajectory=trajectory,
-                placement=placement,
-                score_bits=bits,
-                correct=False,
-                reason="ok",
-                num_tokens=10,
-            )
-
-
 _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.CoordinatorStarted: _coordinator_started,
     ev.TimerFired: _timer_fired,
-    ev.HeartbeatLost: _heartbeat_lost,
     ev.EventGivenUp: _event_given_up,
-    ev.DrainRequested: lambda state, peer: iter(
-        [ev.DrainRequested(reason="SIGINT", at_once=at_once) for at_once in (False, True)]
-    ),
-    ev.TrainingWarning: lambda state, peer: iter(
-        [ev.TrainingWarning(kind="no-signal", step=3, text="of 90% of the groups")]
-    ),
-    ev.NodeSilent: _node_silent,
-    ev.NodeHeard: _node_heard,
     ev.BatchProposed: _batch_proposed,
     ev.ActorJoined: _actor_joined,
-    ev.ActorLeft: _actor_left,
-    ev.ActorFailed: _actor_failed,
     ev.ProcessExited: _process_exited,
-    ev.DataLoaded: _data_loaded,
     ev.TrajectoriesEnded: _trajectories_ended,
-    ev.TrainerReady: _trainer_ready,
     ev.StepCompleted: _step_completed,
-    ev.PublishSkipped: _publish_skipped,
     ev.ModelExported: _model_exported,
     ev.CheckpointSaved: _checkpoint_saved,
-    ev.RelayReady: _relay_ready,
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,
     ev.RelayLinked: _relay_linked,
-    ev.TransferTrouble: _transfer_trouble,
     ev.ReplicaReady: _replica_ready,
     ev.WeightsLoaded: _weights_loaded,
-    ev.WeightsRejected: _weights_rejected,
     ev.VersionGone: _version_gone,
-    ev.CheckpointRefused: _checkpoint_refused,
-    ev.TrajectoryStarted: _trajectory_started,
-    ev.TokenProgress: _token_progress,
-    ev.TrajectoryFinished: _trajectory_finished,
-    ev.TrajectoryFailed: _trajectory_failed,
-    ev.TrajectoryRewarded: _trajectory_rewarded,
 }

@@ -1,7 +1,7 @@
 """The table of events: in every phase of a run, from every kind of sender, each has a verdict.
 
 Reads   situations that random worlds really reach
-Gives   CELLS and STATUS_CELLS, what must be tried; `try_out`, which tries it and gives the verdicts
+Gives   `try_out`, which tries every cell and gives the verdicts
 
 A verdict is "handled" (the state changes, or a command goes out), "ignored" (nothing changes, the
 event is counted with its reason) or "quiet" (nothing changes, which is what such an event means).
@@ -12,58 +12,27 @@ ignored, or an event that vanishes without a trace.
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from laminar.core import invariants
 from laminar.core.machine import Machine
-from laminar.core.state import RUNNING, Actor, State, decode, digest, encode
+from laminar.core.state import Actor, State, decode, digest, encode
+from laminar.core.statuses import Phase
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.events.index import ACTOR_ROLES, SENDERS
-from tests.core.event_probes import STATUSES, fitting, spoiled
-from tests.core.random_worlds import failing_world, random_world
-from tests.core.world import World
+from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stamped
+from laminar.roles import ACTOR_ROLES
+from laminar.testing.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
+from laminar.testing.random_worlds import failing_world, random_world
+from laminar.testing.world import World
+from tests.core.event_probes import fitting, spoiled
 
-PHASES = (
-    "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
-)  # fmt: skip
-LIVENESS = ("alive", "fenced", "unknown")
 #: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
 QUIET = (ev.TokenProgress, ev.TransferTrouble)
 #: Counted as ignored and yet not without effect: the default chooses this batch; the timer is gone.
 IGNORED_WITH_EFFECT = ("BatchProposed: unusable-proposal", "TimerFired: nothing-awaited")
 SPOILED_PER_SENDER = 40
-
-
-class Cell(NamedTuple):
-    """One entry of the table."""
-
-    phase: str
-    event: type[Event]
-    role: str
-    liveness: str
-
-
-class StatusCell(NamedTuple):
-    """One entry of the table of trajectories."""
-
-    status: str
-    event: type[Event]
-
-
-TRAJECTORY_EVENTS = (
-    ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoryRewarded,
-)  # fmt: skip
-#: When a run has ended, nobody is alive.
-CELLS = {
-    *itertools.starmap(Cell, itertools.product(PHASES[:-1], ev.ALL_EVENTS, ACTOR_ROLES, LIVENESS)),
-    *itertools.starmap(Cell, itertools.product(PHASES, ev.ALL_EVENTS, ACTOR_ROLES, LIVENESS[1:])),
-    *(Cell(phase, event, COORDINATOR, "alive") for phase in PHASES for event in ev.ALL_EVENTS),
-}
-STATUS_CELLS = set(itertools.starmap(StatusCell, itertools.product(STATUSES, TRAJECTORY_EVENTS)))
 
 
 Verdicts = dict[Cell | StatusCell, Counter[str]]
@@ -96,8 +65,8 @@ class Sampler:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
-        self._left = dict.fromkeys((p for p in PHASES if p != RUNNING), rare)
-        kinds = (RUNNING, "silent", "lost", "asking", "linking", "training")
+        self._left = dict.fromkeys((p for p in PHASES if p != Phase.RUNNING), rare)
+        kinds = (Phase.RUNNING, "silent", "lost", "asking", "linking", "training")
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._seen: Counter[str] = Counter()
 
@@ -110,15 +79,15 @@ class Sampler:
     def take(self, state: State) -> bool:
         """Whether to look at this situation: two of a kind in one run at most."""
         kind = state.phase
-        if kind == RUNNING and any(actor.silent for actor in state.actors.values()):
+        if kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
             kind = "silent"
-        elif kind == RUNNING and (state.lost or "propose" in state.commands):
+        elif kind == Phase.RUNNING and (state.lost or "propose" in state.commands):
             kind = "lost" if state.lost else "asking"
-        elif kind == RUNNING and any(key.startswith("forward:") for key in state.commands):
+        elif kind == Phase.RUNNING and any(key.startswith("forward:") for key in state.commands):
             kind = "linking"
-        elif kind == RUNNING and state.batch is not None:
+        elif kind == Phase.RUNNING and state.batch is not None:
             kind = "training"
-        likely = 0.02 if kind == RUNNING else 0.3
+        likely = 0.02 if kind == Phase.RUNNING else 0.3
         if self.chance.random() > likely or not self._left[kind] or self._seen[kind] == 2:
             return False
         self._seen[kind] += 1
@@ -145,14 +114,16 @@ class ProbedWorld(World):
         for sender, role, liveness in _senders(self.state):
             fits = fitting(self.state, sender.name)
             for kind, events in fits.items():
-                may = (liveness == "alive" and role in SENDERS[kind]) or kind is ev.ActorJoined
+                may = (liveness == "alive" and role in REPORTED_BY[kind]) or kind is ev.ActorJoined
                 for event in events if may else events[:1]:
                     verdict = trial.verdict(sender.name, sender.incarnation, event)
                     self.sampler.note(Cell(phase, kind, role, liveness), verdict)
                     if may and isinstance(event, TRAJECTORY_EVENTS):
                         self._note_status(event, verdict)
             if liveness == "alive":
-                told = [e for kind, events in fits.items() if role in SENDERS[kind] for e in events]
+                told = [
+                    e for kind, events in fits.items() if role in REPORTED_BY[kind] for e in events
+                ]
                 self._try_spoiled(trial, sender, told)
 
     def _try_spoiled(self, trial: Trial, sender: Actor, told: list[Event]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laminar.core.admission import bound_holds
 from laminar.events import commands as cmd
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 
 def test_bound_counts_from_the_batch_before_the_next_one() -> None:

@@ -8,8 +8,9 @@ from laminar.core import lifecycle, planner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import GroupId, group_of
-from tests.core.bench import Bench, only
+from laminar.ids import GroupId
+from laminar.testing.bench import Bench, only
+from laminar.testing.world_parts import group_of
 
 STRATEGY = "strategies.py:mine"
 
@@ -210,7 +211,7 @@ def test_without_shuffle_prompts_come_in_the_order_of_the_data() -> None:
 def test_planner_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that always has something to decide must not hang the coordinator."""
     bench = Bench()
-    monkeypatch.setattr(lifecycle, "plan", lambda turn: True)
+    monkeypatch.setattr(lifecycle, "plan", lambda ctx: True)
     monkeypatch.setattr(planner, "PLAN_ROUNDS_MAX", 10)
     with pytest.raises(AssertionError, match="no fixpoint"):
         bench.join("node-0")

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from laminar.core.state import ENDED
+from laminar.core.indexes import indexes_of
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event
-from laminar.events.index import SENDERS
+from laminar.events.base import REPORTED_BY, Command, Event
 from laminar.ids import TrajectoryId
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
+from laminar.testing.random_worlds import random_world
+from laminar.testing.world import World
+from laminar.testing.world_parts import Process
 from tests.core.event_probes import fitting, spoiled
-from tests.core.random_worlds import random_world
-from tests.core.world import World
-from tests.core.world_parts import Process
 
 
 def trained(**changes: object) -> Bench:
@@ -85,9 +85,9 @@ def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: 
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
     bench = trained(eval_answers=1)
     state = bench.state
-    before = state.newest, state.lookup.held, state.owed, state.batch
+    before = state.newest, indexes_of(state).held, state.owed, state.batch
     assert bench.say(sender, event) == []
-    assert (state.newest, state.lookup.held, state.owed, state.batch) == before
+    assert (state.newest, indexes_of(state).held, state.owed, state.batch) == before
     assert bench.state.ignored == {f"{type(event).__name__}: impossible": 1}
 
 
@@ -183,6 +183,8 @@ class BrokenWorld(World):
         self, process: Process, command: cmd.GenerateTrajectory, command_id: int
     ) -> None:
         process.version = command.version  # it may have lied about it
+        while len(process.work) >= self.capacity:  # or about what it has finished
+            del process.work[next(iter(process.work))]
         super()._do_GenerateTrajectory(process, command, command_id)
 
     def _lie(self) -> None:
@@ -191,7 +193,7 @@ class BrokenWorld(World):
             return
         liar = self.chance.choice(liars)
         fits = fitting(self.state, liar.name)
-        may = [kind for kind in fits if liar.role in SENDERS[kind] and kind not in FINAL]
+        may = [kind for kind in fits if liar.role in REPORTED_BY[kind] and kind not in FINAL]
         told = [event for kind in may for event in fits[kind]]
         self.lies += 1
         lie = spoiled(self.chance.choice(told), self.chance)
@@ -208,8 +210,8 @@ def test_runs_with_lying_processes_end() -> None:
     for seed in range(25):
         world = random_world(seed, BrokenWorld)
         assert isinstance(world, BrokenWorld)
-        world.ordered = False  # what a liar was told need not fit what it does
+        world.ordered = False  # what a liar was ordered to do need not fit what it does
         world.run()
-        assert world.state.phase == ENDED
+        assert world.state.phase == Phase.ENDED
         lies += world.lies
     assert lies > 300

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from laminar.core import invariants
+from laminar.core.indexes import indexes_of
 from laminar.core.machine import Machine
 from laminar.core.state import decode, encode
 from laminar.events import events as ev
 from laminar.events.base import Event
 from tools.bench.cluster import GROUP_SIZE, Cluster
-from tools.bench.stories import STORIES, lose, newer_version
+from tools.bench.stories import STORIES, newer_version
 
 SMALL, TIMES = 64, 4  #: replicas, and how much larger the other cluster is
 SHARE = 2 * GROUP_SIZE  #: trajectories that a replica runs
@@ -48,8 +49,8 @@ def busy(replicas: int, spare: int = GROUP_SIZE) -> Cluster:
 
 def work_lost(replicas: int) -> Cluster:
     cluster = busy(replicas, spare=0)
-    for name in cluster.rollouts[-3:-1]:
-        cluster.own(lose(cluster, name))
+    for name in cluster.names[-3:-1]:
+        cluster.silent(name)
     return cluster
 
 
@@ -76,7 +77,7 @@ def calls(situation: Callable[[int], Cluster], replicas: int, story: str) -> int
     """Of functions, while the machine handles the event; 0 if it cannot happen here."""
     cluster, state = made(situation, replicas)
     cluster.machine = Machine(decode(state))
-    assert cluster.state.lookup
+    assert indexes_of(cluster.state)
     for name, event in STORIES[story](cluster):
         found = counted(partial(tell, cluster, name, event))
         invariants.check(cluster.state)
@@ -88,7 +89,7 @@ def tell(cluster: Cluster, name: str, event: Event) -> None:
     if not name:
         cluster.own(event)
     elif isinstance(event, ev.ActorJoined):
-        cluster.own(event, name)
+        cluster.hear(name, 0, event)
     else:
         cluster.say(name, event)
 
@@ -125,7 +126,7 @@ def test_what_is_lost_together_is_placed_in_proportion() -> None:
     cost = []
     for replicas in (SMALL, SMALL * TIMES):
         cluster = busy(replicas)
-        lost = [lose(cluster, name) for name in cluster.rollouts[replicas // 2 :][: replicas // 4]]
+        lost = [cluster.silence(name) for name in cluster.names[replicas // 2 :][: replicas // 4]]
         cost.append(counted(partial(deque, map(cluster.own, lost), 0)))
         assert not cluster.state.lost
         invariants.check(cluster.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 
 def told(commands: list[cmd.Command], purpose: str = "train") -> list[cmd.GenerateTrajectory]:
@@ -55,7 +55,7 @@ def test_work_that_starts_over_draws_other_numbers() -> None:
     commands = bench.kill() + bench.come_back() + bench.load_all() + bench.wait(10_000)
     over = [c for c in told(commands) if c.attempt == 2]
     assert {c.trajectory for c in over} >= {"0.0.0", "0.0.1"}
-    assert {(c.version, c.step) for c in over} == {(1, 1)}
+    assert {(c.version, c.version_step) for c in over} == {(1, 1)}
     assert not {c.seed for c in over} & set(first.values())
 
 
@@ -65,7 +65,7 @@ def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
     commands = bench.start()
     for step in range(3):
         generated = told(commands)
-        assert {(c.version, c.step) for c in generated} == {(step, step)}
+        assert {(c.version, c.version_step) for c in generated} == {(step, step)}
         assert {(bench.trajectory(c.trajectory).step) for c in generated} == {step}
         bench.complete(*bench.open_groups())
         bench.train()
@@ -81,7 +81,7 @@ def test_the_exported_weights_are_labelled_with_the_last_step() -> None:
     bench.load_all()
     bench.say("trainer-0", ev.ModelExported(version=2, path="export"))
     bench.publish(2, 1)
-    assert [(c.version, c.step) for c in told(bench.load_all(), "eval")] == [(2, 1)]
+    assert [(c.version, c.version_step) for c in told(bench.load_all(), "eval")] == [(2, 1)]
 
 
 def test_staleness_is_counted_from_the_step_that_made_the_weights() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 
 def small() -> Bench:
@@ -71,3 +71,26 @@ def test_event_that_is_given_up_before_anything_began_stops_everybody() -> None:
     for name in ("node-0", "store-0", "relay-0", "trainer-0"):
         bench.join(name)
     assert len(only(cmd.StopActor, give_up(bench))) == 4
+
+
+def test_event_that_is_given_up_again_changes_nothing() -> None:
+    """The message has its number already, and the run has failed for it; so also one of a process
+    that is no member any more, or never was."""
+    bench = small()
+    bench.start()
+    give_up(bench)
+    failure, last = bench.state.failure, bench.state.actors["trainer-0"].last_peer_seq
+    present = bench.state.actors["trainer-0"].incarnation
+    for actor, incarnation in (("trainer-0", present), ("trainer-0", 1), ("nobody-0", 1)):
+        event = ev.EventGivenUp(
+            what="it",
+            crashes=3,
+            error="",
+            actor=actor,
+            actor_incarnation=incarnation,
+            peer_seq=last,
+            timer="",
+        )
+        assert bench.own(event) == []
+    assert bench.state.ignored == {"EventGivenUp: run-ending": 3}
+    assert (bench.state.failure, bench.state.actors["trainer-0"].last_peer_seq) == (failure, last)

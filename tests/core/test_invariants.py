@@ -13,7 +13,7 @@ from laminar.core.held_out import HeldOut, Prompt
 from laminar.core.state import Evaluation, State
 from laminar.events import commands as cmd
 from laminar.ids import TrajectoryId
-from tests.core.bench import Bench
+from laminar.testing.bench import Bench
 
 FIRST = TrajectoryId("0.0.0")
 
@@ -188,7 +188,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     version_from_nowhere: invariants.versions_monotonic,
     replica_ahead: invariants.versions_monotonic,
     batch_lost: invariants.versions_monotonic,
-    timer_set_by_hand: invariants.lookup_is_true,
+    timer_set_by_hand: invariants.indexes_are_true,
     relay_in_no_chain: invariants.relay_chain_is_path,
     relay_feeds_another: invariants.relay_chain_is_path,
     chain_begins_elsewhere: invariants.relay_chain_is_path,
@@ -196,7 +196,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     head_that_is_not_fed: invariants.every_wait_has_an_owner,
     trainer_without_a_relay: invariants.every_wait_has_an_owner,
     relay_ahead: invariants.versions_monotonic,
-    holder_forgotten: invariants.lookup_is_true,
+    holder_forgotten: invariants.indexes_are_true,
     answer_without_a_score: invariants.evaluation_adds_up,
     answer_counted_as_wrong: invariants.evaluation_adds_up,
     answer_that_nobody_is_asked_for: invariants.evaluation_adds_up,

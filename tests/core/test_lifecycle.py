@@ -7,7 +7,7 @@ import pytest
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
 AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from laminar.core.admission import refusal
-from laminar.core.turn import RESTART_TIMEOUT_MS
+from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 
 def pair(**changes: object) -> Bench:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from laminar.core.machine import LOGIC_VERSION, LogicError, Machine
+from laminar.core.indexes import take_left
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
-from tests.core.bench import Bench, only
-from tests.core.world_parts import settings
+from laminar.testing.bench import Bench, only
+from laminar.testing.world_parts import settings
 
 
 def test_every_process_gets_its_own_incarnation() -> None:
@@ -192,7 +195,7 @@ def test_log_of_another_logic_is_refused() -> None:
     other = ev.CoordinatorStarted(
         incarnation=2, logic=LOGIC_VERSION + 1, settings=bench.settings, clock_ns=0, config=""
     )
-    with pytest.raises(LogicError, match=f"logic version {LOGIC_VERSION}"):
+    with pytest.raises(LogicError, match=f"logic version {LOGIC_VERSION + 1}"):
         bench.own(other)
 
 
@@ -219,3 +222,39 @@ def test_late_timer_is_counted_and_changes_nothing() -> None:
     bench.state.ignored.clear()
     bench.state.seq -= 4
     assert digest(bench.state) == before
+
+
+def test_who_has_left_or_was_replaced_is_told_once() -> None:
+    bench = Bench()
+    bench.start()
+    take_left(bench.state)
+    bench.join("rollout-0", "b")
+    bench.say("trainer-0", ev.ActorLeft())
+    assert set(take_left(bench.state)) == {"rollout-0/a", "trainer-0/a"}
+    assert take_left(bench.state) == []
+
+
+def test_progress_of_a_replica_that_is_not_ready_is_ignored() -> None:
+    bench = Bench()
+    bench.join("rollout-0")
+    progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=1, waiting=0)
+    assert bench.say("rollout-0", progress) == []
+    assert bench.state.ignored == {"TokenProgress: not-ready": 1}
+
+
+def test_a_warning_is_remembered_and_decides_nothing() -> None:
+    bench = Bench()
+    bench.start()
+    warning = ev.TrainingWarning(kind="no-signal", step=3, text="of all groups")
+    assert bench.own(warning) == []
+    assert bench.state.warnings == {"no-signal": "of all groups"}
+
+
+def test_a_name_keeps_its_role() -> None:
+    """A process that comes under a name of the run with another role is sent away."""
+    bench = Bench()
+    bench.join("store-0")
+    other = msgspec.structs.replace(bench.joining("store-0", "b"), role="trainer")
+    (refused,) = only(cmd.RefuseActor, bench.hear("store-0", 0, other))
+    assert refused.reason == "'store-0' is a store of this run, and no trainer"
+    assert bench.state.actors["store-0"].boot_id == "store-0/a"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from laminar.core import planner, weights
-from laminar.core.roster import Roster
-from laminar.core.turn import Turn
+from laminar.core.context import Context
+from laminar.core.indexes import indexes_of
+from laminar.core.replica_index import ReplicaIndex
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
-from tests.core.bench import Bench
+from laminar.testing.bench import Bench
 
 NAMES = ["rollout-0", "rollout-1", "rollout-2"]
 
 
 @pytest.fixture
-def turn() -> Turn:
+def ctx() -> Context:
     bench = Bench(replicas=3)
     bench.start()
     tick = Stamped(
@@ -26,25 +27,25 @@ def turn() -> Turn:
         peer_seq=0,
         event=ev.TimerFired(timer="none"),
     )
-    return Turn(bench.state, tick)
+    return Context(bench.state, tick)
 
 
-def looked_at(turn: Turn, monkeypatch: pytest.MonkeyPatch, *touched: str) -> list[str]:
+def looked_at(ctx: Context, monkeypatch: pytest.MonkeyPatch, *touched: str) -> list[str]:
     """By both walks over the others, if all of them come into question."""
     seen: list[str] = []
-    numbers = dict.fromkeys(turn.state.lookup.roster.replicas)
-    monkeypatch.setattr(Roster, "empty", lambda roster, kinds: numbers)
+    numbers = dict.fromkeys(indexes_of(ctx.state).replicas.replicas)
+    monkeypatch.setattr(ReplicaIndex, "empty", lambda index, kinds: numbers)
     monkeypatch.setattr(planner, "_for_reserved", lambda state: numbers)
-    monkeypatch.setattr(planner, "_plan_reserved", lambda turn, replica: seen.append(replica.name))
-    monkeypatch.setattr(weights, "plan_pull", lambda turn, replica: seen.append(replica.name))
-    planner._plan_reserved_for_others(turn, touched)
-    planner._plan_pulls_of_others(turn, touched)
+    monkeypatch.setattr(planner, "_plan_reserved", lambda ctx, replica: seen.append(replica.name))
+    monkeypatch.setattr(weights, "plan_pull", lambda ctx, replica: seen.append(replica.name))
+    planner._plan_reserved_for_others(ctx, touched)
+    planner._plan_pulls_of_others(ctx, touched)
     return seen
 
 
-def test_others_are_looked_at_in_their_order(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looked_at(turn, monkeypatch) == NAMES + NAMES
+def test_others_are_looked_at_in_their_order(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked_at(ctx, monkeypatch) == NAMES + NAMES
 
 
-def test_who_was_looked_at_is_passed_over(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looked_at(turn, monkeypatch, "rollout-1") == ["rollout-0", "rollout-2"] * 2
+def test_who_was_looked_at_is_passed_over(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked_at(ctx, monkeypatch, "rollout-1") == ["rollout-0", "rollout-2"] * 2

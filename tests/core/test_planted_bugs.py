@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.core.random_worlds import check_end, random_world
+from laminar.testing.random_worlds import check_end, random_world
 from tools.rows import planted
 from tools.rows.planted import Planter
 

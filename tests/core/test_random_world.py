@@ -9,15 +9,15 @@ import time
 
 import pytest
 
+from laminar.core.context import Context
 from laminar.core.machine import Machine, plan
 from laminar.core.state import digest
-from laminar.core.turn import Turn
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.events.codec import encode
-from tests.core.random_worlds import check_end, check_failed, failing_world, random_world
-from tests.core.world import World
+from laminar.testing.random_worlds import check_end, check_failed, failing_world, random_world
+from laminar.testing.world import World
 from tests.hash_seeds import printed_under
 
 
@@ -127,7 +127,7 @@ def test_handling_is_pure(seed: int) -> None:
 def test_other_hash_seeds_give_the_same_state() -> None:
     """Python's string hashes differ between processes; nothing may depend on them."""
     program = (
-        "from tests.core.random_worlds import random_world\n"
+        "from laminar.testing.random_worlds import random_world\n"
         "from laminar.core.state import digest\n"
         "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
     )
@@ -192,7 +192,7 @@ def test_after_every_event_nothing_is_left_to_decide(seed: int) -> None:
     for stamped, _ in world.log:
         machine.handle(stamped)
         before = digest(machine.state)
-        again = Turn(machine.state, stamped)
+        again = Context(machine.state, stamped)
         plan(again)
         assert not again.commands and not again.endings, stamped
         assert digest(machine.state) == before, stamped

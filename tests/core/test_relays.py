@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.admission import refusal
+from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
-from laminar.core.turn import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 
 SLOW = {"duration_ms": 4_000, "num_bytes": 1_000_000}
 
@@ -285,8 +285,9 @@ def test_other_bytes_are_found_when_the_publication_comes_later() -> None:
     assert restarted(bench.publish(1, 1)) == [("node-1", "relay-1")]
 
 
-def test_word_of_a_relay_that_is_not_ready_is_counted() -> None:
-    bench = started()
+@pytest.mark.parametrize(("rules", "kept"), [((), "refused"), (("trouble-not-kept",), "")])
+def test_reports_of_a_relay_that_is_not_ready_are_counted(rules: tuple[str], kept: str) -> None:
+    bench = started(rules=rules)
     bench.kill("relay-1")
     bench.join("relay-1", "b")
     assert bench.receive("relay-1", 0) == []
@@ -297,7 +298,7 @@ def test_word_of_a_relay_that_is_not_ready_is_counted() -> None:
     }  # fmt: skip
     bench.ready("relay-1")
     bench.say("relay-1", trouble)
-    assert bench.state.relays["relay-1"].trouble == "refused"
+    assert bench.state.relays["relay-1"].trouble == kept
 
 
 def test_only_the_head_publishes() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core.turn import RESTART_TIMEOUT_MS
+from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
 from tests.core.test_ways_to_lose import Way, complains, leaves, silent
 
 

@@ -1,17 +1,35 @@
-"""The trajectory table: every pair of status and trigger, legal or not."""
+"""The tables of statuses and moves: complete, kept to, and for trajectories every pair of both."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
-from laminar.core.state import Trajectory
-from laminar.core.transitions import IN_ENGINE, TRAJECTORY_MOVES, UNFINISHED, move
+from laminar.core import transitions
+from laminar.core.state import Actor, Group, State, Trajectory
+from laminar.core.transitions import (
+    ACTOR,
+    GROUP,
+    IN_ENGINE,
+    RUN,
+    TABLES,
+    TRAJECTORY_MOVES,
+    UNFINISHED,
+    VERSION,
+    Table,
+    move,
+    move_group,
+    move_run,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Command, Event
 from laminar.ids import GroupId, TrajectoryId
-from tests.core.bench import Bench, only
+from laminar.testing.bench import Bench, only
+from laminar.testing.random_worlds import failing_world, random_world
+from laminar.testing.world import World
 
 STATUSES = ("dispatched", "running", "generated", "rewarded", "lost", "ending")
 TRIGGERS = ("started", "finished", "rewarded", "lose", "dispatch", "end")
@@ -108,3 +126,114 @@ def test_event_of_an_old_placement_is_ignored() -> None:
     assert bench.say("rollout-0", late) == []
     assert bench.trajectory("0.0.0").status == "dispatched"
     assert bench.state.ledger.tokens.issued == 0
+
+
+# --- all tables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.of)
+def test_every_status_has_a_meaning_and_is_reached(table: Table) -> None:
+    first, *others = table.meaning
+    assert set(others) <= set(table.moves.values()) <= set(table.meaning)
+    assert {status for status, _ in table.moves} <= set(table.meaning)
+    assert first in {status for status, _ in table.moves}
+
+
+def actor_status(actor: Actor | None) -> str:
+    if actor is None:
+        return "unknown"
+    if not actor.alive:
+        return "lost"
+    return "silent" if actor.silent else "ready" if actor.ready else "joined"
+
+
+def version_status(state: State, version: int) -> str:
+    if version >= state.next_version:
+        return "unused"
+    if version == state.owed:
+        return "owed"
+    in_batch = state.batch is not None and version == state.batch.version
+    if in_batch or ("export" in state.commands and version == state.exported):
+        return "ordered"
+    if version == state.newest:
+        return "newest"
+    if version > state.newest:  # passed over, if a later one is published in its place
+        return "gone" if version < state.owed else "made"
+    held = any(version in relay.held for relay in state.relays.values())
+    return "older" if held or version in state.saved else "gone"
+
+
+class WatchedWorld(World):
+    """A world that notes every change of an actor's and of a version's status."""
+
+    seen: Counter[tuple[str, str, str]]
+
+    def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:
+        state = self.machine.state if self.machine.started else None
+        actors = dict(state.actors) if state else {}
+        before = {n: (actor_status(a), a.incarnation) for n, a in actors.items()}
+        versions = [version_status(state, v) for v in range(state.next_version)] if state else []
+        commands = super().deliver(peer, incarnation, peer_seq, event)
+        state = self.machine.state
+        for name, actor in state.actors.items():
+            old, number = before.get(name, ("unknown", actor.incarnation))
+            if number != actor.incarnation and old != "lost":
+                self._note("actor", old, "lost")  # replaced: both moves are of one event
+                old = "lost"
+            self._note("actor", old, actor_status(actor))
+        for version in range(state.next_version):
+            old = versions[version] if version < len(versions) else "unused"
+            self._note("version", old, version_status(state, version))
+        return commands
+
+    def _note(self, of: str, before: str, after: str) -> None:
+        if before != after:
+            self.seen[of, before, after] += 1
+
+
+def changes(table: Table) -> set[tuple[str, str, str]]:
+    return {(table.of, status, target) for (status, _), target in table.moves.items()}
+
+
+def test_actors_and_versions_change_as_their_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In random runs; most of what the tables have does happen there."""
+    monkeypatch.setattr(WatchedWorld, "seen", Counter(), raising=False)
+    for seed in range(20):
+        random_world(seed, WatchedWorld).run()
+        failing_world(seed, WatchedWorld).run()
+    legal = changes(ACTOR) | changes(VERSION)
+    assert set(WatchedWorld.seen) <= legal
+    assert len(WatchedWorld.seen) > 0.7 * len(legal), legal - set(WatchedWorld.seen)
+
+
+class UsedMoves(dict[tuple[str, str], str]):
+    """A table's moves, and which of them were made."""
+
+    def __init__(self, moves: dict[tuple[str, str], str]) -> None:
+        super().__init__(moves)
+        self.used: set[tuple[str, str]] = set()
+
+    def __getitem__(self, key: tuple[str, str]) -> str:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+
+def test_every_move_of_groups_and_runs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {table.of: UsedMoves(table.moves) for table in (GROUP, RUN)}
+    monkeypatch.setattr(transitions, "GROUP", GROUP._replace(moves=made["group"]))
+    monkeypatch.setattr(transitions, "RUN", RUN._replace(moves=made["run"]))
+    for seed in range(20):
+        random_world(seed).run()
+        failing_world(seed).run()
+    missing = {(of, *move) for of, moves in made.items() for move in moves.keys() - moves.used}
+    assert missing <= {("run", "ending", "end")}
+
+
+def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
+    state = in_status("dispatched").state
+    group = next(iter(state.groups.values()))
+    assert isinstance(group, Group)
+    with pytest.raises(KeyError):
+        move_group(group, "choose")
+    with pytest.raises(KeyError):
+        move_run(state, "stop")

@@ -4,20 +4,23 @@ its event and is compared all the same; what never comes is missed by nobody."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from memory_disk import MemoryDisk
 
-from laminar.core.state import ENDED, digest
+from laminar.core.state import digest
+from laminar.core.statuses import Phase
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import HASH_FOLLOWS, EventRecord, Record, StateHashRecord
 from laminar.eventlog.replay import replay
 from laminar.eventlog.restore import restore
 from laminar.eventlog.snapshot import snapshots
-from tests.coordinator.net_world import NetWorld, WireFaults
-from tests.core.random_worlds import random_world
-from tests.eventlog.test_replay import SEED, difference, log_of
+from laminar.ports import Disk
+from laminar.testing.logs import real_run
+from laminar.testing.memory_disk import MemoryDisk
+from laminar.testing.sim_worlds import KILLED, LoggedRun
+from tests.eventlog.test_replay import difference, log_of
 from tests.eventlog.test_snapshots import begin
 
 TURNS = 7  #: that an answer takes
@@ -48,21 +51,23 @@ class Elsewhere:
             done(answer)
 
 
-class LateWorld(NetWorld):
-    background = Elsewhere
-    sizes = {"snapshot_every": 23}  # noqa: RUF012
+def late_run(*faults: str, background: Callable[[], Any] = Elsewhere, **sizes: int) -> LoggedRun:
+    """Not yet begun."""
+    run = LoggedRun(*faults, **({"snapshot_every": 23} | sizes))
+    run.coordinator.background = background
+    return run
 
 
 @pytest.fixture(scope="module")
-def late() -> NetWorld:
+def late() -> LoggedRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
         patch.setattr("laminar.eventlog.snapshot.KEPT", 1_000)
-        return random_world(SEED, LateWorld).run()
+        return late_run().run()
 
 
 @pytest.fixture(scope="module")
-def records(late: NetWorld) -> list[Record]:
+def records(late: LoggedRun) -> list[Record]:
     return [record for _, record in read_log(late.disk)]
 
 
@@ -78,15 +83,17 @@ def hashes(records: list[Record]) -> list[tuple[int, StateHashRecord]]:
 
 
 def test_hash_is_logged_later_and_compared_with_the_state_of_its_event(
-    late: NetWorld, records: list[Record]
+    late: LoggedRun, records: list[Record]
 ) -> None:
     announced = [r.seq for at, r in hashes(records) if r.digest == HASH_FOLLOWS and at == r.seq]
-    answered = {r.seq: at for at, r in hashes(records) if r.digest != HASH_FOLLOWS}
+    *others, (last, closing) = hashes(records)
+    assert closing.seq == last == late.state.seq, "a coordinator that ends hashes its state itself"
+    answered = {r.seq: at for at, r in others if r.digest != HASH_FOLLOWS}
     assert len(announced) > 5 and set(answered) <= set(announced)
     assert sum(at > seq for seq, at in answered.items()) > 5
     found = replay(late.disk)
-    assert found.difference is None and found.machine.state.phase == ENDED
-    assert found.hashes == len(answered) > 5
+    assert found.difference is None and found.machine.state.phase == Phase.ENDED
+    assert found.hashes == len(answered) + 1 > 5
 
 
 def test_late_hash_that_was_altered_is_a_difference(records: list[Record]) -> None:
@@ -109,11 +116,11 @@ def test_hash_that_never_came_is_missed_by_nobody(records: list[Record]) -> None
     kept = [r for r in records if not (isinstance(r, StateHashRecord) and r.digest)]
     found = replay(log_of(kept))
     assert found.difference is None and found.hashes == 0
-    assert found.machine.state.phase == ENDED
+    assert found.machine.state.phase == Phase.ENDED
 
 
 def test_replay_from_a_snapshot_passes_over_the_hash_of_an_event_before_it(
-    late: NetWorld, records: list[Record]
+    late: LoggedRun, records: list[Record]
 ) -> None:
     """It was announced before the snapshot was taken, and came after it."""
     kept = snapshots(late.disk).usable
@@ -130,11 +137,9 @@ def test_coordinators_that_are_killed_before_their_answers_leave_a_log_that_repl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
-    world = random_world(SEED, LateWorld)
-    world.wire = WireFaults(kill_turn=0.05)
-    world.run()
+    world = late_run(*KILLED).run()
     found = replay(world.disk)
-    assert world.kills == 10 and found.difference is None and found.hashes
+    assert world.kills > 3 and found.difference is None and found.hashes
     assert digest(found.machine.state) == digest(world.state)
 
 
@@ -154,20 +159,15 @@ class SecondFails(Elsewhere):
                 return None
         return work()
 
-    disk: MemoryDisk
-
-
-class FailingWorld(LateWorld):
-    background = SecondFails
-    sizes = {"segment_bytes": 2_048, "snapshot_every": 30}  # noqa: RUF012
+    disk: Disk
 
 
 def test_a_snapshot_that_fails_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is taken, what was half written is gone, and no segment is tidied up that the
     older snapshot needs."""
     monkeypatch.setattr(SecondFails, "taken", 0)
-    world = random_world(SEED, FailingWorld)
-    monkeypatch.setattr(SecondFails, "disk", world.disk, raising=False)
+    world = late_run(background=SecondFails, segment_bytes=2_048, snapshot_every=30)
+    monkeypatch.setattr(SecondFails, "disk", world.coordinator.disk, raising=False)
     world.run()
     assert SecondFails.taken > 5
     assert not [name for name in world.disk.names() if name.endswith(".tmp")]
@@ -198,11 +198,7 @@ def test_one_snapshot_is_taken_at_a_time() -> None:
             Slow.at_work -= 1
             done(answer)
 
-    class Eager(LateWorld):
-        background = Slow
-        sizes = {"snapshot_every": 1}  # noqa: RUF012
-
-    world = random_world(SEED, Eager).run()
+    world = late_run(background=Slow, snapshot_every=1).run()
     assert Slow.most == 1
     assert restore(world.disk).replay.difference is None
 
@@ -211,7 +207,7 @@ def test_a_log_that_is_closed_leaves_no_unfinished_snapshot() -> None:
     """The process that works on one is ended then, wherever it is."""
     disk, background = MemoryDisk(), Elsewhere()
     machine, writer = begin(disk, snapshot_every=1)
-    started = random_world(SEED).run().log[0][0]
+    started = real_run()[0][0]
     machine.handle(started)
     writer.snapshot(machine.state, background)
     half_written = disk.create("snapshot-000000000002.bin.tmp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core.machine import LOGIC_VERSION
+from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import digest
 from laminar.eventlog import compaction
 from laminar.eventlog.compaction import read_segment, stored_bytes, tidy
@@ -21,39 +21,26 @@ from laminar.eventlog.replay import replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import snapshots
 from laminar.ports import DiskError
-from tests.coordinator.net_world import NetWorld, WireFaults
-from tests.core.random_worlds import random_world
-from tests.eventlog.memory_disk import MemoryDisk
-
-SEED = 4
+from laminar.testing.memory_disk import MemoryDisk
+from laminar.testing.sim_worlds import KILLED, LoggedRun
 
 
-class KeptWorld(NetWorld):
+def world_of(keep_bytes: int = 0, **sizes: int) -> LoggedRun:
+    run = LoggedRun(*KILLED, num_train=20, snapshot_every=30, **sizes)
+    run.coordinator.keep_bytes = keep_bytes
+    return run.run()
+
+
+@pytest.fixture(scope="module")
+def kept() -> LoggedRun:
     """Everything is kept; what is old is compressed."""
+    return world_of(segment_bytes=MAX_HEADER_BYTES)
 
-    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": 30}  # noqa: RUF012
 
-
-class ShortWorld(NetWorld):
+@pytest.fixture(scope="module")
+def short() -> LoggedRun:
     """Little is kept."""
-
-    sizes = {"segment_bytes": 2_048, "snapshot_every": 30, "keep_bytes": 20_000}  # noqa: RUF012
-
-
-def world_of(kind: type[NetWorld]) -> NetWorld:
-    world = random_world(SEED, kind)
-    world.wire = WireFaults(kill_turn=0.03)
-    return world.run()
-
-
-@pytest.fixture(scope="module")
-def kept() -> NetWorld:
-    return world_of(KeptWorld)
-
-
-@pytest.fixture(scope="module")
-def short() -> NetWorld:
-    return world_of(ShortWorld)
+    return world_of(segment_bytes=2_048, keep_bytes=20_000)
 
 
 def copy(disk: MemoryDisk) -> MemoryDisk:
@@ -71,7 +58,7 @@ def compressed(disk: MemoryDisk) -> list[int]:
     return [n for n in segment_numbers(names) if compressed_name(n) in names]
 
 
-def test_compressed_segments_read_like_any_other(kept: NetWorld) -> None:
+def test_compressed_segments_read_like_any_other(kept: LoggedRun) -> None:
     """All readers, and a replay from the beginning; in much less space."""
     disk, plain = kept.disk, unpacked(kept.disk)
     assert len(compressed(disk)) > 5
@@ -85,12 +72,12 @@ def test_compressed_segments_read_like_any_other(kept: NetWorld) -> None:
         assert stored_bytes(disk)[number] < stored_bytes(plain)[number]
 
 
-def test_only_what_lies_before_the_older_snapshot_is_touched(kept: NetWorld) -> None:
+def test_only_what_lies_before_the_older_snapshot_is_touched(kept: LoggedRun) -> None:
     older = snapshots(kept.disk).usable[1]
     assert max(compressed(kept.disk)) < older.position.segment
 
 
-def test_one_segment_at_a_time_is_compressed(kept: NetWorld) -> None:
+def test_one_segment_at_a_time_is_compressed(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
     for number in range(1, 5):
         tidy(disk, 5, 0)
@@ -99,14 +86,14 @@ def test_one_segment_at_a_time_is_compressed(kept: NetWorld) -> None:
     assert compressed(disk) == [1, 2, 3, 4]
 
 
-def test_a_log_that_has_not_rotated_is_not_touched(kept: NetWorld) -> None:
+def test_a_log_that_has_not_rotated_is_not_touched(kept: LoggedRun) -> None:
     disk = MemoryDisk({segment_name(1): kept.disk.read(segment_name(scan(kept.disk).newest))})
     before = copy(disk)
     tidy(disk, 1, 1)
     assert disk.files == before.files and disk.calls == 0
 
 
-def test_while_both_forms_are_there_the_plain_one_counts(kept: NetWorld) -> None:
+def test_while_both_forms_are_there_the_plain_one_counts(kept: LoggedRun) -> None:
     """Killed between the renaming and the removal; the next pass does it again."""
     disk = unpacked(kept.disk)
     disk.files[compressed_name(1)] = bytearray(b"half written")
@@ -118,7 +105,7 @@ def test_while_both_forms_are_there_the_plain_one_counts(kept: NetWorld) -> None
 
 
 def test_the_original_stays_until_the_other_form_was_read_back(
-    kept: NetWorld, monkeypatch: pytest.MonkeyPatch
+    kept: LoggedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk gives back something else than was written."""
     disk = unpacked(kept.disk)
@@ -130,7 +117,7 @@ def test_the_original_stays_until_the_other_form_was_read_back(
 
 
 def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
-    kept: NetWorld,
+    kept: LoggedRun,
 ) -> None:
     """Some bits of the format mean nothing; never is another content believed."""
     records = list(read_log(kept.disk))
@@ -147,7 +134,7 @@ def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
     assert harmless < 10
 
 
-def test_a_cut_of_a_compressed_segment_is_found(kept: NetWorld) -> None:
+def test_a_cut_of_a_compressed_segment_is_found(kept: LoggedRun) -> None:
     name = compressed_name(2)
     data = kept.disk.read(name)
     for cut in range(0, len(data) - 4):  # the last four bytes are a checksum of their own
@@ -158,7 +145,7 @@ def test_a_cut_of_a_compressed_segment_is_found(kept: NetWorld) -> None:
         assert caught.value.segment == 2
 
 
-def test_old_segments_are_removed_and_the_run_goes_on(short: NetWorld) -> None:
+def test_old_segments_are_removed_and_the_run_goes_on(short: LoggedRun) -> None:
     """Kills included: the world compares every restored state with the one it had."""
     first = segment_numbers(short.disk.names())[0]
     older = snapshots(short.disk).usable[1]
@@ -168,7 +155,7 @@ def test_old_segments_are_removed_and_the_run_goes_on(short: NetWorld) -> None:
     assert digest(restored.replay.machine.state) == digest(short.state)
 
 
-def test_what_is_removed_is_what_is_beyond_the_limit(kept: NetWorld) -> None:
+def test_what_is_removed_is_what_is_beyond_the_limit(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
     before = stored_bytes(disk)
     limit = sum(before.values()) - before[1] - 1
@@ -179,7 +166,7 @@ def test_what_is_removed_is_what_is_beyond_the_limit(kept: NetWorld) -> None:
     assert min(stored_bytes(disk)) == 4, "what a start needs stays, whatever the limit is"
 
 
-def test_both_forms_of_a_segment_are_removed(kept: NetWorld) -> None:
+def test_both_forms_of_a_segment_are_removed(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
     disk.files[compressed_name(1)] = bytearray(b"half written")
     disk.durable[compressed_name(1)] = 0
@@ -187,7 +174,7 @@ def test_both_forms_of_a_segment_are_removed(kept: NetWorld) -> None:
     assert segment_numbers(disk.names())[0] == 2
 
 
-def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: NetWorld) -> None:
+def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: LoggedRun) -> None:
     with pytest.raises(LogCorrupt, match="expected the file, found events-"):
         scan(short.disk)
     start = beginning(short.disk)
@@ -202,7 +189,7 @@ def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: Ne
     assert digest(found.machine.state) == digest(short.state)
 
 
-def test_the_beginning_of_a_whole_log_is_the_beginning(kept: NetWorld) -> None:
+def test_the_beginning_of_a_whole_log_is_the_beginning(kept: LoggedRun) -> None:
     assert beginning(kept.disk) is None
     assert beginning(MemoryDisk()) is None
 
@@ -225,7 +212,7 @@ def test_the_beginning_is_that_of_the_history() -> None:
     assert beginning(disk) is None
 
 
-def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: NetWorld) -> None:
+def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: LoggedRun) -> None:
     disk = copy(short.disk)
     start_on(disk)
     name = segment_name(scan(disk, snapshots(disk).usable[0].position).newest)
@@ -235,7 +222,7 @@ def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: NetWorld) -> 
         restore(disk)
 
 
-def test_without_beginning_and_snapshot_there_is_no_start(short: NetWorld) -> None:
+def test_without_beginning_and_snapshot_there_is_no_start(short: LoggedRun) -> None:
     """And nothing is touched; the message says what is missing and why nothing replaces it."""
     disk = copy(short.disk)
     newest, older = snapshots(disk).usable
@@ -255,14 +242,14 @@ def test_without_beginning_and_snapshot_there_is_no_start(short: NetWorld) -> No
     assert disk.files == before.files
 
 
-def test_snapshots_without_any_segment_are_a_lost_log(short: NetWorld) -> None:
+def test_snapshots_without_any_segment_are_a_lost_log(short: LoggedRun) -> None:
     """Not an empty one: nobody begins the run again on top of it."""
     files = {n: bytes(d) for n, d in short.disk.files.items() if n.startswith("snapshot")}
     with pytest.raises(LogCorrupt, match="or a snapshot in its place"):
         restore(MemoryDisk(files))
 
 
-def test_an_observer_gets_the_most_that_is_left(short: NetWorld) -> None:
+def test_an_observer_gets_the_most_that_is_left(short: LoggedRun) -> None:
     """It asks for events whose segments are gone."""
     newest, older = snapshots(short.disk).usable
     assert restore(short.disk, observe_from=1).snapshot == older

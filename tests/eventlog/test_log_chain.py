@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_disk import MemoryDisk
 
 from laminar.eventlog import record as record_module
 from laminar.eventlog.reader import read_log, read_raw, scan
@@ -32,6 +31,8 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken, LogWriter
+from laminar.testing.logs import begin_log
+from laminar.testing.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 
@@ -45,17 +46,8 @@ def event(seq: int, text: str = "payload") -> EventRecord:
 
 
 def begin(disk: MemoryDisk, segment_bytes: int = 1 << 20) -> LogWriter:
-    tail = scan(disk)
-    return LogWriter.begin(
-        disk,
-        tail,
-        logic=7,
-        incarnation=tail.newest + 1,
-        run="demo",
-        seed=2**64 - 1,
-        config_hash="00ff",
-        segment_bytes=segment_bytes,
-    )
+    header = {"logic": 7, "run": "demo", "seed": 2**64 - 1, "config_hash": "00ff"}
+    return begin_log(disk, **header, segment_bytes=segment_bytes)
 
 
 def write(writer: LogWriter, *seqs: int) -> None:
@@ -266,7 +258,7 @@ def test_two_that_start_at_once_collide_on_the_segment() -> None:
     tail = scan(disk)
     begin(disk)
     with pytest.raises(LogTaken, match="another coordinator"):
-        LogWriter.begin(disk, tail, logic=7, incarnation=2, run="demo", seed=0, config_hash="")
+        begin_log(disk, tail)
     assert seqs(disk) == [1]
 
 
@@ -276,7 +268,7 @@ def test_a_log_that_grew_since_the_scan_is_not_taken_over() -> None:
     tail = scan(disk)
     write(old, 1)
     with pytest.raises(LogTaken, match="grew"):
-        LogWriter.begin(disk, tail, logic=7, incarnation=2, run="demo", seed=0, config_hash="")
+        begin_log(disk, tail)
     with pytest.raises(LogTaken):
         write(old, 2)
     begin(disk)
@@ -304,7 +296,7 @@ def test_a_segment_that_was_passed_over_stays_out_even_if_it_is_written_later() 
     tail = scan(disk)
     sleeper = MemoryDisk({FIRST: disk.read(FIRST)})
     write(
-        LogWriter.begin(sleeper, tail, logic=7, incarnation=2, run="demo", seed=0, config_hash=""),
+        begin_log(sleeper, tail),
         2,
         3,
         4,
@@ -373,15 +365,7 @@ def test_a_record_above_the_limit_is_refused_and_not_buffered() -> None:
     write(writer, 1)
     assert seqs(disk) == [1]
     with pytest.raises(ValueError, match="shorten the run name"):
-        LogWriter.begin(
-            MemoryDisk(),
-            LogTail(None, 0, None, 0),
-            logic=1,
-            incarnation=1,
-            run="x" * MAX_HEADER_BYTES,
-            seed=0,
-            config_hash="",
-        )
+        begin_log(MemoryDisk(), run="x" * MAX_HEADER_BYTES)
     with pytest.raises(ValueError, match="segment_bytes is 10"):
         begin(MemoryDisk(), segment_bytes=10)
 

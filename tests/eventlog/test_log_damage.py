@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from memory_disk import MemoryDisk
 
 from laminar.eventlog.reader import read_log, read_raw, scan
 from laminar.eventlog.record import (
@@ -30,6 +29,8 @@ from laminar.eventlog.record import (
 )
 from laminar.eventlog.writer import LogWriter
 from laminar.ports import DiskError
+from laminar.testing.logs import begin_log
+from laminar.testing.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 RECORDS = 40
@@ -48,17 +49,7 @@ def record(number: int) -> Record:
 
 
 def begin(disk: MemoryDisk) -> LogWriter:
-    tail = scan(disk)
-    return LogWriter.begin(
-        disk,
-        tail,
-        logic=1,
-        incarnation=tail.newest + 1,
-        run="r",
-        seed=0,
-        config_hash="0",
-        segment_bytes=MAX_HEADER_BYTES,
-    )
+    return begin_log(disk, segment_bytes=MAX_HEADER_BYTES)
 
 
 def one_segment(count: int = RECORDS) -> tuple[bytes, list[Record]]:

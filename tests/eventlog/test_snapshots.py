@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from laminar.core.machine import LOGIC_VERSION, Machine
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import digest
 from laminar.eventlog.reader import NotInHistory, read_log, scan
 from laminar.eventlog.record import (
     FRAME,
     MAX_HEADER_BYTES,
-    DecisionRecord,
     EventRecord,
     Takeover,
     segment_name,
@@ -25,26 +25,24 @@ from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
-from laminar.events.codec import encode as encode_message
 from laminar.ports import AtOnce, DiskError, DiskFull
-from tests.coordinator.net_world import NetWorld, WireFaults
-from tests.core.random_worlds import random_world
-from tests.eventlog.memory_disk import MemoryDisk, MemoryFile
+from laminar.sim.runtime.disk import SimDisk
+from laminar.testing.logs import begin_log, log_event
+from laminar.testing.memory_disk import MemoryDisk, MemoryFile
+from laminar.testing.sim_worlds import KILLED, LoggedRun
 
 SEED = 4  #: some 300 events
 EVERY = 30  #: events between two snapshots
 Seen = list[tuple[int, list[Command]]]
 
 
-class RotatingWorld(NetWorld):
-    """Its log has a segment every few events, and a snapshot now and then."""
-
-    sizes = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": EVERY}  # noqa: RUF012
+#: A segment every few events, and a snapshot now and then.
+ROTATING = {"segment_bytes": MAX_HEADER_BYTES, "snapshot_every": EVERY}
 
 
 @dataclass
 class Run:
-    world: NetWorld
+    world: LoggedRun
     taken: dict[str, bytes]  #: every snapshot file there ever was
 
     def log(self, *names: str) -> MemoryDisk:
@@ -55,21 +53,19 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """Killed ten times on the way; no segment is touched afterwards."""
+    """Killed several times on the way; no segment is touched afterwards."""
     taken: dict[str, bytes] = {}
-    replace = MemoryDisk.replace
+    replace = SimDisk.replace
 
-    def remember(disk: MemoryDisk, old: str, new: str) -> None:
+    def remember(disk: SimDisk, old: str, new: str) -> None:
         replace(disk, old, new)
         if new.startswith("snapshot"):
             taken[new] = disk.read(new)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryDisk, "replace", remember)
+        patch.setattr(SimDisk, "replace", remember)
         patch.setattr("laminar.eventlog.writer.tidy", lambda *_: None)
-        world = random_world(SEED, RotatingWorld)
-        world.wire = WireFaults(kill_turn=0.03)
-        world.run()
+        world = LoggedRun(*KILLED, **ROTATING).run()
     return Run(world, taken)
 
 
@@ -105,7 +101,9 @@ def test_snapshot_holds_the_state_that_the_live_process_had(run: Run) -> None:
         assert snapshot.name == name == f"snapshot-{snapshot.seq:012d}.bin"
 
 
-def test_without_room_for_a_snapshot_the_log_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_snapshot_the_log_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing of it is left, since the log needs the room; the next one is taken in its time."""
     append, full = MemoryFile.append, [True]
 
@@ -116,16 +114,13 @@ def test_without_room_for_a_snapshot_the_log_goes_on(monkeypatch: pytest.MonkeyP
         append(file, data)
 
     monkeypatch.setattr(MemoryFile, "append", limited)
-    world = random_world(SEED, RotatingWorld)
-    world.begin()
-    while not world.tick.machine.started or world.state.seq < 3 * EVERY:
-        world.step()
-    assert not snapshots(world.disk).usable
-    assert not [name for name in world.disk.names() if name.endswith(".tmp")]
+    disk, every = MemoryDisk(), events_of(run)
+    drive(disk, every[: 3 * EVERY])
+    assert not snapshots(disk).usable
+    assert not [name for name in disk.names() if name.endswith(".tmp")]
     full[0] = False
-    while world.state.phase != "ended":
-        world.step()
-    assert world.kills == 0 and len(snapshots(world.disk).usable) == KEPT
+    drive(disk, every)
+    assert len(snapshots(disk).usable) == KEPT
 
 
 def test_two_snapshots_are_kept(run: Run) -> None:
@@ -159,6 +154,11 @@ def with_state(snapshot: Snapshot, **fields: object) -> Snapshot:
     return msgspec.structs.replace(snapshot, state=msgspec.Raw(msgspec.msgpack.encode(state)))
 
 
+def with_rule(snapshot: Snapshot, name: str) -> Snapshot:
+    settings = msgspec.msgpack.decode(snapshot.state)["settings"]
+    return with_state(snapshot, settings=settings | {"rules": [name]})
+
+
 def packed(snapshot: object) -> bytes:
     body = msgspec.msgpack.encode(snapshot)
     return FRAME.pack(len(body), zlib.crc32(body)) + body
@@ -173,9 +173,11 @@ def packed(snapshot: object) -> bytes:
         (lambda s: packed({"novel": 1}), "it is of another release: "),
         (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it is of schema 99"),
         (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
+        (lambda s: packed(with_rule(s, "odd")), "it is of the decision rule 'odd'"),
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
         (lambda s: packed(with_state(s, phase=3)), "it is of another release: "),
-        (lambda s: packed(with_state(s, phase="odd")), "its state has another form"),
+        (lambda s: packed(with_state(s, phase="odd")), "it is of another release: "),
+        (lambda s: packed(with_state(s, failure="odd")), "its state has another form"),
         (lambda s: packed(with_state(s, phase=b"\xff")), "it is of another release: "),
     ],
 )
@@ -276,20 +278,14 @@ def drive(disk: MemoryDisk, events: list[Stamped]) -> int:
     return committed
 
 
-def log_event(writer: LogWriter, event: Stamped, commands: list[Command]) -> None:
-    body = msgspec.Raw(encode_message(event.event))
-    writer.append(
-        EventRecord(event.seq, event.time_ns, event.peer, event.incarnation, event.peer_seq, body)
-    )
-    for index, command in enumerate(commands):
-        raw = msgspec.Raw(encode_message(command))
-        writer.append(DecisionRecord(cause=event.seq, index=index, command=raw))
-
-
 @pytest.fixture(scope="module")
 def events(run: Run) -> list[Stamped]:
+    return events_of(run)[:EVENTS]
+
+
+def events_of(run: Run) -> list[Stamped]:
     records = [record for _, record in read_log(run.log())]
-    return [stamped(record) for record in records if isinstance(record, EventRecord)][:EVENTS]
+    return [stamped(record) for record in records if isinstance(record, EventRecord)]
 
 
 def test_each_disk_call_failed_in_turn_leaves_a_log_that_can_be_restored(
@@ -362,9 +358,7 @@ def test_what_a_coordinator_owed_is_written_by_the_next(events: list[Stamped]) -
     writer.commit()
     unlogged = restore(disk).replay.unlogged
     assert [record.index for record in unlogged] == list(range(1, len(commands)))
-    LogWriter.begin(
-        disk, scan(disk), logic=LOGIC_VERSION, incarnation=2, run="r", seed=0, config_hash=""
-    )
+    begin_log(disk)
     assert restore(disk).replay.unlogged == unlogged
     begin(disk)
     assert restore(disk).replay.unlogged == []

@@ -13,22 +13,16 @@ from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import StateHashRecord
-from laminar.eventlog.writer import LogTaken, LogWriter
+from laminar.eventlog.writer import LogTaken
 from laminar.ports import DiskError
-
-
-def begin(disk: RealDisk) -> LogWriter:
-    tail = scan(disk)
-    return LogWriter.begin(
-        disk, tail, logic=1, incarnation=tail.newest + 1, run="r", seed=0, config_hash="0"
-    )
+from laminar.testing.logs import begin_log
 
 
 def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:
     disk = RealDisk.make(tmp_path / "events")
     records = [StateHashRecord(seq, "ab") for seq in range(4)]
     for each in records[:2]:
-        writer = begin(disk)
+        writer = begin_log(disk)
         writer.append(each)
         writer.commit()
         writer.close()
@@ -57,12 +51,12 @@ def test_create_is_exclusive(tmp_path: Path) -> None:
     disk.create("f").close()
     with pytest.raises(FileExistsError):
         disk.create("f")
-    begin(disk).close()
+    begin_log(disk).close()
     (tmp_path / "events-00000002.log").touch()
     tail = scan(disk)
     (tmp_path / "events-00000003.log").touch()
     with pytest.raises(LogTaken):
-        LogWriter.begin(disk, tail, logic=1, incarnation=2, run="r", seed=0, config_hash="0")
+        begin_log(disk, tail)
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +68,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return sizes[-1]
 
     disk = RealDisk(tmp_path)
-    writer = begin(disk)
+    writer = begin_log(disk)
     monkeypatch.setattr(os, "write", short)
     records = [StateHashRecord(seq, "ab") for seq in range(20)]
     for each in records:
@@ -98,7 +92,7 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_a_torn_tail(
         return written
 
     disk = RealDisk(tmp_path)
-    writer = begin(disk)
+    writer = begin_log(disk)
     monkeypatch.setattr(os, "write", filling)
     writer.append(StateHashRecord(1, "x" * 100))
     with pytest.raises(DiskError, match=r"events-00000001\.log failed: No space") as caught:
@@ -133,14 +127,14 @@ def test_what_a_killed_writer_left_is_synced_before_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = RealDisk(tmp_path)
-    old = begin(disk)
+    old = begin_log(disk)
     old.append(StateHashRecord(1, "ab"))
     old.flush()
     synced: list[str] = []
     monkeypatch.setattr(
         os, "fdatasync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
     )
-    begin(disk)
+    begin_log(disk)
     assert synced == ["events-00000001.log", "events-00000002.log"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from laminar.core.machine import LOGIC_VERSION
+from laminar.core.rules import LOGIC_VERSION
 from laminar.eventlog.reader import read_log, read_raw
 from laminar.eventlog.record import SCHEMA_VERSION, EventRecord, Header, StateHashRecord
 from laminar.eventlog.replay import replay

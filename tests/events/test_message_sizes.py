@@ -12,15 +12,18 @@ from laminar.config import load
 from laminar.config.rules import BUILT_IN_STRATEGIES, GROUP_SIZE_MAX, STEP_TRAJECTORIES_MAX
 from laminar.coordinator.loop import COMMANDS_BYTES_MAX
 from laminar.core.buffering import STRATEGIES
-from laminar.core.siblings import ENDINGS_PER_COMMAND
+from laminar.core.groups import ENDINGS_PER_COMMAND
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.codec import MESSAGE_BYTES_MAX, TooLarge, decode_event, decode_order, encode
 from laminar.net.frames import Hello
-from laminar.net.session import ClientLink, Limits, ServerLink
+from laminar.net.session import ClientLink, ServerLink
+from laminar.net.session_boxes import Limits
 from laminar.storage.messages import MAX_ITEMS
-from laminar.training.metrics import Mismatch, by_origin
+from laminar.testing.world_parts import group_of
+from laminar.training.metrics import by_origin
+from laminar.training.steps import Mismatch
 
 SIBLINGS = 16
 
@@ -70,7 +73,7 @@ def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
     part = tuple(
         cmd.Ending(
             trajectory=trajectory,
-            group=ids.group_of(trajectory),
+            group=group_of(trajectory),
             sibling=15,
             purpose="train",
             row_index=99_000_000,

@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 
 from laminar.config import ConfigError
+from laminar.net.calls import RpcError
 from laminar.net.client import read_address, write_address
 from laminar.net.frames import Data, Hello, Welcome, decode_server, encode
-from laminar.net.rpc import RpcClient, RpcError, RpcServer
+from laminar.net.rpc_client import RpcClient
+from laminar.net.rpc_server import RpcServer
 from laminar.net.session import LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
 

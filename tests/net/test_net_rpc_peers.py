@@ -1,11 +1,14 @@
 """Which peers a server's turn looks at, however many are connected: those that it is about."""
 
+import msgspec
 import pytest
 
-from laminar.net import rpc
+from laminar.net import rpc_server
+from laminar.net.calls import Reply, Request
 from laminar.net.frames import Data, Hello, Refused, decode_server, encode
-from laminar.net.rpc import Reply, Request, RpcServer
-from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
+from laminar.net.rpc_server import RpcServer
+from laminar.net.session import PEERS_MAX, ServerLink, full
+from laminar.net.session_boxes import MS, RESEND_MIN_NS
 from laminar.net.wakeups import Wakeups
 
 LEASE_MS = 5_000
@@ -34,7 +37,7 @@ class Desk:
 
     def __init__(self, monkeypatch, peers):
         self.now, self.lost, self.looks = 0, [], []
-        monkeypatch.setattr(rpc, "now_ns", lambda: self.now)
+        monkeypatch.setattr(rpc_server, "now_ns", lambda: self.now)
         self.server = RpcServer(
             "127.0.0.1",
             0,
@@ -66,7 +69,7 @@ class Desk:
         self.server._turn()
 
     def ask(self, number, seq):
-        body = rpc._encode(Request(seq, b"question"))
+        body = msgspec.msgpack.encode(Request(seq, b"question"))
         self.hear(number, Data(self.boot_of(number), seq, 0, body))
 
     def boot_of(self, number):
@@ -98,7 +101,7 @@ def test_a_reply_that_was_lost_goes_out_again_when_its_time_has_come(desk):
     desk.now += 1
     desk.turn()
     ((route, frame),) = desk.wire.sent
-    assert route == b"r7" and rpc._decode_reply(frame.body) == Reply(1, b"ok")
+    assert route == b"r7" and msgspec.msgpack.decode(frame.body, type=Reply) == Reply(1, b"ok")
     assert set(desk.looks) == {"rollout-7"}
 
 
@@ -119,7 +122,7 @@ def test_silence_is_looked_for_once_per_lease_and_ends_the_silent(desk):
 
 def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch):
     assert PEERS_MAX > 10_000
-    monkeypatch.setattr(rpc, "clients_allowed", lambda: IDLE)
+    monkeypatch.setattr(rpc_server, "clients_allowed", lambda: IDLE)
     desk = Desk(monkeypatch, IDLE)
     desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
     desk.turn()

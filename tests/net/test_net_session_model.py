@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar.net.session import Inbox, Outbox
-from tests.net.session_model import LossyLink, LossyLinkWithoutRecord, run_model
+from laminar.net.session_boxes import Inbox, Outbox
+from tools.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 
 EXAMPLES, STEPS = 80, 50
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar.actors import engine_steps
-from laminar.actors.engine_steps import EngineSteps, joined
+from laminar.actors.system import engine_steps
+from laminar.actors.system.engine_steps import EngineSteps, joined
 from laminar.analysis.intervals import length_ns
 from laminar.analysis.process_logs import cut_logs, log_lines
 from laminar.analysis.report import _kept

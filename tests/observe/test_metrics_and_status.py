@@ -16,8 +16,8 @@ from laminar.events.base import Command, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from tests.core.world import World
-from tests.core.world_parts import Faults, settings
+from laminar.testing.world import World
+from laminar.testing.world_parts import Faults, settings
 
 TELEMETRY = Telemetry()
 MARK = "training/weights_unchanged"

@@ -21,7 +21,7 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events.base import Command, Event
 from laminar.events.codec import decode_command, decode_event
-from laminar.weights.arena import SHARED_MEMORY, arena_path
+from laminar.weights.arena.arena import SHARED_MEMORY, arena_path
 
 ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 240

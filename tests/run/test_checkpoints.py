@@ -10,7 +10,7 @@ import pytest
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.weights import checkpoint
+from laminar.weights.version import checkpoint
 from tests.run.conftest import Finished, check_books, history
 from tests.run.test_interruptions import end, start, status, until
 

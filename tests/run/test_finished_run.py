@@ -13,12 +13,12 @@ import pytest
 
 from laminar.cli import commands
 from laminar.coordinator.system import RealDisk
-from laminar.core.machine import LOGIC_VERSION
-from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import DecisionRecord, Header
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, encode
+from laminar.testing.logs import begin_log
 from tests.run.conftest import ROOT, Finished, arenas
 
 import msgspec  # isort: skip
@@ -146,10 +146,8 @@ def test_one_altered_decision_is_found(finished: Finished, cli: Cli, tmp_path: P
     altered = 0
     for _, record in read_log(source):
         if isinstance(record, Header):
-            writer = writer or LogWriter.begin(
+            writer = writer or begin_log(
                 disk,
-                scan(disk),
-                logic=LOGIC_VERSION,
                 incarnation=record.incarnation,
                 run=record.run,
                 seed=record.seed,

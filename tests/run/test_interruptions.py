@@ -72,11 +72,12 @@ def coordinator_pid(directory: Path) -> int:
     return int(found.stdout.split()[0])
 
 
+@pytest.mark.long
 def test_the_coordinator_is_killed_three_times(tmp_path: Path) -> None:
     """Nobody else notices: no pid changes, tokens and a step in the gap, three books agree."""
     process = start(
         tmp_path,
-        "trainer.total_training_steps=12",
+        "trainer.total_training_steps=10",
         "recovery.coordinator_restart_ms=5000",
         "async.max_staleness=6",  # or the replicas may just be waiting for the trainer
     )

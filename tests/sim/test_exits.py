@@ -9,7 +9,7 @@ from laminar.coordinator.restarts import Over
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
-from tests.sim.worlds import config, ran
+from laminar.testing.sim_worlds import config, ran
 
 SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
 
@@ -32,7 +32,7 @@ def test_event_that_always_crashes_ends_the_run_by_its_name() -> None:
         assert state is not None and state.exit_code == 1
         assert state.failure.startswith(f"the coordinator crashed {CRASHES_MAX} times on ")
         assert "PlantedError" in state.failure
-        crashes = world.marks.counts["coordinator:handlingfailed-in-a-turn"]
+        crashes = world.coverage.counts["coordinator:handlingfailed-in-a-turn"]
         assert crashes == CRASHES_MAX
 
 
@@ -48,7 +48,7 @@ def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
 
 def test_giving_up_for_no_reason_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "laminar.sim.exits.Restarts.ended", lambda *_: Over(exit_codes.CRASHED, "no more")
+        "laminar.sim.runtime.exits.Restarts.ended", lambda *_: Over(exit_codes.CRASHED, "no more")
     )
     outcome = run_seed(config("event-crashes", **SMALL), 3)
     assert outcome.invariant == "given_up_for_a_reason"

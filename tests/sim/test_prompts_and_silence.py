@@ -12,12 +12,12 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.ids import GroupId, TrajectoryId
-from laminar.sim.log_time import LogTime
-from laminar.sim.prompts import Prompts
+from laminar.sim.checks.log_time import LogTime
+from laminar.sim.checks.prompts import Prompts
 from laminar.sim.run import run_seed
-from laminar.sim.violation import Violation
+from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
-from tests.sim.worlds import calm, config, ran
+from laminar.testing.sim_worlds import calm, config, ran
 
 SMALL = {"replicas": 4, "num_train": 20, "total_steps": 0, "num_eval": 0}
 
@@ -60,7 +60,7 @@ def given(group: str, row: int, placement: int = 1) -> list[Command]:
         attempt=1,
         placement=placement,
         version=0,
-        step=0,
+        version_step=0,
         seed=1,
     )
     return [command]

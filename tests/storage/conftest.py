@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage_samples import MEMORY
+
+from laminar.testing.store_samples import MEMORY
 
 
 @pytest.fixture

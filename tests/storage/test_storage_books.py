@@ -6,12 +6,26 @@ import shutil
 import sqlite3
 from typing import NamedTuple
 
+import msgspec
 import pytest
-from storage_samples import answers, append, end, filled, finish, open_, reward
 
 from laminar.config import ConfigError
 from laminar.storage import books, payload_files
 from laminar.storage.database import Database
+from laminar.storage.rows import PromptKey
+from laminar.testing.store_samples import (
+    PROMPTS,
+    answers,
+    append,
+    end,
+    filled,
+    finish,
+    ints,
+    open_,
+    prompt,
+    reward,
+    trajectory_rows,
+)
 
 
 class Expected(NamedTuple):
@@ -27,7 +41,7 @@ def compare(expected: dict[str, Expected], path) -> list[str]:
     """What an audit adds to `check_integrity`: an account of all trajectories ever issued."""
     stored = {
         row.id: Expected(row.end, row.end_reason, row.end_step, row.num_tokens)
-        for row in books.trajectory_rows(path)
+        for row in trajectory_rows(path)
     }
     names = sorted(stored.keys() | expected.keys())
     return [f"trajectory {n} differs" for n in names if stored.get(n) != expected.get(n)]
@@ -127,6 +141,35 @@ def test_changes_are_noticed(path, change):
     assert books.check_integrity(path)
 
 
+@pytest.fixture
+def later(tmp_path):
+    """A store whose prompts were tokenised when they were needed."""
+    path = tmp_path / "later.sqlite"
+    database = Database(path)
+    prompts = [msgspec.structs.replace(prompt(n), prompt_ids=b"") for n in range(PROMPTS)]
+    database.load_prompts(prompts, prompts[:2], "data-1")
+    keys = [PromptKey("train", 0), PromptKey("train", 1), PromptKey("eval", 1)]
+    database.keep_prompt_ids({key: ints(100, key.row_index) for key in keys})
+    assert set(answers(database, *REQUESTS)) == {"open", "ok"}
+    database.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM prompt_ids WHERE purpose = 'eval'",
+        "UPDATE prompt_ids SET ids = x'01000000' WHERE purpose = 'eval'",
+        "UPDATE prompt_ids SET digest = 'x' WHERE purpose = 'eval'",
+        "UPDATE prompt_ids SET row_index = 9 WHERE purpose = 'eval'",
+    ],
+)
+def test_token_ids_that_are_gone_or_changed_are_noticed(later, change):
+    assert _problems(later) == []
+    _execute(later, change)
+    assert f"eval prompt {9 if '9' in change else 1}" in _problems(later)[0]
+
+
 def test_chunks_without_their_row_are_noticed_without_an_account(path):
     _execute(path, "DELETE FROM trajectories WHERE id = '0.0.1'")
     assert books.check_integrity(path) == ["2 chunks of 0.0.1 have no row"]
@@ -159,7 +202,7 @@ def test_another_account_is_noticed(path, name, expected):
 
 
 def test_rows_come_by_id(path):
-    rows = list(books.trajectory_rows(path))
+    rows = list(trajectory_rows(path))
     assert [row.id for row in rows] == sorted(EXPECTED)
     assert {row.id: row.num_tokens for row in rows}["e0.1.0"] == 10_000
 
@@ -170,7 +213,7 @@ def test_a_live_store_is_read_as_of_one_moment(path):
         before = list(tables.rows())
         assert answers(database, open_("0.1.3")) == ["open"]
         assert list(tables.rows()) == before
-    assert len(list(books.trajectory_rows(path))) == len(before) + 1
+    assert len(list(trajectory_rows(path))) == len(before) + 1
 
 
 def test_what_is_no_store_is_a_clear_error(tmp_path):

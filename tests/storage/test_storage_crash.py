@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from storage_samples import append, filled, finish, one, open_
 
 from laminar.storage import books
+from laminar.testing.store_samples import append, filled, finish, one, open_, trajectory_rows
 
 SIBLINGS = 4
 ROUNDS = 4
@@ -60,7 +60,7 @@ def test_nothing_acknowledged_is_lost(tmp_path):
     for placement in range(1, ROUNDS + 1):
         acknowledged = _killed_run(path, placement, lines=chance.randint(3, 25))
         assert books.check_integrity(path) == []
-        stored = {row.id: row.num_tokens for row in books.trajectory_rows(path)}
+        stored = {row.id: row.num_tokens for row in trajectory_rows(path)}
         assert len(acknowledged) == SIBLINGS
         assert all(stored[name] >= count for name, count in acknowledged.items())
         assert len(set(stored.values())) == 1, "a batch is half there"

@@ -7,7 +7,14 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from storage_samples import (
+
+from laminar.config import ConfigError
+from laminar.ports import DiskError
+from laminar.storage import books, payload_files, rules
+from laminar.storage import messages as m
+from laminar.storage.database import PROMPT_LIMIT, Database
+from laminar.storage.rows import NotTokenised, PromptKey
+from laminar.testing.store_samples import (
     PROMPTS,
     answers,
     append,
@@ -23,12 +30,6 @@ from storage_samples import (
     prompt,
     reward,
 )
-
-from laminar.config import ConfigError
-from laminar.ports import DiskError
-from laminar.storage import books, payload_files, rules
-from laminar.storage import messages as m
-from laminar.storage.database import PROMPT_LIMIT, Database
 
 
 @pytest.fixture
@@ -313,6 +314,26 @@ def test_sampled_prompts_are_spread_over_the_data(database, path):
     with closing(Database(path.with_name("eval"))) as only_held_out:
         only_held_out.load_prompts([], [prompt(7)], "data-1")
         assert sampled(only_held_out, 3) == (prompt(7).prompt_ids,)
+
+
+def test_what_needs_token_ids_that_nobody_has_made_is_left_undone(path):
+    """And done when they are kept; what needs none is done, whatever it came with."""
+    with closing(Database(path)) as database:
+        rows = [msgspec.structs.replace(prompt(n), prompt_ids=b"") for n in range(2)]
+        database.load_prompts(rows, [], "data-1")
+        two = m.Open(items=(*open_("0.1.0").items, *open_("0.0.0").items))
+        needing, sampling, ending = database.handle_batch(
+            [two, m.SamplePrompts(count=2), end("0.0.7")]
+        )
+        keys = [PromptKey("train", 1), PromptKey("train", 0)]
+        for undone, wanted in ((needing, keys), (sampling, keys[::-1])):
+            assert isinstance(undone, NotTokenised) and list(undone.prompts) == wanted
+        assert m.decode_prompt(needing.prompts[keys[0]]) == rows[1]
+        assert isinstance(ending, m.EndReply)
+        assert database.handle_batch([m.Fetch(ids=("0.1.0",))])[0].unknown == ("0.1.0",)
+        database.keep_prompt_ids({key: ints(100, key.row_index) for key in keys})
+        assert answers(database, open_("0.1.0"), append("0.1.0", (1,))) == ["open", "ok"]
+        assert fetched(database, "0.1.0").prompt_ids == ints(100, 1)
 
 
 def test_prompts_are_loaded_once(database, path):

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storage_samples import append, end, finish, open_, prompt, reward
 
 from laminar.storage import messages as m
+from laminar.testing.store_samples import append, end, finish, open_, prompt, reward
 
 REQUESTS = [
     open_("0.1.2"),

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from storage_samples import answers, append, contents, fetched, filled, floats, ints, open_
 
 from laminar.ports import DiskError
 from laminar.storage import payload_files
 from laminar.storage.database import Database
+from laminar.testing.store_samples import (
+    answers,
+    append,
+    contents,
+    fetched,
+    filled,
+    floats,
+    ints,
+    open_,
+)
 
 INLINE_TOKENS = payload_files.INLINE_LIMIT // 8
 

@@ -8,9 +8,18 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_samples import MEMORY, append, contents, end, filled, finish, open_, reward
 
 from laminar.storage import books
+from laminar.testing.store_samples import (
+    MEMORY,
+    append,
+    contents,
+    end,
+    filled,
+    finish,
+    open_,
+    reward,
+)
 
 NAMES = st.sampled_from(["0.0.0", "e0.1.0"])
 PLACEMENTS = st.integers(1, 3)

@@ -6,10 +6,10 @@ import math
 import struct
 
 import pytest
-from storage_samples import floats, ints
 
 from laminar.storage import rules
 from laminar.storage.rules import Chunk, Row
+from laminar.testing.store_samples import floats, ints
 
 ASKED = Row(
     "0.0.0",

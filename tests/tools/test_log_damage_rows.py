@@ -9,7 +9,7 @@ import pytest
 from laminar.eventlog import record
 from laminar.eventlog.record import Frames
 from laminar.eventlog.writer import LogWriter
-from laminar.sim.disk import CRASH_MODES, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, SimDisk
 from tools.rows import log_damage
 from tools.rows.crash_points import Crash, Scenario, calls_of
 from tools.rows.log_damage import FIRST, ROWS, Size, cut_at, flip_at, real_log, try_crash
@@ -47,7 +47,7 @@ def test_a_crash_in_every_disk_call_is_recovered_from(scenario: Scenario) -> Non
 
 
 def test_a_power_cut_after_a_kill_is_recovered_from() -> None:
-    alone = Scenario(events=5, snapshot_every=2, keep_bytes=0)
+    alone = Scenario(events=4, snapshot_every=2, keep_bytes=0)
     kills = [alone._replace(killed=call) for call in range(1, calls_of(alone) + 1)]
     assert [said for scenario in kills for said in problems_of_crashes(scenario, 1)] == []
 

@@ -10,6 +10,7 @@ import pytest
 
 from tools import scorecard
 from tools.rows.base import Figure, Gate, Row
+from tools.rows.simulation import seeds
 from tools.rows.table import ROWS
 
 
@@ -62,6 +63,20 @@ def test_row_that_falls_short_or_breaks_fails_the_whole_and_the_others_run(
     assert run(monkeypatch, (row, GOOD), tmp_path) == 1
     printed = capsys.readouterr().out
     assert said in printed and "all of them" in printed
+
+
+def test_rows_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, (GOOD, SHORT), tmp_path, "--but", "3") == 0
+    assert "it is fast" not in capsys.readouterr().out
+
+
+def test_the_swarm_of_a_change_is_half_its_own_and_the_same_when_it_is_run_again() -> None:
+    one, other = seeds("pr", "0123456789abcdef"), seeds("pr", "fedcba9876543210")
+    assert one == seeds("pr", "0123456789abcdef") and len(set(one)) == 1_000
+    assert set(one) & set(other) == set(range(1, 501))
+    assert not set(one) & set(seeds("release", "0123456789abcdef")[500:])
 
 
 def test_json_is_one_object_per_row(

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from laminar.config import Config, resolve
-from laminar.training.batching import TrainSample
 from laminar.training.model import LoadedPolicy
+from laminar.training.steps import TrainSample
 
 VOCAB = 48
 

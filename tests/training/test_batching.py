@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.training.batching import (
-    TrainSample,
     collate,
-    ids_digest,
     micro_batches,
     mini_batches,
     token_rows,
 )
+from laminar.training.steps import TrainSample, ids_digest
 
 CPU = torch.device("cpu")
 Samples = Callable[..., list[TrainSample]]

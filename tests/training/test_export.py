@@ -13,17 +13,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
-from laminar.training.export import export_hf
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy
+from laminar.training.threaded import ThreadedFiles
+from laminar.weights.version.checkpoint import describe
 
 Make = Callable[..., Any]
 
 
+async def export(model: Any, source: str, target: Path) -> None:
+    await save_model(ThreadedFiles(lambda: model, source, describe), target)
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_trained_weights_come_back_byte_for_byte(
+async def test_trained_weights_come_back_byte_for_byte(
     tied: bool, tmp_path: Path, model_directory: Make, make_config: Make, make_samples: Make
 ) -> None:
     source = str(model_directory(tied=tied))
@@ -31,7 +37,7 @@ def test_trained_weights_come_back_byte_for_byte(
     learner = Learner(make_config({"optim.lr": 0.01}), policy)
     learner.train_step(make_samples(), 0)
     target = tmp_path / "deep" / "export"
-    export_hf(policy.model, source, target)
+    await export(policy.model, source, target)
 
     loaded, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info.values())
@@ -44,12 +50,12 @@ def test_trained_weights_come_back_byte_for_byte(
     assert again.score([[1, 2, 3, 4]]) == learner.score([[1, 2, 3, 4]])
 
 
-def test_everything_a_user_needs_lies_beside_the_weights(
+async def test_everything_a_user_needs_lies_beside_the_weights(
     tmp_path: Path, model_directory: Make
 ) -> None:
     source = model_directory()
     target = tmp_path / "export"
-    export_hf(load_policy(str(source), "cpu", tokenizer_size=28).model, str(source), target)
+    await export(load_policy(str(source), "cpu", tokenizer_size=28).model, str(source), target)
     before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(target)
     assert after.chat_template == before.chat_template
     assert after("hello<eos>").input_ids == before("hello<eos>").input_ids
@@ -63,18 +69,18 @@ def test_everything_a_user_needs_lies_beside_the_weights(
     assert (config["dtype"], config["architectures"]) == ("float32", ["Qwen2ForCausalLM"])
 
 
-def test_an_existing_directory_is_refused_and_left_alone(
+async def test_an_existing_directory_is_refused_and_left_alone(
     tmp_path: Path, make_model: Make, model_directory: Make
 ) -> None:
     target = tmp_path / "export"
     target.mkdir()
     (target / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="exists"):
-        export_hf(make_model(), str(model_directory()), target)
+        await export(make_model(), str(model_directory()), target)
     assert [p.name for p in target.iterdir()] == ["mine.txt"]
 
 
-def test_an_export_without_room_leaves_the_room_it_took(
+async def test_an_export_without_room_leaves_the_room_it_took(
     tmp_path: Path, make_model: Make, model_directory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And says so as any file does, though the library's error is one of its own."""
@@ -85,12 +91,12 @@ def test_an_export_without_room_leaves_the_room_it_took(
 
     monkeypatch.setattr("laminar.training.export.save_file", full)
     with pytest.raises(OSError, match="No space left") as failed:
-        export_hf(make_model(), str(model_directory()), target)
+        await export(make_model(), str(model_directory()), target)
     assert failed.value.errno == errno.ENOSPC
     assert not list(target.parent.iterdir())
 
 
-def test_an_export_that_dies_leaves_nothing_under_the_name(
+async def test_an_export_that_dies_leaves_nothing_under_the_name(
     tmp_path: Path, make_model: Make, model_directory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = str(model_directory()), tmp_path / "out" / "export"
@@ -100,7 +106,7 @@ def test_an_export_that_dies_leaves_nothing_under_the_name(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr("laminar.training.export.save_file", die)
-        export_hf(make_model(), source, target)
+        await export(make_model(), source, target)
     assert not target.exists()
-    export_hf(make_model(), source, target)
+    await export(make_model(), source, target)
     assert [p.name for p in target.parent.iterdir()] == ["export"]

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
-from laminar.training.learner import NO_SIGNAL, NON_FINITE, Learner
-from laminar.training.metrics import EXTRAS_SHOWN
+from laminar.training.learner import Learner
+from laminar.training.metrics import EXTRAS_SHOWN, reward_by_version
 from laminar.training.model import LoadedPolicy
+from laminar.training.steps import NO_SIGNAL, NON_FINITE
 
 Make = Callable[..., Any]
 
@@ -245,7 +246,7 @@ def test_metrics_of_the_batch_are_those_of_its_samples(
     assert found["training/off_policy/trajectory_staleness/max"] == 2
     assert result.num_tokens == sum(lengths)
     by_version = {v: [s.reward for s in samples if s.weight_version == v] for v in (3, 4)}
-    assert result.reward_by_version == {
+    assert reward_by_version(samples) == {
         v: (pytest.approx(np.mean(r)), 4) for v, r in by_version.items()
     }
     assert all(isinstance(v, float) for v in found.values())

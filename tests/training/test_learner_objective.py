@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from laminar.config import CHOICES, Config
-from laminar.training.batching import TrainSample
 from laminar.training.learner import Learner
+from laminar.training.steps import TrainSample
 
 MODES = CHOICES["algorithm.loss_agg_mode"]
 Make = Callable[..., Any]

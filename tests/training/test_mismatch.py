@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.training.batching import TrainSample
-from laminar.training.learner import MISMATCH, Learner
+from laminar.training.learner import Learner
 from laminar.training.mismatch import (
     FEW_TOKENS,
     MOVEMENT_FACTOR,
     ROUNDING,
-    Mismatch,
     MismatchLimits,
-    Suspect,
     rounding_of,
 )
+from laminar.training.steps import MISMATCH, Mismatch, Suspect, TrainSample
 
 Make = Callable[..., Any]
 LIMIT = {"algorithm.rollout_correction.mismatch_limit": 1e-3, "optim.lr": 1e-2}

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar.weights.arena import Arena, ArenaError, arena_path, sweep_arenas
-from laminar.weights.region import NO_FILE, Region
+from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
+from laminar.weights.arena.region import NO_FILE, ArenaError, Region
 
 ATTACH = """
 import sys
 from pathlib import Path
 import numpy as np
-from laminar.weights.arena import Arena
+from laminar.weights.arena.arena import Arena
 arena = Arena.attach(Path(sys.argv[1]))
 assert (arena.slots, arena.slot_bytes) == (3, 5000), arena.__dict__
 assert np.array_equal(arena.slot(1), np.arange(5000) % 251)
@@ -136,7 +136,7 @@ def test_memory_that_something_else_took_is_an_error_and_no_signal(
 ) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 5000)
     arena.prepare(0)
-    monkeypatch.setattr("laminar.weights.arena._advise", lambda address, nbytes: errno.EFAULT)
+    monkeypatch.setattr("laminar.weights.arena.arena._advise", lambda address, nbytes: errno.EFAULT)
     arena.prepare(0)  # it has its memory
     words = r"no memory for all of its 3 slots of 5000 bytes .*it is full.*weights\.max_bytes"
     for asking in (lambda: arena.prepare(1), arena.region(2).prepare):
@@ -148,7 +148,7 @@ def test_a_kernel_that_fills_nothing_when_asked_reserves_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before Linux 5.14; and there a failure leaves nothing."""
-    monkeypatch.setattr("laminar.weights.arena._advise", lambda address, nbytes: errno.EINVAL)
+    monkeypatch.setattr("laminar.weights.arena.arena._advise", lambda address, nbytes: errno.EINVAL)
     arena = Arena.create(tmp_path / "arena", 3, 5000)
     assert memory_of(arena.path) >= 3 * 5000
     arena.fill_all()
@@ -245,7 +245,7 @@ def test_path_is_one_per_run_directory_node_and_process(tmp_path: Path) -> None:
 CREATE_AND_WAIT = """
 import sys
 from pathlib import Path
-from laminar.weights.arena import Arena
+from laminar.weights.arena.arena import Arena
 arena = Arena.create(Path(sys.argv[1]), 3, 5000)
 arena.fill_all()
 print("made", flush=True)

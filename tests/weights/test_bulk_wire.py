@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar.weights import manifest as mf
-from laminar.weights import wire
-from laminar.weights.wire import BadBytes, Header, Kind
+from laminar.weights.chain import wire
+from laminar.weights.chain.wire import BadBytes, Header, Kind
+from laminar.weights.version import manifest as mf
 from tools.bench.weights_relay import draft
 
 DIGEST = "0123456789abcdef" * 2

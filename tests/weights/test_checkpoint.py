@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from laminar.weights import checkpoint
-from laminar.weights import manifest as mf
-from laminar.weights.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
-from laminar.weights.hashes import manifest_of
-from laminar.weights.transfer import write_tensors
+from laminar.weights.version import checkpoint
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
+from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.tensors import write_tensors
 
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 Tensors = dict[str, torch.Tensor]

@@ -8,23 +8,24 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from laminar.weights import manifest as mf
-from laminar.weights import wire
-from laminar.weights.deltas import DeltaBook
-from laminar.weights.holding import Holding
-from laminar.weights.receiver import REFUSALS_MAX, Receiver
-from laminar.weights.region import Region
-from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Trouble
-from laminar.weights.sender import Sender
-from laminar.weights.slots import Held, Lease, SlotTable, Writing
-from laminar.weights.stock import Stock
-from laminar.weights.wire import BadBytes, Header, Kind
+from laminar.weights.arena.region import Region
+from laminar.weights.arena.slots import Held, Lease, SlotTable, Writing
+from laminar.weights.chain import wire
+from laminar.weights.chain.receiver import REFUSALS_MAX, Receiver
+from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.chain.sender import Sender
+from laminar.weights.chain.wire import BadBytes, Header, Kind
+from laminar.weights.delta.cache import DeltaCache
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.copy import VersionCopy
+from laminar.weights.version.table import VersionTable
 from tools.bench.weights_relay import digest_of, draft
 
 SIZE, CHUNK = 4096, 512
@@ -34,6 +35,10 @@ SLOTS = 3
 
 def content(version: int) -> np.ndarray:
     return np.random.default_rng(version).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="delta-").start()
 
 
 class Link:
@@ -79,20 +84,22 @@ class Link:
 
 
 class Relay:
-    """Stock, receiver and sender of one relay, and its slots."""
+    """VersionTable, receiver and sender of one relay, and its slots."""
 
     def __init__(self, name: str, *, grants: bool = True, delta_bytes: int = 0) -> None:
         self.name, self.grants = name, grants
         self.memory = [bytearray(SIZE) for _ in range(SLOTS)]
         self.reports: list[Report] = []
         self.posted: deque[Callable[[], None]] = deque()
-        self.stock = Stock()
-        self.slots = SlotTable(SLOTS, self.stock.forget)
-        book = DeltaBook(delta_bytes)
+        self.table = VersionTable(nullcontext())
+        self.slots = SlotTable(SLOTS, self.table.forget)
+        cache = DeltaCache(delta_bytes)
         self.sender = Sender(
-            self.stock, book, self.arriving, self.posted.append, self.reports.append
+            self.table, cache, self.arriving, in_thread, self.posted.append, self.reports.append
         )
-        self.receiver = Receiver(self.stock, book, self.sender, self.region, self.handle)
+        self.receiver = Receiver(
+            self.table, cache, self.sender, self.region, lambda: 0.0, self.handle
+        )
         self.slot_due = False
         self.down: Link | None = None  #: to the successor
 
@@ -125,7 +132,7 @@ class Relay:
         sums = [xxhash.xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, SIZE, CHUNK)]
         manifest = mf.seal(like, sums, digest or digest_of(data))
         self.slots.commit(grant.slot, "trainer", version)
-        self.put(Holding.published(manifest, grant.slot, self.region(grant.slot)))
+        self.put(VersionCopy.published(manifest, grant.slot, self.region(grant.slot)))
 
     def publish_share(self, version: int, rank: int) -> None:
         grant = self.slots.grant(f"trainer-{version}")
@@ -138,11 +145,11 @@ class Relay:
                 bounds[i] : bounds[i + 1]
             ].data
         sums = {i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]]) for i in mine}
-        self.put(Holding.share(like, grant.slot, self.region(grant.slot), sums))
+        self.put(VersionCopy.share(like, grant.slot, self.region(grant.slot), sums))
 
-    def put(self, holding: Holding) -> None:
-        self.stock.put(holding)
-        self.receiver.published(holding)
+    def put(self, copy: VersionCopy) -> None:
+        self.table.put(copy)
+        self.receiver.published(copy)
         self.sender.refresh()
 
     def turn(self) -> None:
@@ -166,11 +173,11 @@ class Relay:
 
     def holds(self, version: int) -> bool:
         """Complete, under its digest, in a slot that is held, byte for byte."""
-        holding = self.stock.get(version)
-        if holding is None or not holding.complete:
+        copy = self.table.get(version)
+        if copy is None or not copy.complete:
             return False
-        assert self.slots.state(holding.slot) == Held(version)
-        assert holding.digest == digest_of(self.memory[holding.slot])
+        assert self.slots.state(copy.slot) == Held(version)
+        assert copy.digest == digest_of(self.memory[copy.slot])
         return True
 
 
@@ -187,8 +194,8 @@ def join(first: Relay, second: Relay) -> tuple[Link, Link]:
     welcome = wire.Welcome(
         name=second.name,
         incarnation=1,
-        held=second.stock.complete(),
-        partial=second.stock.partial(),
+        held=second.table.complete(),
+        partial=second.table.partial(),
     )
     second.receiver.connected(up, first.name, up.fail)
     first.sender.connected(down, welcome, down.fail)
@@ -280,7 +287,7 @@ def test_the_present_version_is_finished_then_comes_the_newest() -> None:
     assert b.received() == [0, 4]
     assert b.holds(0) and b.holds(4)
     assert a.slots.grant("trainer") is not None  # and nothing stays pinned
-    assert a.stock.forget(0)
+    assert a.table.forget(0)
 
 
 def test_a_dead_relay_is_spliced_out_and_only_what_lacks_is_sent() -> None:
@@ -488,7 +495,7 @@ def test_two_publishers_complete_one_version_and_feed_a_third_relay() -> None:
     for relay in (a, b, c):
         assert relay.received() == [3], relay.reports
         assert relay.holds(3) and not relay.troubles()
-        assert relay.memory[relay.stock.get(3).slot] == content(3).tobytes()
+        assert relay.memory[relay.table.get(3).slot] == content(3).tobytes()
 
 
 def test_a_digest_that_comes_while_a_slot_is_awaited_is_not_lost() -> None:
@@ -535,7 +542,7 @@ def test_publishers_that_disagree_are_found() -> None:
     a, b = Relay("a"), Relay("b", grants=False)
     links = [*join(a, b)]
     a.publish_share(1, 0)
-    bad = Holding.share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
+    bad = VersionCopy.share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
     b.put(bad)
     run([a, b], links)
     assert b.troubles() == [("wrong-layout", 1)] and a.troubles() == [("declined", 1)]
@@ -578,7 +585,7 @@ def test_a_delta_is_encoded_once_and_goes_down_the_chain() -> None:
     settle([a, b, c], links, lambda: c.holds(1))
     assert set(first) == set(second) == {Kind.BLOCK}
     assert b.received() == c.received() == [0, 1]
-    assert b.stock.forget(0) and a.stock.forget(0)  # no base stays pinned
+    assert b.table.forget(0) and a.table.forget(0)  # no base stays pinned
 
 
 def test_a_relay_without_the_base_gets_chunks_while_its_predecessor_gets_a_delta() -> None:
@@ -622,7 +629,7 @@ def test_chunks_that_a_delta_leaves_wrong_are_sent_in_full() -> None:
     links = [*join(a, b)]
     a.publish(0)
     settle([a, b], links, lambda: b.holds(0))
-    base = b.stock.get(0)
+    base = b.table.get(0)
     assert base is not None
     b.memory[base.slot][3 * CHUNK] ^= 1  # a cosmic ray in the receiver's base
     positions: list[tuple[Kind, int]] = []
@@ -672,7 +679,7 @@ def test_a_delta_cut_short_is_finished_in_chunks() -> None:
     seen = kinds_of(links[0])
     settle([a, b], links, lambda: b.holds(1))
     assert set(seen) == {Kind.CHUNK}
-    assert b.stock.forget(0)
+    assert b.table.forget(0)
 
 
 # --- everything at once -----------------------------------------------------------------------
@@ -807,12 +814,12 @@ def test_whatever_happens_no_wrong_version_is_held_and_the_newest_arrives(seed: 
         chain.step()
         for relay in chain.relays:
             for version in relay.slots.versions_held:
-                assert relay.stock.get(version) is None or relay.holds(version), (seed, version)
+                assert relay.table.get(version) is None or relay.holds(version), (seed, version)
     chain.heal()
     for relay in chain.relays:
         writing = [relay.slots.state(i) for i in range(SLOTS)]
         assert not any(isinstance(state, Writing) for state in writing), (seed, writing)
-        assert all(relay.stock.forget(v) for v in relay.slots.versions_held), seed
+        assert all(relay.table.forget(v) for v in relay.slots.versions_held), seed
 
 
 class Ring:
@@ -883,5 +890,5 @@ def test_shares_of_two_ranks_find_together_whatever_happens(seed: int) -> None:
         ring.step()
         for relay in ring.relays:
             for version in relay.slots.versions_held:
-                assert relay.stock.get(version) is None or relay.holds(version), (seed, version)
+                assert relay.table.get(version) is None or relay.holds(version), (seed, version)
     ring.heal()

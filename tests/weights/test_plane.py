@@ -3,15 +3,15 @@
 import queue
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from laminar.weights import entrance, exit, wire
-from laminar.weights.entrance import Identity
-from laminar.weights.plane import Plane, PlaneError
-from laminar.weights.region import Region
-from laminar.weights.reports import (
+from laminar.weights.arena.region import Region
+from laminar.weights.chain import downstream, upstream, wire
+from laminar.weights.chain.core import PlaneError
+from laminar.weights.chain.plane import Plane
+from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
     PlaneFailed,
@@ -20,8 +20,10 @@ from laminar.weights.reports import (
     SlotWanted,
     Trouble,
 )
-from laminar.weights.transport import _SO_MAX_PACING_RATE, connect
-from laminar.weights.wire import Header, Kind
+from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
+from laminar.weights.chain.transport import FrameHandler
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.wire import Header, Kind
 from tools.bench.weights_relay import draft
 
 WAIT_S = 20
@@ -126,7 +128,7 @@ def test_a_stranger_is_sent_away_and_counted(
 def test_a_stranger_that_says_nothing_is_sent_away(
     probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrance, "GREETING_S", 0.0)
+    monkeypatch.setattr(upstream, "GREETING_S", 0.0)
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
         assert ended(sock) == b""
@@ -136,7 +138,7 @@ def test_a_stranger_that_says_nothing_is_sent_away(
 def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
     relay = probe("relay-0")
     socks = [socket.create_connection((relay.host, relay.port)) for _ in range(12)]
-    refused = [sock for sock in socks[entrance.STRANGERS_MAX :] if ended(sock) == b""]
+    refused = [sock for sock in socks[upstream.STRANGERS_MAX :] if ended(sock) == b""]
     assert len(refused) == 4
     assert relay.plane.status().refused == {"too-many": 4}
     for sock in socks:
@@ -224,7 +226,7 @@ def test_a_successor_that_is_not_there_is_reported_once_and_found_later(
 def test_a_successor_that_is_no_relay_is_reported(
     probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit, "RETRY_S_MAX", 0.05)
+    monkeypatch.setattr(downstream, "RETRY_S_MAX", 0.05)
     relay = probe("relay-0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         relay.plane.set_successor(1, ("relay-1", "127.0.0.1", server.getsockname()[1]))
@@ -245,7 +247,9 @@ def test_a_successor_that_is_no_relay_is_reported(
 def test_rate_and_congestion_control_are_set_before_anything_is_sent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with connect("127.0.0.1", port, "127.0.0.1", congestion="reno", rate=5_000_000) as sock:
+        handler = cast(FrameHandler[wire.FromSuccessor], None)  # nothing arrives
+        network = TcpNetwork(congestion="reno", rate=5_000_000)
+        with network.connect("127.0.0.1", port, "127.0.0.1", handler).sock as sock:
             name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             rate = sock.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
             assert name.rstrip(b"\0") == b"reno"

@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from laminar.weights import manifest as mf
-from laminar.weights.plane import PlaneOptions
-from laminar.weights.reports import NeighbourUp, SlotReturned, SlotWanted, Trouble
+from laminar.weights.chain.core import PlaneOptions
+from laminar.weights.chain.reports import NeighbourUp, SlotReturned, SlotWanted, Trouble
+from laminar.weights.version import manifest as mf
 from tools.bench.weights_relay import RelayProcess, digest_of, draft
 
 pytestmark = pytest.mark.process

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from laminar.weights.slots import (
+from laminar.weights.arena.slots import (
     Free,
     Grant,
     Held,

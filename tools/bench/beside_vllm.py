@@ -46,7 +46,7 @@ from laminar.engines.protocol import (  # noqa: E402
     TokenDelta,
     WeightSource,
 )
-from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
 
 QUICKSTART = ROOT / "configs" / "models" / "spell-0.6m"
 PROMPT = 40

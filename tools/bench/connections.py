@@ -6,7 +6,8 @@ Prints one JSON line per figure; exits 1 when a client was refused, lost or not 
 
 Each client is a ZeroMQ socket and a session of its own (net/transport.py, net/session.py) that says
 Hello, says it again while nobody answers, and sends the heartbeat of an actor. The server is the
-one of the store (net/rpc.py), or a coordinator process that takes them for replicas and logs them.
+one of the store (net/rpc_server.py), or a coordinator process that takes them for replicas and logs
+them.
 
 accepted_seconds    from the first connection until every client had its Welcome
 kept                clients that had one and the same link for all of --seconds
@@ -38,10 +39,12 @@ import msgspec
 import zmq
 
 from laminar.config import dumps, load
+from laminar.net.calls import Batch, RpcError
 from laminar.net.client import read_address
 from laminar.net.descriptors import clients_allowed
-from laminar.net.rpc import Batch, RpcError, RpcServer
-from laminar.net.session import MS, ClientLink, LinkState
+from laminar.net.rpc_server import RpcServer
+from laminar.net.session import ClientLink, LinkState
+from laminar.net.session_boxes import MS
 from laminar.net.transport import ClientSocket
 from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE
 

@@ -137,7 +137,7 @@ class Trainer:
 
         from laminar.training.learner import Learner
         from laminar.training.model import load_policy, named_weights
-        from laminar.weights.manifest import check_tensors, layout
+        from laminar.weights.version.manifest import check_tensors, layout
 
         torch.manual_seed(seed)
         self._torch = torch
@@ -155,7 +155,7 @@ class Trainer:
 
     def publish(self, move: float) -> float:
         """The next version; seconds of its copy into shared memory."""
-        from laminar.weights.transfer import write_tensors
+        from laminar.weights.version.tensors import write_tensors
 
         with self._torch.no_grad():
             for _, tensor in self.weights if move else ():

@@ -34,9 +34,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.weights.chain import CHUNK_BYTES_MIN as CHUNK  # noqa: E402
-from laminar.weights.plane import PlaneOptions  # noqa: E402
-from laminar.weights.reports import NeighbourDown, NeighbourUp, Report, Side  # noqa: E402
+from laminar.weights.chain.core import PlaneOptions  # noqa: E402
+from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side  # noqa: E402
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN as CHUNK  # noqa: E402
 from tools.bench.weights_relay import Happened, RelayProcess, digest_of  # noqa: E402
 
 MIB = 1 << 20

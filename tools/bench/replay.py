@@ -31,7 +31,7 @@ from laminar.eventlog.reader import read_log  # noqa: E402
 from laminar.eventlog.record import DecisionRecord, EventRecord  # noqa: E402
 from laminar.eventlog.replay import replay  # noqa: E402
 from laminar.events.codec import decode_command, decode_event  # noqa: E402
-from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
 from tools.bench.traffic import Traffic  # noqa: E402
 
 CAPACITY = 64

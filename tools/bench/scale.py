@@ -51,9 +51,9 @@ from laminar.events.base import Stamped  # noqa: E402
 from laminar.observe.logs import get_logger  # noqa: E402
 from laminar.observe.status import StatusWriter  # noqa: E402
 from laminar.observe.telemetry import Telemetry  # noqa: E402
-from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
 from tools.bench.cluster import GROUP_SIZE, Cluster  # noqa: E402
-from tools.bench.stories import STORIES, Story, lose, newer_version  # noqa: E402
+from tools.bench.stories import STORIES, Story, newer_version  # noqa: E402
 
 STEPS_UNDER_WAY = 80
 """Batches that the running trajectories make: one holds 2,000 of 160,000."""
@@ -122,8 +122,8 @@ def events(cluster: Cluster, situation: str) -> Iterator[Figure]:
 
 def quarter_lost(cluster: Cluster, nodes: bool) -> list[float]:
     """Seconds of the turn in which a quarter of the replicas, or of the machines, is given up."""
-    names = cluster.nodes if nodes else cluster.rollouts
-    lost = [lose(cluster, name) for name in names[len(names) // 2 :][: len(names) // 4]]
+    names = cluster.nodes if nodes else cluster.names
+    lost = [cluster.silence(name) for name in names[len(names) // 2 :][: len(names) // 4]]
     cluster.turn(own=lost)
     return [cluster.turn_s]
 
@@ -211,8 +211,8 @@ def busy(args: argparse.Namespace, spare: int = GROUP_SIZE) -> Cluster:
 def with_lost_work(args: argparse.Namespace) -> Cluster:
     """Nobody has room for what one replica in a hundred has lost."""
     cluster = busy(args, spare=0)
-    for name in cluster.rollouts[:: -(args.replicas // 100 or 1)][1:100]:
-        cluster.own(lose(cluster, name))
+    for name in cluster.names[:: -(args.replicas // 100 or 1)][1:100]:
+        cluster.silent(name)
     return cluster
 
 

@@ -16,6 +16,7 @@ from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
+from laminar.events.reasons import FailureReason
 from tools.bench.cluster import Cluster
 
 Story = Iterator[tuple[str, Event]]
@@ -41,13 +42,6 @@ def some(cluster: Cluster) -> list[str]:
     return [t.replica for t in islice(running(cluster), TIMES)]
 
 
-def finish(cluster: Cluster, trajectories: list[Trajectory], *, reward: bool) -> None:
-    for t in trajectories:
-        cluster.say(t.replica, cluster.finished(t.id))
-        if reward:
-            cluster.say(t.replica, cluster.rewarded(t.id))
-
-
 def work_of(cluster: Cluster, name: str) -> list[Trajectory]:
     state = cluster.state
     return [state.trajectories[t] for t in state.replicas[name].running]
@@ -65,8 +59,10 @@ def almost_a_batch(cluster: Cluster) -> Trajectory:
         for g in in_engine[: state.settings.groups_per_step]
         for m in g.members
     ]
-    finish(cluster, members[:-1], reward=True)
-    finish(cluster, members[-1:], reward=False)
+    for member in members[:-1]:
+        cluster.finish(member.id)
+        cluster.reward(member.id)
+    cluster.finish(members[-1].id)
     return members[-1]
 
 
@@ -74,18 +70,8 @@ def train(cluster: Cluster) -> ev.StepCompleted:
     """A batch is trained; the event that says so."""
     if cluster.state.batch is None:
         last = almost_a_batch(cluster)
-        cluster.say(last.replica, cluster.rewarded(last.id))
-    batch = cluster.state.batch
-    assert batch is not None
-    return ev.StepCompleted(
-        step=batch.step,
-        version=batch.version,
-        changed=True,
-        reason="",
-        num_tokens=1,
-        digest="",
-        metrics={},
-    )
+        cluster.reward(last.id)
+    return cluster.trained()
 
 
 def newer_version(cluster: Cluster) -> int:
@@ -101,38 +87,34 @@ def pulling(cluster: Cluster) -> Iterator[str]:
     if version < 1:
         version = newer_version(cluster)
     names = some(cluster)
-    cluster.publish(version)
+    cluster.spread(version)
     for name in names:
-        finish(cluster, work_of(cluster, name), reward=False)
+        for t in work_of(cluster, name):
+            cluster.finish(t.id)
         if f"pull:{name}" in cluster.state.commands:
             yield name
-
-
-def lose(cluster: Cluster, name: str) -> ev.HeartbeatLost:
-    incarnation = cluster.state.actors[name].incarnation
-    return ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=5_000)
 
 
 # --- the coordinator's own ----------------------------------------------------------------------
 
 
 def coordinator_started(cluster: Cluster) -> Story:
-    yield "", cluster.started(2, cluster.state.settings)
+    yield "", cluster.started(2)
 
 
 def heartbeat_lost(cluster: Cluster) -> Story:
     for name in some(cluster):
-        yield "", lose(cluster, name)
+        yield "", cluster.silence(name)
 
 
 def heartbeat_lost_node(cluster: Cluster) -> Story:
     for node in cluster.nodes[1 : 1 + TIMES]:
-        yield "", lose(cluster, node)
+        yield "", cluster.silence(node)
 
 
 def heartbeat_lost_relay(cluster: Cluster) -> Story:
     for relay in cluster.relays[1 : 1 + TIMES]:
-        yield "", lose(cluster, relay)
+        yield "", cluster.silence(relay)
 
 
 def timer_progress(cluster: Cluster) -> Story:
@@ -151,13 +133,13 @@ def timer_batch_wait(cluster: Cluster) -> Story:
 
 def timer_rejoin(cluster: Cluster) -> Story:
     for name in some(cluster):
-        cluster.own(lose(cluster, name))
+        cluster.silent(name)
         yield "", ev.TimerFired(timer=f"rejoin:{name}")
 
 
 def timer_score(cluster: Cluster) -> Story:
     for t in islice(running(cluster), TIMES):
-        finish(cluster, [t], reward=False)
+        cluster.finish(t.id)
         yield "", ev.TimerFired(timer=f"command:score:{t.id}")
 
 
@@ -174,8 +156,8 @@ def drain_requested(cluster: Cluster) -> Story:
 
 def actor_joined(cluster: Cluster) -> Story:
     for name in some(cluster):
-        cluster.own(lose(cluster, name))
-        yield name, cluster.joining(name)
+        cluster.silent(name)
+        yield name, cluster.joining(name, "b")
 
 
 def actor_left(cluster: Cluster) -> Story:
@@ -197,15 +179,13 @@ def process_exited(cluster: Cluster) -> Story:
 
 def replica_ready(cluster: Cluster) -> Story:
     for name in some(cluster):
-        cluster.own(lose(cluster, name))
-        cluster.come_back(name)
+        cluster.replaced(name)
         yield name, ev.ReplicaReady(max_num_seqs=cluster.capacity, kv_capacity_tokens=1)
 
 
 def relay_ready(cluster: Cluster) -> Story:
     for relay in cluster.relays[1 : 1 + TIMES]:
-        cluster.own(lose(cluster, relay))
-        cluster.come_back(relay)
+        cluster.replaced(relay)
         yield relay, ev.RelayReady(address="here", bulk="here")
 
 
@@ -229,12 +209,7 @@ def trajectories_ended(cluster: Cluster) -> Story:
     ends = [
         o for o in cluster.state.commands.values() if isinstance(o.command, cmd.EndTrajectories)
     ]
-    assert isinstance(ends[0].command, cmd.EndTrajectories)
-    rows = tuple(
-        ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=100, tokens_lost=0)
-        for e in ends[0].command.endings
-    )
-    yield "store-0", ev.TrajectoriesEnded(command_id=ends[0].command_id, ended=rows)
+    yield "store-0", cluster.written(ends[0])
 
 
 def publish_skipped(cluster: Cluster) -> Story:
@@ -314,14 +289,14 @@ def trajectory_finished(cluster: Cluster) -> Story:
 def trajectory_failed(cluster: Cluster) -> Story:
     for t in islice(running(cluster), TIMES):
         failed = ev.TrajectoryFailed(
-            trajectory=t.id, placement=t.placement, reason="refused", detail=""
+            trajectory=t.id, placement=t.placement, reason=FailureReason.STORE_REFUSED, detail=""
         )
         yield t.replica, failed
 
 
 def trajectory_rewarded(cluster: Cluster) -> Story:
     for t in islice(running(cluster), TIMES):
-        finish(cluster, [t], reward=False)
+        cluster.finish(t.id)
         yield t.replica, cluster.rewarded(t.id)
 
 
@@ -330,8 +305,10 @@ def group_rewarded(cluster: Cluster) -> Story:
     for t in islice(running(cluster), TIMES):
         state = cluster.state
         members = [state.trajectories[m] for m in state.groups[t.group].members]
-        finish(cluster, [m for m in members if m is not t], reward=True)
-        finish(cluster, [t], reward=False)
+        for member in members:
+            cluster.finish(member.id)
+            if member is not t:
+                cluster.reward(member.id)
         yield t.replica, cluster.rewarded(t.id)
 
 

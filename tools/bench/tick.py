@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.coordinator.system import RealDisk  # noqa: E402
-from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
 from tools.bench.traffic import Traffic  # noqa: E402
 
 CAPACITY = 64

@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.coordinator.tick import Frame, Tick
-from laminar.core.machine import LOGIC_VERSION, Machine
-from laminar.eventlog.reader import scan
-from laminar.eventlog.writer import LogWriter
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
 from laminar.events.codec import decode_order, encode
-from laminar.net.session import ClientLink, Limits
+from laminar.net.session import ClientLink
+from laminar.net.session_boxes import Limits
 from laminar.ports import Disk
+from laminar.testing.logs import begin_log
+from laminar.testing.world_parts import settings as small_settings
 
 MS, SECOND = 1_000_000, 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 8
@@ -40,21 +42,13 @@ def settings(replicas: int, capacity: int) -> Settings:
     """A batch is half of what the cluster generates at a time; the bound lets it be full."""
     groups = max(1, replicas * capacity // GROUP_SIZE)
     per_step = min(max(1, groups // 2), 2_048)
-    return Settings(
-        seed=0,
+    return small_settings(
         groups_per_step=per_step,
         group_size=GROUP_SIZE,
-        min_scored=2,
         max_staleness=2 * groups // per_step,
         groups_per_version=max(1, capacity // GROUP_SIZE),
         total_steps=1 << 30,
-        total_epochs=1,
-        shuffle=True,
-        drop_last=False,
-        test_freq=0,
         val_before_train=False,
-        batch_strategy="deadline",
-        reward_scope="trajectory",
         resume_wait_ms=10_000,
         batch_wait_ms=600_000,
         start_timeout_ms=600_000,
@@ -103,15 +97,7 @@ class Traffic:
         self._by_route: dict[bytes, Peer] = {}
         self._speaking: dict[str, Peer] = {}  #: whose links have something to send
         self._next_loss = EVENTS_PER_LOSS
-        writer = LogWriter.begin(
-            disk,
-            scan(disk),
-            logic=LOGIC_VERSION,
-            incarnation=1,
-            run="bench",
-            seed=0,
-            config_hash="",
-        )
+        writer = begin_log(disk)
         self.tick = Tick(
             Machine(),
             writer,

@@ -20,7 +20,7 @@ cpu         over plain loopback, without emulated cards, per hop:
 topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
             hop_seconds_N          one socket, beside the chain to N
             chain_seconds_N        from publish to the last relay that holds the verified version,
-                                   beside the time of the formula (laminar/weights/chain.py)
+                                   beside the time of the formula (version/chunking.py)
             star_seconds_N, gloo_seconds_N, gloo_chunked_seconds_N, chainN_vs_...
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
 chunks      chain_seconds_4_chunk_M  the same for chunks of M MiB, beside the formula
@@ -52,8 +52,8 @@ import xxhash
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.actors.warm import COPY_TUNABLE  # noqa: E402
-from laminar.weights.chain import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
+from laminar.actors.system.warm import COPY_TUNABLE  # noqa: E402
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
 from tools.bench import weights_copies, weights_delta  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402
 from tools.bench.weights_baselines import Group, buffers, gloo, star  # noqa: E402
@@ -62,7 +62,7 @@ from tools.bench.weights_relay import RelayProcess  # noqa: E402
 MIB = 1 << 20
 MACHINES = 9
 CHUNK = CHUNK_BYTES_MIN
-"""What laminar.weights.chain.chunk_bytes gives for these sizes and speeds."""
+"""What laminar.weights.version.chunking.chunk_bytes gives for these sizes and speeds."""
 SWEEP_MIB = (1, 4, 16, 64)
 RELAYS = {1: 1600, 2: 1600, 4: 1600, 8: 800}  #: Mbit/s of a card, by relays in the chain
 COMPARED = (4, 8)  #: chains that are compared with a star and with gloo

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from laminar.weights import manifest as mf
-from laminar.weights.chain import CHUNK_BYTES_MIN
-from laminar.weights.transfer import tensor_view, write_tensors
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN
+from laminar.weights.version.tensors import tensor_view, write_tensors
 from tools.bench import weights_net as net
 from tools.bench.weights_baselines import buffers
 from tools.bench.weights_relay import RelayProcess, digest_of

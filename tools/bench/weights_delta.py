@@ -48,16 +48,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.weights import manifest as mf  # noqa: E402
-from laminar.weights.arena import SHARED_MEMORY  # noqa: E402
-from laminar.weights.delta import (  # noqa: E402
+from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
+from laminar.weights.delta.codec import (  # noqa: E402
     Block,
     Bytes,
     apply_block,
     encode_blocks,
     spans,
 )
-from laminar.weights.transfer import write_tensors  # noqa: E402
+from laminar.weights.version import manifest as mf  # noqa: E402
+from laminar.weights.version.tensors import write_tensors  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402
 
 ITEM_BYTES = 2

@@ -18,15 +18,17 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from laminar.actors.relay_slots import CHAIN, RelaySlots
-from laminar.weights.arena import SHARED_MEMORY
-from laminar.weights.entrance import Identity
-from laminar.weights.plane import Plane
-from laminar.weights.reports import Received, Report, SlotWanted
+from laminar.weights.chain.core import PlaneOptions
+from laminar.weights.chain.reports import Received, Report, SlotWanted
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.machine import RelayMachine
 from tools.bench.weights_relay import RUN, RelayProcess
 
 CHUNK_BYTES = 4 << 20
@@ -37,13 +39,13 @@ class Joining:
     """A relay's slots and plane, and when things happened to them."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        path = SHARED_MEMORY / f"laminar-bench-join-{time.monotonic_ns()}"
-        forget = lambda version: self.plane.forget(version)  # noqa: E731
-        self.slots = RelaySlots(path, slots, slots * slot_bytes, forget, sys.exit)
+        self.machine = RelayMachine(Path("bench-join"), "node", f"joining-{time.monotonic_ns()}")
+        self.filling: asyncio.Task[None] | None = None
+        versions = self.machine.versions
+        limit = slots * slot_bytes
+        self.slots = RelaySlots(self.machine.slots, slots, limit, versions, self._fill, sys.exit)
         identity = Identity(run=RUN, name="joining", incarnation=1)
-        notify = lambda report: self._loop.call_soon_threadsafe(self._on_report, report)  # noqa: E731
-        self.plane = Plane(identity, self.slots.region, notify)
+        self.plane = self.machine.plane(identity, self._on_report, PlaneOptions())
         self.wanted = self.granted = 0.0
         self.received: asyncio.Queue[float] = asyncio.Queue()
 
@@ -60,10 +62,12 @@ class Joining:
         self.plane.grant(self.slots.grant_to_chain())
         self.granted = time.monotonic()
 
+    def _fill(self, work: Coroutine[Any, Any, None]) -> None:
+        self.filling = asyncio.get_running_loop().create_task(work)
+
     async def memory_is_there(self) -> None:
-        filler = getattr(self.slots, "_filler", None)
-        if filler is not None:
-            await asyncio.to_thread(filler.join)
+        if self.filling is not None:
+            await self.filling
 
     async def first_chunk(self) -> float:
         """When the first chunk was proved."""
@@ -96,8 +100,7 @@ async def measure(slots: int, slot_bytes: int) -> dict[str, float]:
             "second_version_s": second - begun,
         }
     finally:
-        await asyncio.to_thread(joining.plane.close)
-        joining.slots.close()
+        await joining.machine.close()
         head.close()
 
 

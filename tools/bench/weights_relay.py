@@ -25,13 +25,14 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-from laminar.weights import holding
-from laminar.weights import manifest as mf
-from laminar.weights.entrance import Identity
-from laminar.weights.plane import Plane, PlaneOptions
-from laminar.weights.region import Region
-from laminar.weights.reports import Received, Report, SlotReturned, SlotWanted, Status
-from laminar.weights.slots import Lease, SlotTable
+from laminar.weights.arena.region import Region
+from laminar.weights.arena.slots import Lease, SlotTable
+from laminar.weights.chain.core import PlaneOptions
+from laminar.weights.chain.plane import Plane
+from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Status
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.version import copy
+from laminar.weights.version import manifest as mf
 
 RUN = "bench"
 ANSWER_S = 60.0
@@ -99,7 +100,7 @@ class RelayProcess:
 
         def main() -> None:
             if time_hashes:
-                mock.patch.object(holding, "xxhash", stub.hashes).start()
+                mock.patch.object(copy, "xxhash", stub.hashes).start()
             self._pipe.close()
             stub.main(theirs, host)
 

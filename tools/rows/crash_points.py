@@ -15,7 +15,8 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laminar.core.machine import LOGIC_VERSION, LogicError, Machine
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state import digest
 from laminar.eventlog.reader import beginning, read_log
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, LogCorrupt
@@ -23,8 +24,8 @@ from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken, LogWriter
 from laminar.ports import AtOnce, Disk
-from laminar.sim.disk import CrashMode, PowerCut, SimDisk
-from tools.rows.real_run import digests, real_run, records_of
+from laminar.sim.runtime.disk import CrashMode, PowerCut, SimDisk
+from laminar.testing.logs import digests, real_run, records_of
 
 MORE = 12
 """Events that a successor adds: enough to sync, not to sync, and begin a segment."""

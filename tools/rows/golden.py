@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar.core.machine import LOGIC_VERSION, LogicError
+from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state import digest
 from laminar.eventlog.reader import NotInHistory, read_log
 from laminar.eventlog.record import Header, LogCorrupt
@@ -24,7 +24,7 @@ from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
 from laminar.ports import Disk
-from laminar.sim.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from tools.rows.base import Figure, Gate, Row
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"

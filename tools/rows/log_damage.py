@@ -25,10 +25,10 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken
-from laminar.sim.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.testing.logs import begin_log, real_run, records_of
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.crash_points import Crash, Scenario, calls_of
-from tools.rows.real_run import real_run, records_of, take_over
 
 FIRST = segment_name(1)
 SEGMENT_BYTES = 1 << 20  #: one segment holds the log
@@ -84,7 +84,7 @@ class Log(NamedTuple):
 def real_log(count: int) -> Log:
     """The first `count` records of the real run, header included, one commit per event."""
     disk = SimDisk()
-    writer = take_over(disk, scan(disk), SEGMENT_BYTES)
+    writer = begin_log(disk, segment_bytes=SEGMENT_BYTES)
     left = count - 2  # without the header and the last one
     for each in real_run():
         batch = records_of(*each)[:left]
@@ -109,7 +109,7 @@ def cut_at(log: Log, cut: int) -> str:
     whole = bisect_right(log.ends, cut)
     try:
         tail = scan(disk)
-        writer = take_over(disk, tail, SEGMENT_BYTES)
+        writer = begin_log(disk, tail, segment_bytes=SEGMENT_BYTES)
         writer.append(MARK)
         writer.commit()
         found = [record for _, record in read_log(disk)]

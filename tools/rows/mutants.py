@@ -12,15 +12,22 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from laminar.sim.config import load
-from laminar.sim.faults import KINDS
+from laminar.sim.faults.faults import KINDS
 from laminar.sim.run import run_seed
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.planted import PLANTED, Planter
+from tools.rows.planted_node import NODE_BUGS
+from tools.rows.planted_relays import RELAY_BUGS
+from tools.rows.planted_store import STORE_BUGS
+from tools.rows.planted_trainer import TRAINER_BUGS
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "sim_small.toml"
 SEEDS = 300
 JOBS = 2
-BUGS: dict[str, Callable[[Planter], None]] = {plant.__name__: plant for plant in PLANTED}
+BUGS: dict[str, Callable[[Planter], None]] = {
+    plant.__name__: plant
+    for plant in (*PLANTED, *NODE_BUGS, *STORE_BUGS, *TRAINER_BUGS, *RELAY_BUGS)
+}
 #: One from each part of the product, quickly found.
 QUICK = (
     "lost_work_only_to_admitting_replicas",

@@ -8,7 +8,7 @@ A rule whose absence no simulated run notices is either not needed or not tested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -26,24 +26,30 @@ from laminar.core import (
     buffering,
     dispatch,
     evaluation,
+    groups,
     invariants,
     machine,
     membership,
     publishing,
     recovery,
     relays,
-    siblings,
+    timers,
+    trajectories,
     weights,
 )
-from laminar.core.roster import Kind, Roster
+from laminar.core.context import Context
+from laminar.core.indexes import indexes_of
+from laminar.core.machine import HANDLING
+from laminar.core.replica_index import Kind, ReplicaIndex
 from laminar.core.state import Replica, State, Trajectory
-from laminar.core.turn import Turn
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.net.session import NEVER_NS, Inbox, Outbox, ServerLink
+from laminar.events.base import Event
+from laminar.net.session import ServerLink
+from laminar.net.session_boxes import NEVER_NS, Inbox, Outbox
 from laminar.storage import rules
-from laminar.weights.slots import SlotTable
+from laminar.weights.arena.slots import SlotTable
 
 
 class Planter(ExitStack):
@@ -52,8 +58,9 @@ class Planter(ExitStack):
     def replace(self, owner: Any, name: str, value: Any) -> None:
         self.enter_context(mock.patch.object(owner, name, value))
 
-    def replace_in(self, table: Mapping[Any, Any], key: Any, value: Any) -> None:
-        self.enter_context(mock.patch.dict(table, {key: value}))
+    def handler(self, event: type[Event], handler: Callable[[Context, Any], None]) -> None:
+        bad = HANDLING[event]._replace(handler=handler)
+        self.enter_context(mock.patch.dict(HANDLING, {event: bad}))
 
 
 # --- why it cannot stand still ----------------------------------------------------------------
@@ -96,14 +103,14 @@ def bound_counted_from_the_next_batch_on(plant: Planter) -> None:
 
 
 def skipped_publish_is_not_owed(plant: Planter) -> None:
-    def planted(turn: Turn, event: ev.PublishSkipped) -> None:
+    def planted(ctx: Context, event: ev.PublishSkipped) -> None:
         """The trainer went on, and nothing is remembered."""
 
-    plant.replace_in(machine.HANDLERS, ev.PublishSkipped, planted)
+    plant.handler(ev.PublishSkipped, planted)
 
 
 def owed_publish_is_not_paid(plant: Planter) -> None:
-    plant.replace(publishing, "publish_owed", lambda turn: None)
+    plant.replace(publishing, "republish", lambda ctx: None)
 
 
 def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
@@ -112,19 +119,19 @@ def batch_chosen_without_preserving_the_bound(plant: Planter) -> None:
 
 def dropped_group_keeps_its_place(plant: Planter) -> None:
     """Called by drops only; batch choice has its own name for it."""
-    plant.replace(siblings, "unchosen_less", lambda state, group: None)
+    plant.replace(groups, "remove_unchosen", lambda state, group: None)
 
 
 def nobody_acts_when_a_batch_waits(plant: Planter) -> None:
-    plant.replace(recovery, "batch_wait_expired", lambda turn: None)
+    plant.replace(recovery, "batch_wait_expired", lambda ctx: None)
 
 
 def start_over_is_never_allowed(plant: Planter) -> None:
     """Lost work waits for its own version, for ever."""
 
     def planted(state: State, trajectory: Trajectory) -> Replica | None:
-        roster = state.lookup.roster
-        return roster.least(roster.able(trajectory.version), room=1)
+        index = indexes_of(state).replicas
+        return index.least(index.able(trajectory.version), room=1)
 
     plant.replace(recovery, "_place_for", planted)
 
@@ -140,7 +147,7 @@ def prompt_is_skipped_while_an_evaluation_is_due(plant: Planter) -> None:
 
 
 def lost_evaluation_is_forgotten(plant: Planter) -> None:
-    plant.replace(evaluation, "group_lost", lambda turn, group: None)
+    plant.replace(evaluation, "group_lost", lambda ctx, group: None)
 
 
 # --- placements, incarnations, quarantine -----------------------------------------------------
@@ -149,24 +156,24 @@ def lost_evaluation_is_forgotten(plant: Planter) -> None:
 def placement_is_not_raised(plant: Planter) -> None:
     place_again = dispatch.place_again
 
-    def planted(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+    def planted(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
         trajectory.placement -= 1
-        place_again(turn, trajectory, replica)
+        place_again(ctx, trajectory, replica)
 
     plant.replace(recovery, "place_again", planted)
 
 
 def old_placement_is_believed(plant: Planter) -> None:
-    def planted(turn: Turn, trajectory_id: Any, placement: int) -> Trajectory | None:
-        return turn.state.trajectories.get(trajectory_id)
+    def planted(ctx: Context, trajectory_id: Any, placement: int) -> Trajectory | None:
+        return ctx.state.trajectories.get(trajectory_id)
 
-    plant.replace(machine, "_present", planted)
+    plant.replace(trajectories, "_present", planted)
 
 
 def fenced_words_are_believed(plant: Planter) -> None:
-    def planted(turn: Turn) -> bool:
-        stamped = turn.stamped
-        actor = turn.state.actors.get(stamped.peer)
+    def planted(ctx: Context) -> bool:
+        stamped = ctx.stamped
+        actor = ctx.state.actors.get(stamped.peer)
         if actor is not None and stamped.peer_seq:
             actor.last_peer_seq = stamped.peer_seq
         return True
@@ -193,12 +200,12 @@ def retry_goes_on_with_old_tokens(plant: Planter) -> None:
 
 
 def rewards_of_a_lost_replica_are_forgotten(plant: Planter) -> None:
-    plant.replace(recovery, "plan_unscored", lambda turn: None)
+    plant.replace(recovery, "plan_unscored", lambda ctx: None)
 
 
 def dead_replica_keeps_its_work(plant: Planter) -> None:
-    def planted(turn: Turn, name: str) -> None:
-        turn.state.replicas.pop(name, None)
+    def planted(ctx: Context, name: str) -> None:
+        ctx.state.replicas.pop(name, None)
 
     plant.replace(recovery, "replica_lost", planted)
 
@@ -213,15 +220,15 @@ def draining_replica_is_not_emptied_before_a_pull(plant: Planter) -> None:
 def new_process_keeps_the_old_incarnation(plant: Planter) -> None:
     on_joined = membership.on_actor_joined
 
-    def planted(turn: Turn, event: ev.ActorJoined) -> None:
-        known = turn.state.actors.get(event.name)
-        following = turn.state.next_incarnation
+    def planted(ctx: Context, event: ev.ActorJoined) -> None:
+        known = ctx.state.actors.get(event.name)
+        following = ctx.state.next_incarnation
         if known is not None:
-            turn.state.next_incarnation = known.incarnation
-        on_joined(turn, event)
-        turn.state.next_incarnation = max(following, turn.state.next_incarnation)
+            ctx.state.next_incarnation = known.incarnation
+        on_joined(ctx, event)
+        ctx.state.next_incarnation = max(following, ctx.state.next_incarnation)
 
-    plant.replace_in(machine.HANDLERS, ev.ActorJoined, planted)
+    plant.handler(ev.ActorJoined, planted)
 
 
 # --- relays -----------------------------------------------------------------------------------
@@ -231,9 +238,9 @@ def splice_is_not_sent(plant: Planter) -> None:
     """A lost relay leaves the chain, and its predecessor never hears who comes next."""
     forward = relays._forward
 
-    def planted(turn: Turn, relay: Any, successor: Any) -> None:
-        if isinstance(turn.stamped.event, ev.RelayReady):
-            forward(turn, relay, successor)
+    def planted(ctx: Context, relay: Any, successor: Any) -> None:
+        if isinstance(ctx.stamped.event, ev.RelayReady):
+            forward(ctx, relay, successor)
 
     plant.replace(relays, "_forward", planted)
 
@@ -242,29 +249,29 @@ def rejoined_relay_is_not_fed(plant: Planter) -> None:
     """Its predecessor is told nothing when it is ready again."""
     join = relays.join
 
-    def planted(turn: Turn, actor: Any, bulk: str) -> Any:
-        with mock.patch.object(relays, "_forward", lambda turn, relay, successor: None):
-            return join(turn, actor, bulk)
+    def planted(ctx: Context, actor: Any, bulk: str) -> Any:
+        with mock.patch.object(relays, "_forward", lambda ctx, relay, successor: None):
+            return join(ctx, actor, bulk)
 
     plant.replace(relays, "join", planted)
 
 
 def owed_republish_is_forgotten(plant: Planter) -> None:
     """The relay of the trainer's machine comes back empty, and nobody publishes again."""
-    plant.replace(publishing, "owe_newest", lambda turn: None)
+    plant.replace(publishing, "owe_republish", lambda ctx: None)
 
 
 def missing_version_is_not_waited_for(plant: Planter) -> None:
-    plant.replace(relays, "await_newest", lambda turn, relay: None)
+    plant.replace(relays, "await_newest", lambda ctx, relay: None)
 
 
 def slow_relay_leaves_the_chain_broken(plant: Planter) -> None:
     """It goes to the end, and everybody still feeds whom they fed."""
     move_slow = relays._move_slow
 
-    def planted(turn: Turn) -> None:
-        with mock.patch.object(relays, "relink", lambda turn: None):
-            move_slow(turn)
+    def planted(ctx: Context) -> None:
+        with mock.patch.object(relays, "relink", lambda ctx: None):
+            move_slow(ctx)
 
     plant.replace(relays, "_move_slow", planted)
 
@@ -273,32 +280,32 @@ def slow_relay_leaves_the_chain_broken(plant: Planter) -> None:
 
 
 def commands_have_no_deadline(plant: Planter) -> None:
-    command = Turn.command
+    command = Context.command
 
-    def planted(self: Turn, command_: Any, key: str = "", timeout_ms: int = 0) -> None:
+    def planted(self: Context, command_: Any, key: str = "", timeout_ms: int = 0) -> None:
         command(self, command_, key)
 
-    plant.replace(Turn, "command", planted)
+    plant.replace(Context, "command", planted)
 
 
 def overdue_pull_is_left_alone(plant: Planter) -> None:
-    expired = machine._command_expired
+    expired = timers._command_expired
 
-    def planted(turn: Turn, key: str) -> None:
+    def planted(ctx: Context, key: str) -> None:
         if not key.startswith("pull:"):
-            expired(turn, key)
+            expired(ctx, key)
 
-    plant.replace(machine, "_command_expired", planted)
+    plant.replace(timers, "_command_expired", planted)
 
 
 def overdue_restart_is_left_alone(plant: Planter) -> None:
     plant.replace(
-        membership, "restart_expired", lambda turn, order: turn.done(f"restart:{order.actor}")
+        membership, "restart_expired", lambda ctx, order: ctx.done(f"restart:{order.actor}")
     )
 
 
 def overdue_link_is_left_alone(plant: Planter) -> None:
-    plant.replace(relays, "link_expired", lambda turn, name, successor: None)
+    plant.replace(relays, "link_expired", lambda ctx, name, successor: None)
 
 
 def overdue_transfer_is_left_alone(plant: Planter) -> None:
@@ -306,7 +313,7 @@ def overdue_transfer_is_left_alone(plant: Planter) -> None:
     plant.replace(
         relays,
         "receive_expired",
-        lambda turn, name: relays.await_newest(turn, turn.state.relays[name]),
+        lambda ctx, name: relays.await_newest(ctx, ctx.state.relays[name]),
     )
 
 
@@ -423,12 +430,12 @@ def decision_depends_on_what_ran_before(plant: Planter) -> None:
     """A counter of the process, not of the log, chooses among equal replicas."""
     calls = [0]
 
-    def planted(roster: Roster, kinds: Collection[Kind], room: int, but: Any = ()) -> Any:
+    def planted(index: ReplicaIndex, kinds: Collection[Kind], room: int, but: Any = ()) -> Any:
         calls[0] += 1
-        able = list(roster.with_room(kinds) if room else roster.numbers_of(kinds))
-        return roster.replicas[able[calls[0] % len(able)]] if able else None
+        able = list(index.with_room(kinds) if room else index.numbers_of(kinds))
+        return index.replicas[able[calls[0] % len(able)]] if able else None
 
-    plant.replace(Roster, "least", planted)
+    plant.replace(ReplicaIndex, "least", planted)
 
 
 def timer_clock_starts_at_zero_after_a_restart(plant: Planter) -> None:
@@ -453,7 +460,7 @@ def node_is_lost_while_its_processes_speak(plant: Planter) -> None:
 
 def silent_node_is_relied_on(plant: Planter) -> None:
     """Who is lost is waited for, as if somebody would start it again."""
-    plant.replace(membership, "_missed_by_its_node", lambda turn, name, reason: False)
+    plant.replace(membership, "_missed_by_its_node", lambda ctx, name, reason: False)
 
 
 def exception_of_the_core_is_swallowed(plant: Planter) -> None:
@@ -482,12 +489,12 @@ def full_disk_is_not_waited_for(plant: Planter) -> None:
 
 
 def tokens_of_restarts_are_not_counted(plant: Planter) -> None:
-    close = siblings.close
+    close = groups.close
 
-    def planted(turn: Turn, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
-        close(turn, ending, num_tokens, 0)
+    def planted(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
+        close(ctx, ending, num_tokens, 0)
 
-    plant.replace(siblings, "close", planted)
+    plant.replace(groups, "close", planted)
 
 
 def relay_leases_the_oldest(plant: Planter) -> None:

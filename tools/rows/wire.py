@@ -1,6 +1,6 @@
 """Rows 20 and 21: what bytes from the network can do to a decoder, and a bad network to a session.
 
-Reads   wire_corpus (real messages), mutations, the session model of the tests
+Reads   wire_corpus (real messages), mutations, session_model
 Gives   ROWS; `check_bytes` tries one input again: python -m tools.rows.wire "event" 81a474...
 
 A decoder either gives a message or raises its one error, quickly and without taking much memory;
@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from tests.net.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.mutations import spoil
+from tools.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 from tools.rows.wire_corpus import Target, targets
 
 SEED = 20

@@ -1,7 +1,7 @@
 """A generation engine as a clock: who runs, how fast, and who is finished when.
 
 Reads   lengths of responses, the engine's timing, the process's slowness
-Gives   ids of finished responses, token counts so far
+Gives   finished responses, token counts so far
 
 All sequences of a batch advance together, so one number (tokens since the start per sequence that
 ran all the time) tells the progress of each, and one wake-up is enough for the whole engine.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laminar.engines.timing import EngineTiming
-from laminar.sim.process import SimProcess
+from laminar.sim.interfaces import Process
 
 NEVER = float("inf")
 
@@ -37,13 +37,12 @@ class SimEngine:
 
     def __init__(
         self,
-        process: SimProcess,
+        process: Process,
         timing: EngineTiming,
         slots: int,
-        on_finished: Callable[[list[str]], None],
+        on_finished: Callable[[list[Sequence]], None],
     ) -> None:
         self.sequences: dict[str, Sequence] = {}
-        self.finished_tokens = 0  #: of sequences that are no longer here
         self._process = process
         self._timing = timing
         self._slots = slots
@@ -84,12 +83,6 @@ class SimEngine:
             return sequence.done
         return min(sequence.total, sequence.done + int(self._clock - sequence.begin))
 
-    def tokens_total(self) -> int:
-        """Sampled here since the process started."""
-        return self.finished_tokens + sum(
-            self.tokens(sequence) - sequence.done for sequence in self.sequences.values()
-        )
-
     def advance(self) -> None:
         """Bring the clock to the present."""
         now = self._process.world.scheduler.now
@@ -110,7 +103,6 @@ class SimEngine:
         return self._process.slow * self._timing.step_ns(self._running)
 
     def _leave(self, sequence: Sequence) -> None:
-        self.finished_tokens += self.tokens(sequence) - sequence.done
         if sequence.slot:
             sequence.slot = False
             self._running -= 1
@@ -156,7 +148,7 @@ class SimEngine:
                 self._clock = max(self._clock, sequence.begin + sequence.total - sequence.done)
                 del self.sequences[sequence.id]
                 self._leave(sequence)
-                finished.append(sequence.id)
+                finished.append(sequence)
         self._changed()
         if finished:
             self._on_finished(finished)

@@ -1,237 +1,209 @@
-"""The store's model: the real rules of storage/rules.py over rows in memory.
+"""The store's database in memory: the product's handlers over dictionaries; and its prompts.
 
-Reads   requests of rollouts and trainer; EndTrajectories commands
-Emits   DataLoaded, TrajectoriesEnded
+Reads   requests of the store's actor
+Writes  rows and chunks, which no death of a process takes away
+Gives   MemoryDatabase; StoreDatabase, with the checks of what is written to it; StoreProcess,
+        where its data comes from. Raises DiskFull while a fault has filled the disk, Violation
 
-A commit takes no time here, and what is answered is durable: losing the store ends a run anyway.
-Tokens are those of the trajectory's seed (`tokens_of`), so a response that was put together by
-several replicas can be compared with what one would have generated.
+A commit takes no time here.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import asyncio
+import errno
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from laminar import ids
-from laminar.events import commands as cmd
-from laminar.events import events as ev
-from laminar.events.base import Command
+from laminar.actors.host import Actor, Host
+from laminar.actors.store import READS, Store
+from laminar.events.reasons import FinishReason
+from laminar.ids import Purpose
+from laminar.ports import DiskFull
+from laminar.sim.interfaces import World
 from laminar.sim.models.idle import Idle
-from laminar.sim.scenario import seconds
-from laminar.sim.violation import Violation
-from laminar.storage import rules
+from laminar.sim.models.tokens import prompt_of, tokens_of
+from laminar.sim.runtime.violation import Violation
+from laminar.storage import messages as m
+from laminar.storage.handlers import Handlers
+from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 from laminar.storage.rules import Chunk, Row
 
-_STREAM = 1 << 16
-_TOKENS = np.random.Generator(np.random.PCG64(1)).integers(0, 50_000, 2 * _STREAM).astype("<i4")
-_TOKEN_BYTES = _TOKENS.tobytes()
-_LOGPROB_BYTES = np.full(_STREAM, -0.5, "<f4").tobytes()
+_PROMPT = m.PromptPayload(prompt="", ground_truth=None, columns={}, data_source="made")
+TOKENISE_S = 0.01
+_KINDS = {m.AppendReply: "append", m.FinishReply: "finish", m.PutRewardsReply: "reward"}
 
 
-def tokens_of(seed: int, start: int, end: int) -> bytes:
-    """Tokens [start, end) of the response that belongs to a trajectory seed."""
-    offset = seed % _STREAM
-    return _TOKEN_BYTES[4 * (offset + start) : 4 * (offset + end)]
+class MemoryDatabase:
+    """The rows of one run, as storage/database.py has them in SQLite."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.full = False  #: its disk
+        self._chunks: dict[str, list[Chunk]] = {}
+        self._prompts: dict[PromptKey, bytes] = {}
+        self._prompt_ids: dict[PromptKey, bytes] = {}
+        self._extras: dict[str, m.Extras] = {}
+        self._meta = {"data_digest": "", "train_prompts": "0", "eval_prompts": "0"}
+        self._handlers = Handlers(self)
+
+    # --- for the store's actor ----------------------------------------------------------------
+
+    def load_prompts(
+        self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
+    ) -> None:
+        self._must_have_room()
+        for purpose, prompts in ((Purpose.TRAIN, train), (Purpose.EVAL, held_out)):
+            for index, prompt in enumerate(prompts):
+                self._prompts[PromptKey(str(purpose), index)] = m.encode_prompt(prompt)
+                self._prompt_ids[PromptKey(str(purpose), index)] = prompt.prompt_ids
+            self._meta[f"{purpose}_prompts"] = str(len(prompts))
+        self._meta["data_digest"] = digest
+
+    def prompt_count(self) -> PromptCount:
+        meta = self._meta
+        train, held_out = int(meta["train_prompts"]), int(meta["eval_prompts"])
+        return PromptCount(train, held_out, meta["data_digest"])
+
+    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+        self._must_have_room()
+        self._prompt_ids |= ids
+
+    def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
+        if not all(isinstance(request, READS) for request in requests):
+            self._must_have_room()
+        return [self._handle(request) for request in requests]
+
+    def close(self) -> None:
+        """What is in it stays."""
+
+    def _must_have_room(self) -> None:
+        if self.full:
+            raise DiskFull(errno.ENOSPC, "the disk of the store is full")
+
+    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
+        try:
+            return self._handlers.answer(request)
+        except NotTokenised as missing:
+            return missing
+
+    # --- rows, for the handlers ---------------------------------------------------------------
+
+    def meta(self) -> dict[str, str]:
+        return self._meta
+
+    def prompt(self, key: PromptKey) -> bytes | None:
+        return self._prompts.get(key)
+
+    def prompt_ids(self, key: PromptKey, payload: bytes) -> bytes:
+        return self._prompt_ids[key]
+
+    def row(self, trajectory_id: str) -> Row | None:
+        return self.rows.get(trajectory_id)
+
+    def save(self, before: Row | None, after: Row) -> None:
+        self.rows[after.id] = after
+
+    def set_reward_text(
+        self, trajectory_id: str, score: float | None, text: str | None, extras: m.Extras
+    ) -> None:
+        self._extras[trajectory_id] = extras
+
+    def extras(self, trajectory_id: str) -> m.Extras:
+        return self._extras.get(trajectory_id, {})
+
+    def add_chunk(self, row: Row, chunk: Chunk) -> None:
+        self._chunks.setdefault(row.id, []).append(chunk)
+
+    def drop_chunks(self, trajectory_id: str) -> None:
+        self._chunks.pop(trajectory_id, None)
+
+    def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
+        found = (c for c in self.chunks(row.id) if (c.segment, c.offset) == (segment, offset))
+        return next(found, None)
+
+    def chunks(self, trajectory_id: str) -> list[Chunk]:
+        return self._chunks.get(trajectory_id, [])
+
+    def totals(self) -> list[tuple[str, int, int, int]]:
+        found: dict[str, list[int]] = {}
+        for row in self.rows.values():
+            total = found.setdefault(row.end or row.status, [0, 0, 0])
+            for place, count in enumerate((1, row.num_tokens, row.tokens_lost)):
+                total[place] += count
+        return [(name, *counts) for name, counts in sorted(found.items())]  # type: ignore[misc]
+
+    def database_bytes(self) -> int:
+        return 0
 
 
-def logprobs_of(count: int) -> bytes:
-    return _LOGPROB_BYTES[: 4 * count]
+class StoreDatabase(MemoryDatabase):
+    """It tells the checks of a world who writes what, and under which placement."""
 
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._request: m.Request = m.Stats()  #: that is being handled
 
-class Open(NamedTuple):
-    """Take a trajectory over; the reply is an Opened."""
+    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
+        self._request = request
+        reply = super()._handle(request)
+        if isinstance(reply, m.EndReply):
+            for result in reply.results:
+                if result.answer != "ok":
+                    what = f"{result.trajectory_id}: {result.reason}"
+                    raise Violation("store_takes_every_end", what, result.trajectory_id)
+        elif isinstance(reply, m.AppendReply | m.FinishReply | m.PutRewardsReply):
+            for written in reply.results:
+                if written.answer != "ok":
+                    self._world.coverage.hit(f"store:{_KINDS[type(reply)]}-{written.answer}")
+        return reply
 
-    row: Row
+    def save(self, before: Row | None, after: Row) -> None:
+        if isinstance(self._request, m.Open):
+            self._world.coverage.hit(f"store:open-{after.status}-{_change(before, after)}")
+        if after.status == "generated" and (before is None or before.status == "open"):
+            self._require_own_tokens(after)
+        self._world.checks.stored(after, self._placement(after.id))
+        super().save(before, after)
 
-
-class Opened(NamedTuple):
-    answer: str
-    reason: str
-    num_tokens: int
-    finish_reason: str
-
-
-class Append(NamedTuple):
-    trajectory: str
-    placement: int
-    chunk: Chunk
-
-
-class Finish(NamedTuple):
-    trajectory: str
-    placement: int
-    finish_reason: str
-    num_tokens: int
-
-
-class Flush(NamedTuple):
-    """New tokens, then what has ended with them; the reply is a (answer, reason) for each."""
-
-    appends: tuple[Append, ...]
-    finishes: tuple[Finish, ...]
-
-
-class Fetch(NamedTuple):
-    """The rows of trajectories; the reply is a tuple of Row."""
-
-    trajectories: tuple[str, ...]
-
-
-class Reward(NamedTuple):
-    trajectory: str
-    placement: int
-    score: float | None
-    reason: str
-
-
-class Rewarded(NamedTuple):
-    """Score and reason are the stored ones: the first of a trajectory stays."""
-
-    answer: str
-    score: float | None
-    reason: str
-
-
-class Rewards(NamedTuple):
-    """The reply has a Rewarded for each."""
-
-    items: tuple[Reward, ...]
-
-
-class Store(Idle):
-    """Rows and chunks of one run."""
-
-    def start(self) -> None:
-        self.rows = self.world.rows
-        self.chunks: dict[str, list[Chunk]] = {}
-        self.process.compute(self.chance.uniform(0, self.scenario.start_s), self._loaded)
-
-    def _loaded(self) -> None:
-        loaded = ev.DataLoaded(
-            num_train=self.scenario.num_train,
-            num_eval=self.scenario.num_eval,
-            overlap=0,
-            digest="data",
-        )
-        self.process.emit(loaded)
-
-    # --- requests -------------------------------------------------------------------------------
-
-    def answer(self, client: str, request: Any) -> Any:
-        if isinstance(request, Flush):
-            return self._flush(request)
-        if isinstance(request, Open):
-            return self._open(request.row)
-        if isinstance(request, Rewards):
-            return tuple(self._reward(item) for item in request.items)
-        if isinstance(request, Fetch):
-            return tuple(self.rows[trajectory] for trajectory in request.trajectories)
-        return super().answer(client, request)
-
-    def _open(self, asked: Row) -> Opened:
-        row = self.rows.get(asked.id)
-        verdict = rules.judge_open(row, asked)
-        self.world.marks.hit(f"store:open-{verdict.answer}-{verdict.change}")
-        if verdict.change != "none":
-            if verdict.change == "restart":
-                self.chunks.pop(asked.id, None)
-            row = rules.opened(row, verdict.change, asked)
-            self._save(row, asked.placement)
-        tokens = row.num_tokens if row is not None else 0
-        finish = row.finish_reason if row is not None else None
-        return Opened(verdict.answer, verdict.reason, tokens, finish or "stop")
-
-    def _flush(self, request: Flush) -> tuple[tuple[str, str], ...]:
-        return (
-            *(self._append(item) for item in request.appends),
-            *(self._finish(item) for item in request.finishes),
-        )
-
-    def _append(self, item: Append) -> tuple[str, str]:
-        row, chunk = self.rows.get(item.trajectory), item.chunk
-        stored = None
-        if row is not None and rules.is_behind(row, chunk.segment, chunk.offset):
-            chunks = self.chunks.get(item.trajectory, [])
-            stored = next((c for c in chunks if c.offset == chunk.offset), None)
-        verdict = rules.judge_append(row, item.placement, chunk, stored)
-        if row is not None and verdict.changes:
-            self.chunks.setdefault(row.id, []).append(chunk)
-            self._save(rules.grown(row, chunk), item.placement)
-        elif verdict.answer != "ok":
-            self.world.marks.hit(f"store:append-{verdict.answer}")
-        return verdict.answer, verdict.reason
-
-    def _finish(self, item: Finish) -> tuple[str, str]:
-        row = self.rows.get(item.trajectory)
-        verdict = rules.judge_finish(row, item.placement, item.finish_reason, item.num_tokens)
-        if row is not None and verdict.changes:
-            self._require_own_tokens(row)
-            row = row._replace(status="generated", finish_reason=item.finish_reason)
-            self._save(row, item.placement)
-        elif verdict.answer != "ok":
-            self.world.marks.hit(f"store:finish-{verdict.answer}")
-        return verdict.answer, verdict.reason
+    def _placement(self, trajectory_id: str) -> int:
+        """Under which the request that is being handled writes to this trajectory."""
+        items = self._request.items  # type: ignore[union-attr]
+        return next(i.placement for i in items if i.trajectory_id == trajectory_id)
 
     def _require_own_tokens(self, row: Row) -> None:
-        """Whoever generated which part: the response is the one of its seed."""
+        """Whichever replica generated which part: the response is the one of its seed."""
         group, sibling = ids.GroupId(row.group_id), row.sibling
-        seed = ids.trajectory_seed(self.scenario.settings.seed, group, sibling, row.attempt)
-        found = b"".join(chunk.tokens for chunk in self.chunks.get(row.id, []))
-        if found != tokens_of(seed, 0, row.num_tokens):
+        seed = ids.trajectory_seed(self._world.scenario.settings.seed, group, sibling, row.attempt)
+        found = b"".join(chunk.tokens for chunk in self.chunks(row.id))
+        if found != tokens_of(seed, 0, row.num_tokens, ends=row.finish_reason == FinishReason.STOP):
             raise Violation("tokens_continue", f"{row.id} has tokens of another seed", row.id)
 
-    def _reward(self, item: Reward) -> Rewarded:
-        row = self.rows.get(item.trajectory)
-        verdict = rules.judge_reward(row, item.placement, item.score, item.reason, "")
-        if row is not None and verdict.changes:
-            row = row._replace(
-                status="rewarded",
-                reward_bits=rules.score_bits(item.score),
-                reward_reason=item.reason,
-                reward_detail="",
-            )
-            self._save(row, item.placement)
-        if verdict.answer != "ok":
-            self.world.marks.hit(f"store:reward-{verdict.answer}")
-        bits, reason = (row.reward_bits, row.reward_reason) if row else (None, None)
-        return Rewarded(verdict.answer, rules.score_of(bits), reason or "ok")
 
-    def _save(self, row: Row, placement: int) -> None:
-        self.world.checks.stored(row, placement)
-        self.rows[row.id] = row
+def _change(before: Row | None, after: Row) -> str:
+    """What an opening has made of a row."""
+    if before is None:
+        return "create"
+    return "restart" if after.attempt > before.attempt else "move"
 
-    # --- ends -----------------------------------------------------------------------------------
 
-    def handle(self, order: cmd.Order, command: Command) -> None:
-        if isinstance(command, cmd.EndTrajectories):
-            ended = tuple(self._end(ending) for ending in command.endings)
-            event = ev.TrajectoriesEnded(command_id=order.command_id, ended=ended)
-            self.process.after(seconds(0.002), self.process.emit, event)
+class StoreProcess(Idle):
+    """The process of the store; where its prompts come from, and a tokenizer that takes a while."""
 
-    def _end(self, ending: cmd.Ending) -> ev.EndedTrajectory:
-        asked = Row(
-            id=ending.trajectory,
-            group_id=ending.group,
-            sibling=ending.sibling,
-            purpose=ending.purpose,
-            row_index=ending.row_index,
-            attempt=0,
-            placement=ending.placement,
-            end=ending.end,
-            end_reason=ending.reason,
-            end_step=max(ending.step, 0),
-        )
-        row = self.rows.get(asked.id)
-        verdict = rules.judge_end(row, asked)
-        if verdict.answer != "ok":
-            raise Violation("store_takes_every_end", f"{asked.id}: {verdict.reason}", asked.id)
-        if verdict.changes:
-            row = rules.ended(row, asked)
-            self._save(row, asked.placement)
-        return ev.EndedTrajectory(
-            trajectory=ending.trajectory,
-            num_tokens=row.num_tokens if row else 0,
-            tokens_lost=row.tokens_lost if row else 0,
-        )
+    def make_actor(self, host: Host) -> Actor:
+        return Store(host, lambda: self.world.database, self)
+
+    async def load(self) -> LoadedPrompts:
+        await self._work(self.chance.uniform(0, self.scenario.start_s))
+        train, held_out = self.scenario.num_train, self.scenario.num_eval
+        return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, "data")
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        await self._work(self.chance.uniform(0, TOKENISE_S))
+        return {key: np.array(prompt_of(*key), "<i4").tobytes() for key in prompts}
+
+    async def _work(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s * self.process.slow)

@@ -1,0 +1,74 @@
+"""A model in a directory of the run: whole under its name, or not there.
+
+Reads   a copy of the weights, or the present ones
+Writes  a directory, through ModelFiles
+Raises  ConfigError when it exists; OSError: nothing of it is left, it can be tried again
+
+Everything is written and synced beside the name first. Who finds the name may read all of it,
+whenever the trainer or its machine died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from laminar.weights.version import manifest as mf
+
+Weights = Any
+"""A copy of a model's weights; only who made it looks into it."""
+
+
+class ModelFiles(Protocol):
+    """The trainer's model, as files; the work of threads. All raise OSError."""
+
+    async def copy(self) -> Weights:
+        """The present weights, which may change on return."""
+
+    async def describe(
+        self,
+        weights: Weights,
+        *,
+        version: int,
+        step: int,
+        specs: tuple[mf.TensorSpec, ...],
+        probe: mf.Probe,
+    ) -> mf.Manifest:
+        """As a relay would describe the version that is made of these weights."""
+
+    async def begin(self, directory: Path) -> Path:
+        """An empty directory for what is to become `directory`; ConfigError when that exists."""
+
+    async def write(
+        self, directory: Path, weights: Weights | None, extra: Mapping[str, bytes]
+    ) -> None:
+        """Put the model into a directory, with further files; None: with its present weights."""
+
+    async def sync(self, directory: Path) -> None:
+        """All its files are on the disk on return."""
+
+    async def rename(self, directory: Path, name: Path) -> None:
+        """It has this name on return, also after a power cut."""
+
+    async def remove(self, directory: Path) -> None:
+        """Remove it with its files."""
+
+
+async def save_model(
+    files: ModelFiles,
+    directory: Path,
+    weights: Weights | None = None,
+    extra: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model, the present one if no weights are given."""
+    partial = await files.begin(directory)
+    try:
+        await files.write(partial, weights, extra or {})
+        await files.sync(partial)
+        await files.rename(partial, directory)
+    except OSError:
+        with suppress(OSError):
+            await files.remove(partial)  # a full disk needs the room
+        raise

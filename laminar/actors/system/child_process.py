@@ -1,0 +1,88 @@
+"""A child of this process that another process has forked for it, and children that were never
+registered.
+
+Reads   the ends of children, by their pidfd
+Gives   ForkedProcess, the ChildProcess of actors/node.py; adopt_orphans, reap_orphan
+
+Linux: a process that has called adopt_orphans becomes the parent of every descendant whose own
+parent ends, and learns of their ends as of those of any other child (prctl(2),
+PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import Container
+
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """From now on; OSError where the system cannot."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"no child subreaper: {os.strerror(number)}")
+
+
+def reap_orphan(known: Container[int], seen: int) -> int:
+    """Reap a dead child that no code here waits for, once it was seen twice; the one seen now, or
+    0.
+
+    Twice, because a child may end in the moment in which it becomes known."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if found is None or found.si_pid in known:
+        return 0
+    if found.si_pid == seen:
+        os.waitid(os.P_PID, seen, os.WEXITED | os.WNOHANG)
+        return 0
+    return found.si_pid
+
+
+class ForkedProcess:
+    """A running or ended child, in a running event loop: asyncio's Process, however it was made."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.boot_id = ""  #: of an actor
+        self.returncode: int | None = None  #: exit code, or minus the signal that ended it
+        self._fd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._fd, self._ended)
+
+    def _ended(self) -> None:
+        found = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
+        if found is None:
+            return
+        exited = found.si_code == os.CLD_EXITED
+        self.returncode = found.si_status if exited else -found.si_status
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        self._end.set_result(self.returncode)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """One that has ended is no error."""
+        if self.returncode is None:
+            try:
+                signal.pidfd_send_signal(self._fd, number)
+            except ProcessLookupError:  # a zombie, of which we are about to hear
+                pass
+
+    def dump_stacks(self) -> None:
+        self.send_signal(signal.SIGUSR1)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

@@ -1,0 +1,197 @@
+"""A real process of an actor: its sockets, clock, signals, files, and its main function.
+
+Reads   the run directory (config.toml, coordinator.json, the addresses of other servers)
+Writes  logs, timeline/NAME.*, by the telemetry thread; NAME.json, where others find it
+Emits   the events of its actor; requests and replies
+
+What actors/host.py asks of the world is here, and nothing else of an actor: the simulator has the
+same for its own world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from laminar.actors.host import Actor, Host
+from laminar.config import Config, load
+from laminar.events.base import Event
+from laminar.events.codec import decode_order, encode
+from laminar.net.calls import Handler
+from laminar.net.client import ControlClient, read_address, write_address
+from laminar.net.rpc_client import RpcClient
+from laminar.net.rpc_server import RpcServer
+from laminar.observe.files import GrowingFile
+from laminar.observe.logs import configure, get_logger
+from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
+from laminar.run_lock import RunLock
+from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
+from laminar.stop_requests import (
+    STARTER_GONE,
+    follow_starter,
+    handle_signals,
+    not_ignored,
+    stop_signals,
+)
+
+SWITCH_INTERVAL_S = 0.0005
+"""A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
+WATCH_S = 0.5
+
+
+class SystemProcess:
+    """This process, as its host needs it (actors/host.py: Process)."""
+
+    def __init__(self, lock: RunLock, name: str, role: str, node: str, address: str) -> None:
+        """`address`: the IP of this machine, which its servers listen on."""
+        self.lock, self.run_dir = lock, (run_dir := lock.run_dir)
+        self.name, self.role, self.node, self.address = name, role, node, address
+        self.config: Config = load([run_dir / CONFIG_FILE])
+        self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
+        self.telemetry = configure(run_dir, self.config.run.name, name)
+        self.log = get_logger()
+        self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
+        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
+        self._spans = self.telemetry.outlet("timeline", spans.write)
+        self._terminal = self.telemetry.outlet("terminal", print_lines)
+
+    def join(self, host: Host) -> None:
+        coordinator = self.config.coordinator
+        self.control = ControlClient(
+            self.run_dir / COORDINATOR_FILE,
+            self.name,
+            self.role,
+            self.boot_id,
+            {"node": self.node, "pid": str(os.getpid())},
+            coordinator.heartbeat_ms,
+            lambda body: host.obey(*decode_order(body)),
+            host.welcomed,
+            host.refused,
+        )
+
+    # --- the coordinator ----------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        return self.control.incarnation
+
+    @property
+    def silent_ns(self) -> int:
+        return self.control.absent_ns
+
+    async def start(self) -> None:
+        await self.control.start()
+
+    async def wait_closed(self) -> None:
+        await self.control.wait_closed()
+
+    async def close(self) -> None:
+        await self.control.close()
+
+    def send(self, event: Event) -> None:
+        self.control.send(encode(event))
+
+    def gauge(self, event: Event) -> None:
+        self.control.gauge(encode(event))
+
+    # --- other processes ----------------------------------------------------------------------
+
+    def client(self, server: str) -> RpcClient:
+        file = self.run_dir / f"{server}.json"
+        return RpcClient(
+            lambda: read_address(file),
+            self.name,
+            self.role,
+            self.boot_id,
+            server=server,
+            heartbeat_ms=self.config.coordinator.heartbeat_ms,
+        )
+
+    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> RpcServer:
+        return RpcServer(
+            self.address,
+            0,
+            handle_batch,
+            boot_id=self.boot_id,
+            lease_ms=self.config.coordinator.lease_ms,
+            on_peer_lost=on_peer_lost,
+        )
+
+    async def tell_address(self, address: str) -> None:
+        write_address(self.run_dir / f"{self.name}.json", address)
+
+    # --- the operating system -----------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def span(self, line: dict[str, Any]) -> None:
+        self._spans.put(json.dumps(line).encode() + b"\n")
+
+    def tell(self, text: str) -> None:
+        self._terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
+
+    def outlet(
+        self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
+    ) -> Outlet[Item]:
+        return self.telemetry.outlet(name, write, kept=kept)
+
+    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
+        handle_signals(stop_signals(), terminated)
+        if self.role == "node":
+            handle_signals(not_ignored(signal.SIGINT), terminated)
+        else:  # a terminal's Ctrl-C goes to all processes in it, and actors wait for their node
+            handle_signals([signal.SIGINT], lambda name: None)
+        if self.lock.inherited:  # its starter writes to a coordinator only; only its end counts
+            follow_starter(lambda word: starter_gone() if word == STARTER_GONE else None)
+
+    def end_by_force(self, after_s: float) -> None:
+        faulthandler.dump_traceback_later(after_s, exit=True)
+
+    async def directory_lost(self) -> str:
+        while not (reason := await asyncio.to_thread(self.lock.lost)):
+            await asyncio.sleep(WATCH_S)
+        return reason
+
+    def started(self) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection must not walk what lives as long as the process
+
+
+def _open_stacks(path: Path) -> TextIO:
+    """For the stacks of a stalled process: the terminal, where there is no room for a file."""
+    try:
+        return open(path, "a")
+    except OSError:
+        return sys.stderr
+
+
+def run_actor(
+    lock: RunLock, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
+) -> int:
+    """Body of an actor process; returns its exit code."""
+    import uvloop
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{name}.stacks")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+
+    async def main() -> int:
+        host = Host(SystemProcess(lock, name, role, node, address))
+        return await host.run(make(host))
+
+    try:
+        return uvloop.run(main())
+    finally:
+        lock.close()

@@ -1,0 +1,107 @@
+"""The processes of one machine, for its node: forked from warm processes, and let go at the end.
+
+Reads   the ends of children, by their pidfd; the GPUs of this machine
+Writes  nothing; removes the shared memory of killed relays, when the run ends
+Starts  a warm process of each kind (warm_process.py), which forks the actors
+Gives   MachineProcesses, the Processes of actors/node.py; gpus_of
+
+Actors are children of the node, whichever process forked them. They have its share of the run
+directory's lock from their birth, and end when the other end of their standard input, which the
+node has, is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+
+from laminar.actors.host import Host
+from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
+from laminar.actors.system.roles import kind, needs
+from laminar.actors.system.warm import Seed, WarmProcess
+from laminar.actors.system.warm_process import Launch
+from laminar.engines.environment import gpus_per_replica, visible_gpus
+from laminar.run_lock import RunLock
+from laminar.weights.arena.arena import sweep_arenas
+
+REAP_S = 1.0
+"""Between two looks for children of killed actors, which are the node's then."""
+
+
+def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:
+    """The trainer has the first GPU, replicas take turns on the others (or share the only one).
+
+    A replica has `per_replica` neighbours, and never fewer because the last ones are left over.
+    """
+    if role == "trainer":
+        return gpus[:1]
+    others = gpus[1:] if len(gpus) > per_replica else gpus
+    if not others or role != "rollout":
+        return []
+    index = int(name.rpartition("-")[2].rpartition(".")[2])
+    first = index % max(len(others) // per_replica, 1) * per_replica
+    return others[first : first + per_replica]
+
+
+class MachineProcesses:
+    """Real processes; close ends the warm ones, and all that still have the lifeline."""
+
+    def __init__(
+        self,
+        host: Host,
+        lock: RunLock,
+        roles: Iterable[str],
+        seeds: Mapping[str, Seed] | None = None,
+    ) -> None:
+        """`seeds`: warm processes that were started before, by kind."""
+        self._host, self._lock, self._gpus = host, lock, visible_gpus()
+        self._lifeline = os.pipe()  #: its first end is the standard input of the actors
+        self._launched: dict[str, ForkedProcess] = {}  #: the last one of each actor
+        ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
+        self._warm = {
+            name: WarmProcess(name, need, host.log, ready_s=ready_s, seed=seeds.get(name))
+            for name, need in needs(roles, host.config, gpus=bool(self._gpus)).items()
+        }
+
+    def begin(self) -> None:
+        """They import while others work."""
+        adopt_orphans()
+        self._host.spawn(self._reap())
+        for warm in self._warm.values():
+            warm.begin()
+
+    async def launch(self, name: str, role: str) -> ForkedProcess:
+        host, boot = self._host, secrets.token_hex(8)
+        environment: dict[str, str | None] = {"LAMINAR_BOOT": boot}
+        gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config))
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        launch = Launch(
+            run_dir=str(host.run_dir),
+            name=name,
+            role=role,
+            node=host.node,
+            address=host.address,
+            environment=environment,
+        )
+        warm = self._warm[kind(role, host.config)]
+        process = await warm.fork(launch, self._lifeline[0], self._lock.fd)
+        process.boot_id = f"{name}-{boot}"
+        self._launched[name] = process
+        return process
+
+    async def close(self) -> None:
+        for warm in self._warm.values():
+            await warm.close()
+        for fd in self._lifeline:
+            os.close(fd)
+        sweep_arenas()
+
+    async def _reap(self) -> None:
+        seen = 0
+        while True:
+            known = {process.pid for process in self._launched.values()}
+            seen = reap_orphan(known | {warm.pid for warm in self._warm.values()}, seen)
+            await asyncio.sleep(REAP_S)

@@ -1,0 +1,87 @@
+"""What a real replica is made of: tokenizer, engine, reward workers, weights, the record of steps.
+
+Reads   the model and the reward function of the run; arenas and checkpoints
+Writes  timeline/NAME.steps; what the reward function prints: logs/latest/NAME.reward.log
+Gives   RealParts, the ReplicaParts of actors/rollout.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar.actors.host import Host
+from laminar.actors.system.engine_steps import EngineSteps
+from laminar.actors.weight_loader import NotReadable
+from laminar.engines.build import start_engine
+from laminar.engines.protocol import ReplicaEngine, TokenDelta
+from laminar.rundir import reward_log
+from laminar.tasks.reward_functions import reward_spec
+from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
+from laminar.tasks.reward_pool import RewardPool
+from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.weights.arena.arena import Arena
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.version import checkpoint
+from laminar.weights.version.hashes import Bytes, verify
+from laminar.weights.version.manifest import Manifest
+
+
+class ReplicaFiles:
+    """Arenas and checkpoints, without keeping the event loop waiting."""
+
+    def attach(self, arena: str) -> Arena:
+        try:
+            return Arena.attach(Path(arena))
+        except ArenaError as error:
+            raise NotReadable(str(error)) from error
+
+    async def read_checkpoint(self, directory: Path, version: int) -> checkpoint.Restored:
+        try:
+            return await asyncio.to_thread(checkpoint.read, directory, version)
+        except checkpoint.CheckpointError as error:
+            raise NotReadable(str(error)) from error
+
+    async def verify(self, view: Bytes, manifest: Manifest) -> None:
+        await asyncio.to_thread(verify, view, manifest)
+
+
+def reward_workers(host: Host) -> RewardPool:
+    """The pool of this process (not started); what the function prints goes to its log."""
+    reward = host.config.reward
+    printed = OutputLog(reward_log(host.run_dir, host.name))
+    output = host.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX)
+    return RewardPool(
+        reward_spec(host.config),
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        error_score=reward.error_score,
+        max_retries=reward.max_retries,
+        on_output=output.put,
+    )
+
+
+class RealParts:
+    """Of one process."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.weights = ReplicaFiles()
+        self.rewards = reward_workers(host)
+        steps = EngineSteps(host.run_dir, host.name)
+        self._steps = host.outlet("engine steps", steps.write)
+
+    async def start_engine(
+        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
+    ) -> ReplicaEngine:
+        config = self._host.config
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
+        self.stop_ids = end_ids(config.model.name, self._tokenizer)
+        return await start_engine(config, tokenizer_size(self._tokenizer), seed, on_deltas)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def keep_steps(self, rows: bytes) -> None:
+        self._steps.put(rows)

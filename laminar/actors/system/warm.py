@@ -1,0 +1,195 @@
+"""The node's side of a warm process: starts it, starts it again, has actors forked from it.
+
+Reads   the answers of the warm process, its end
+Writes  Launch messages, each with the descriptors of the actor's standard input and lock
+Starts  python -m laminar.actors.system.warm_process
+Gives   Seed, a warm process that has been started; WarmProcess, one for as long as the node lives
+
+One that dies costs no actor: it is started again, and what was asked of it meanwhile is asked of
+its successor. An actor that it had forked and not reported never begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from laminar.actors.system.child_process import ForkedProcess
+from laminar.actors.system.roles import Needs
+from laminar.actors.system.warm_process import MESSAGE_MAX, Answer, Forked, Launch, Ready, Refused
+
+FORK_S = 60.0
+"""A fork takes milliseconds; a machine that swaps may take a thousand times as long."""
+CLOSE_S = 2.0
+TRIES = 3
+"""Of warm processes for one actor: an import that crashes would crash again."""
+OWN_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking whether there is a GPU opens it
+}
+"""Of the warm process alone; its children have what they would have without it."""
+COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
+"""Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
+virtual machine reports, such copies go through the cache at a little over half the speed."""
+_CHILD_FD = 3
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A warm process that imports or waits, and our end of its socket."""
+
+    pid: int
+    socket: socket.socket
+
+    @classmethod
+    def spawn(cls, needs: Needs) -> Seed:
+        """Its environment is this process's and what is needed besides; what the user has set
+        stays. Signals that are ignored here (nohup) are ignored there."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = [sys.executable, "-m", "laminar.actors.system.warm_process", str(_CHILD_FD), ""]
+        all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
+        with theirs:
+            pid = os.posix_spawn(
+                sys.executable,
+                [*program, *needs.modules],
+                all_of_it | OWN_ENVIRONMENT,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), _CHILD_FD),
+                ],
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            )
+        ours.setblocking(False)
+        return cls(pid, ours)
+
+
+class WarmProcess:
+    """A warm process of one kind, and its successors."""
+
+    def __init__(
+        self,
+        kind: str,
+        needs: Needs,
+        log: Any,
+        *,
+        ready_s: float,
+        seed: Seed | None = None,
+    ) -> None:
+        """`ready_s`: how long its imports may take. `seed`: one that was started before."""
+        self.kind = kind
+        self.note = ""  #: for people: why it is not warm
+        self._needs = needs
+        self._log, self._ready_s, self._seed = log, ready_s, seed
+        self._process: ForkedProcess | None = None
+        self._socket: socket.socket | None = None
+        self._using = asyncio.Lock()  #: one question at a time
+        self._closed = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the present one; 0 when there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def begin(self) -> None:
+        """Start it, if it does not run; it imports while others work."""
+        if self._process is not None or self._closed:
+            return
+        seed, self._seed = self._seed or Seed.spawn(self._needs), None
+        self._socket, self._process = seed.socket, ForkedProcess(seed.pid)
+        self._ready = asyncio.ensure_future(self._until_ready(seed.socket))
+        self._watcher = asyncio.ensure_future(self._watch(self._process))
+
+    async def fork(self, launch: Launch, stdin: int, lock_fd: int) -> ForkedProcess:
+        """The actor's process, a child of this one; RuntimeError when there can be none."""
+        below = self._needs.environment
+        its_own = {name: os.environ.get(name, below.get(name)) for name in OWN_ENVIRONMENT}
+        launch = msgspec.structs.replace(launch, environment=its_own | launch.environment)
+        async with self._using:
+            for _ in range(TRIES):
+                self.begin()
+                try:
+                    return await self._ask(launch, [stdin, lock_fd])
+                except _Gone as error:
+                    reason = str(error)
+                    await self._end()
+            raise RuntimeError(f"the warm process ({self.kind}) {reason}, {TRIES} times in a row")
+
+    async def close(self) -> None:
+        """No process is forked any more."""
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await self._end()
+
+    async def _until_ready(self, warm: socket.socket) -> None:
+        answer = await self._answer(warm, self._ready_s, "its imports")
+        assert isinstance(answer, Ready)
+        self.note = answer.note
+        facts = {"kind": self.kind, "seconds": round(answer.seconds, 2), "missing": answer.missing}
+        self._log.info("warm", pid=self.pid, note=answer.note, **facts)
+
+    async def _ask(self, launch: Launch, fds: list[int]) -> ForkedProcess:
+        assert self._socket is not None
+        await self._ready
+        try:
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(launch)], fds)
+        except OSError as error:
+            raise _Gone(f"takes no launch: {error.strerror}") from None
+        answer = await self._answer(self._socket, FORK_S, "a fork")
+        if isinstance(answer, Refused):
+            raise RuntimeError(f"{launch.name} cannot be started: {answer.reason}")
+        assert isinstance(answer, Forked)
+        return ForkedProcess(answer.pid)
+
+    async def _answer(self, warm: socket.socket, seconds: float, what: str) -> Answer:
+        loop = asyncio.get_running_loop()
+        try:
+            body = await asyncio.wait_for(loop.sock_recv(warm, MESSAGE_MAX), seconds)
+        except TimeoutError:
+            raise _Gone(f"has not answered for {seconds:.0f} s ({what})") from None
+        except OSError as error:
+            raise _Gone(f"is gone: {error.strerror}") from None
+        if not body:
+            raise _Gone(await self._cause())
+        answer: Answer = msgspec.msgpack.decode(body, type=Answer)
+        return answer
+
+    async def _cause(self) -> str:
+        """It has closed its socket, so it ends."""
+        assert self._process is not None
+        try:
+            return f"ended with code {await asyncio.wait_for(self._process.wait(), CLOSE_S)}"
+        except TimeoutError:
+            return "closed its socket"
+
+    async def _watch(self, process: ForkedProcess) -> None:
+        """One that had worked is started again before it is needed."""
+        code = await process.wait()
+        self._log.warning("warm-process-ended", kind=self.kind, pid=process.pid, code=code)
+        if self._ready.done() and not self._ready.cancelled() and not self._ready.exception():
+            async with self._using:
+                if self._process is process:
+                    await self._end()
+                    self.begin()
+
+    async def _end(self) -> None:
+        """Of the present process: its socket's end is its own."""
+        process, self._process = self._process, None
+        if process is None or self._socket is None:
+            return
+        self._ready.cancel()
+        self._socket.close()
+        process.kill()
+        await process.wait()
+
+
+class _Gone(Exception):
+    """The warm process gives no answer."""

@@ -1,0 +1,249 @@
+"""A warm process: it has imported what actors need, and every actor of its node is forked from it.
+
+    python -m laminar.actors.system.warm_process FD NOTE MODULE...
+
+Reads   Launch messages of its node on the socket FD; with each two descriptors, the standard input
+        and the share of the run directory's lock of the actor to be
+Gives   Ready once, then Forked or Refused for each Launch
+Forks   actors, by way of a process that ends at once: they are children of the node, which sees
+        their ends itself. A warm process that dies takes no actor with it
+
+A fork copies one thread. Locks that another one holds would stay locked in the child, so a
+process with more than one forks nothing: if an import has started threads, it begins again without
+imports, says so, and each actor imports for itself; so if one has begun CUDA, which no child could
+use then. It opens no connection, and what cannot be imported is left to the actor that needs it,
+which can say so in the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from laminar import exit_codes
+from laminar.actors.system.process import run_actor
+from laminar.actors.system.roles import make
+from laminar.config import ConfigError
+from laminar.parent_death import die_with_parent
+from laminar.run_lock import RunLock
+
+MESSAGE_MAX = 64 << 10
+"""Bytes. A launch has the variables that differ from the node's own, a handful."""
+_PID = struct.Struct("<i")
+_GO = b"+"
+
+
+class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
+    """An actor to be forked."""
+
+    run_dir: str
+    name: str
+    role: str
+    node: str
+    address: str
+    environment: dict[str, str | None]  #: what differs from that of the warm process; None: unset
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """It takes launches now."""
+
+    seconds: float  #: that the imports took
+    note: str  #: for people: why it has imported nothing; else empty
+    missing: list[str]  #: what could not be imported, and why
+
+
+class Forked(msgspec.Struct, tag="forked", frozen=True, kw_only=True):
+    """The actor is a child of the node now, and begins when the node has this."""
+
+    pid: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
+    """There is no process."""
+
+    reason: str
+
+
+Answer = Ready | Forked | Refused
+
+
+def main(fd: str, note: str, *modules: str) -> int:
+    die_with_parent()
+    _take_name("laminar-warm")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node
+    node = socket.socket(fileno=int(fd))
+    begun = time.monotonic()
+    missing = import_all(modules)
+    if hindrance := hindrance_to_fork():
+        if not modules:
+            sys.exit(f"a warm process that has imported nothing {hindrance}")
+        _exec_again(fd, f"importing {', '.join(modules)} {hindrance}: each actor imports anew")
+    gc.collect()
+    gc.freeze()  # children share these pages until a collection writes into them
+    sys.stdout.flush()  # what is in a buffer would be written by every child
+    sys.stderr.flush()
+    actor = _serve(node, Ready(seconds=time.monotonic() - begun, note=note, missing=missing))
+    return exit_codes.COMPLETE if actor is None else leave(_become(actor))
+
+
+def import_all(modules: Sequence[str]) -> list[str]:
+    """Import them; what failed and why."""
+    missing = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a module may raise anything
+            missing.append(f"{name}: {type(error).__name__}: {error}"[:500])
+    return missing
+
+
+def hindrance_to_fork() -> str:
+    """What children of this process would suffer from; empty: nothing."""
+    if threads := _other_threads():
+        return f"has started threads ({threads})"
+    torch = sys.modules.get("torch")
+    return "has begun CUDA" if torch is not None and torch.cuda.is_initialized() else ""
+
+
+def _other_threads() -> str:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                names.append((task / "comm").read_text().strip())
+    return ", ".join(sorted(names))
+
+
+def _exec_again(fd: str, note: str) -> None:
+    """Without modules; threads end with the program that had them."""
+    program = [sys.executable, "-m", "laminar.actors.system.warm_process", fd, note]
+    os.execv(sys.executable, program)
+
+
+class _Actor(NamedTuple):
+    """What the process of an actor has when it is forked."""
+
+    launch: Launch
+    warm: socket.socket
+    stdin: int
+    lock_fd: int
+
+
+def _serve(node: socket.socket, ready: Ready) -> _Actor | None:
+    """Until the node is gone; in the process of an actor: what it is to be."""
+    with contextlib.suppress(ConnectionError):
+        _send(node, ready)
+        while True:
+            message, fds, _, _ = socket.recv_fds(node, MESSAGE_MAX, 2)
+            if not message:
+                break
+            launch = msgspec.msgpack.decode(message, type=Launch)
+            ours, theirs = socket.socketpair()
+            between = _fork()
+            if between == 0:
+                node.close()
+                ours.close()
+                _fork_and_end(theirs)  # only the actor returns
+                return _Actor(launch, theirs, *fds)
+            theirs.close()
+            for fd in fds:
+                os.close(fd)
+            with ours:
+                _answer(node, ours, between)
+    return None
+
+
+def _fork() -> int:
+    """os.fork, with -errno where there is no process."""
+    try:
+        return os.fork()
+    except OSError as error:
+        return -int(error.errno or 1)
+
+
+def _answer(node: socket.socket, actor: socket.socket, between: int) -> None:
+    """Tell the node, then let the actor begin: without the second there is none."""
+    said = b""
+    if between > 0:
+        said = actor.recv(_PID.size)
+        os.waitpid(between, 0)
+    pid = _PID.unpack(said)[0] if said else between
+    if pid <= 0:
+        return _send(node, Refused(reason=os.strerror(-pid)))
+    _send(node, Forked(pid=pid))
+    with contextlib.suppress(OSError):  # it has ended already, and the node sees that
+        actor.send(_GO)
+
+
+def _fork_and_end(warm: socket.socket) -> None:
+    """Returns in a child whose parent, this process, has ended: the node is the parent then."""
+    pid = _fork()
+    if pid:
+        warm.send(_PID.pack(pid))
+        os._exit(0)
+
+
+def _become(actor: _Actor) -> int:
+    """The actor, from its first moment to its exit code."""
+    launch = actor.launch
+    with actor.warm:
+        if not actor.warm.recv(1):  # the warm process ended before the node could hear of this one
+            return exit_codes.FAILED
+    os.dup2(actor.stdin, 0)
+    os.close(actor.stdin)
+    _adopt(launch)
+    try:
+        lock = RunLock.inherit(Path(launch.run_dir), launch.name, actor.lock_fd)
+    except ConfigError as error:
+        print(f"{launch.name}: {error}", file=sys.stderr)
+        return exit_codes.USER_ERROR
+    return run_actor(lock, launch.name, launch.role, launch.node, launch.address, make)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without taking its modules apart, as multiprocessing's children end.
+
+    That would cost each actor a third of a second of a core, all of them at the same time.
+    """
+    atexit._run_exitfuncs()  # logs are written out there
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _adopt(launch: Launch) -> None:
+    """Name, environment and random numbers of its own."""
+    _take_name(launch.name)
+    for variable, value in launch.environment.items():
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value
+    if numpy := sys.modules.get("numpy"):  # Python's own generator does this by itself
+        numpy.random.seed()
+
+
+def _take_name(name: str) -> None:
+    """What `ps -e` and `top` show; the command line is the same for all."""
+    Path("/proc/self/comm").write_text(name)
+
+
+def _send(node: socket.socket, answer: Answer) -> None:
+    node.send(msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Keys of outstanding commands and names of timers: made and read here and nowhere else.
+
+Reads   nothing
+Gives   CommandKey and TimerName, with a function or constant for each that there is; parse_timer
+
+Both are texts, because the state has them as keys and the log names the timer that fired:
+"generate:0.17.3" is the order to generate a trajectory, "resume:0.17.3" the time that lost work
+waits for its version, "command:generate:0.17.3" the time in which the order is to be carried out.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple, NewType
+
+CommandKey = NewType("CommandKey", str)
+TimerName = NewType("TimerName", str)
+
+# --- commands that are outstanding at most once -------------------------------------------------
+
+PUBLISH = CommandKey("publish")
+EXPORT = CommandKey("export")
+TRAIN = CommandKey("train")
+PROPOSE = CommandKey("propose")
+
+# --- commands about one thing -------------------------------------------------------------------
+
+
+def generate(trajectory_id: str) -> CommandKey:
+    return CommandKey(f"generate:{trajectory_id}")
+
+
+def score(scored: str) -> CommandKey:
+    """Of a trajectory, or of a whole group."""
+    return CommandKey(f"score:{scored}")
+
+
+def end(command_id: int) -> CommandKey:
+    """The store answers with the number of the command."""
+    return CommandKey(f"end:{command_id}")
+
+
+def pull(replica: str) -> CommandKey:
+    return CommandKey(f"pull:{replica}")
+
+
+def forward(relay: str) -> CommandKey:
+    return CommandKey(f"forward:{relay}")
+
+
+def restart(actor: str) -> CommandKey:
+    return CommandKey(f"restart:{actor}")
+
+
+def stop(actor: str) -> CommandKey:
+    return CommandKey(f"stop:{actor}")
+
+
+# --- timers -------------------------------------------------------------------------------------
+
+
+class TimerKind(StrEnum):
+    """What is waited for."""
+
+    START = "start"  #: all actors and the first weights
+    WEIGHTS = "weights"  #: the publication of what the trainer has made
+    BATCH_WAIT = "batch-wait"  #: the group that the next batch needs most
+    RESUME = "resume"  #: a replica with the version of lost work
+    PROGRESS = "progress"  #: of a replica
+    REJOIN = "rejoin"  #: of an actor that is started again
+    RECEIVE = "receive"  #: the newest version at a relay
+    COMMAND = "command"  #: the event that ends an outstanding command
+
+
+class Timer(NamedTuple):
+    """A timer's name in its parts."""
+
+    kind: TimerKind
+    subject: str  #: id, actor name or CommandKey; empty where there is one of the kind
+
+
+START = TimerName(TimerKind.START)
+WEIGHTS = TimerName(TimerKind.WEIGHTS)
+BATCH_WAIT = TimerName(TimerKind.BATCH_WAIT)
+
+
+def resume(trajectory_id: str) -> TimerName:
+    return TimerName(f"resume:{trajectory_id}")
+
+
+def progress(replica: str) -> TimerName:
+    return TimerName(f"progress:{replica}")
+
+
+def rejoin(actor: str) -> TimerName:
+    return TimerName(f"rejoin:{actor}")
+
+
+def receive(relay: str) -> TimerName:
+    return TimerName(f"receive:{relay}")
+
+
+def deadline(key: CommandKey) -> TimerName:
+    """Of an outstanding command."""
+    return TimerName(f"command:{key}")
+
+
+def parse_timer(name: str) -> Timer:
+    """ValueError for what is no timer's name."""
+    kind, _, subject = name.partition(":")
+    return Timer(TimerKind(kind), subject)

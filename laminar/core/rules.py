@@ -1,0 +1,89 @@
+"""Decision rules that have changed: a table of named flags. An old log replays by its old rules.
+
+Reads   the logic version and the settings with which a log begins
+Gives   RULES, LOGIC_VERSION, NEW_RUN; `applies(settings, RULE)`, `rules_of(settings)`, `unknown`
+Raises  LogicError for a log whose rules this program does not have; it names what is missing
+
+To change a decision: add a Rule with LOGIC_VERSION + 1, keep the old decision beside the new one,
+and ask `applies` where they part. A run logs the names of NEW_RUN with its settings when it begins
+(the first `coordinator-started`); what is not named there is decided by the old rule, also when a
+newer program goes on with the run. So no kept log changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from laminar.events.base import Settings
+
+
+class LogicError(RuntimeError):
+    """The log was written by decision rules that this program does not have."""
+
+
+class Rule(NamedTuple):
+    """One changed decision."""
+
+    name: str  #: as it is logged; never changed, never used again
+    since: int  #: the logic version that introduced it
+    old: str  #: what is decided without it
+    new: str
+    #: instead of by its name it is on when this setting differs from its default
+    setting: str = ""
+
+
+REWARD_ERRORS = Rule(
+    "reward-errors",
+    1,
+    "rewards that fail are not counted and end no run",
+    "they are counted by reason; too large a share of them ends the run",
+    setting="max_error_permille",
+)
+HELD_OUT_FIGURES = Rule(
+    "held-out-figures",
+    1,
+    "of a held-out prompt only right or wrong is kept; an answer lost three times is wrong",
+    "scores, lengths and agreement of all its answers are kept; such an answer is missing",
+    setting="eval_answers",
+)
+TROUBLE_NOT_KEPT = Rule(
+    "trouble-not-kept",
+    2,
+    "a relay's entry in the state has the kind of the last trouble that it reported",
+    "it has not: no decision asks for it, and the report itself is in the log",
+)
+RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT)
+LOGIC_VERSION = 2
+"""The highest `since` of the table: logs of this version and of earlier ones can be continued."""
+NEW_RUN = tuple(rule.name for rule in RULES if not rule.setting)
+"""What a run that begins now logs in `Settings.rules`."""
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+
+
+def applies(settings: Settings, rule: Rule) -> bool:
+    """Whether this run decides by the new rule."""
+    if rule.setting:
+        return bool(getattr(settings, rule.setting) != _DEFAULTS[rule.setting])
+    return rule.name in settings.rules
+
+
+def rules_of(settings: Settings) -> list[str]:
+    """Names of all rules that this run decides by."""
+    return [rule.name for rule in RULES if applies(settings, rule)]
+
+
+def unknown(logic: int, settings: Settings) -> str:
+    """What of the rules of a log this program does not have; empty when it has them all."""
+    if logic > LOGIC_VERSION:
+        return f"logic version {logic}, this program has {LOGIC_VERSION}"
+    known = {rule.name for rule in RULES}
+    missing = next((name for name in settings.rules if name not in known), "")
+    return f"the decision rule {missing!r}, which this program does not have" if missing else ""
+
+
+def require_known(logic: int, settings: Settings) -> None:
+    """Refuse a log of rules that this program does not have."""
+    if reason := unknown(logic, settings):
+        raise LogicError(f"this log was begun with {reason}")

@@ -1,0 +1,41 @@
+"""In which phase a run is, and in which status a trajectory or a group: one enumeration each.
+
+Reads   nothing
+Gives   Phase, TrajectoryStatus, GroupStatus; what each means and what follows it: transitions.py
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Of a run, in order."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXPORTING = "exporting"
+    FINAL_EVALUATION = "final-evaluation"
+    ENDING = "ending"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class TrajectoryStatus(StrEnum):
+    """Where one attempt at one prompt is."""
+
+    DISPATCHED = "dispatched"
+    RUNNING = "running"
+    GENERATED = "generated"
+    REWARDED = "rewarded"
+    LOST = "lost"
+    ENDING = "ending"
+
+
+class GroupStatus(StrEnum):
+    """Where the siblings of one prompt are."""
+
+    OPEN = "open"
+    READY = "ready"
+    CHOSEN = "chosen"
+    ENDING = "ending"

@@ -1,0 +1,64 @@
+"""Timers: what happens when a time has come that the state was waiting for.
+
+Reads   TimerFired, state.timers, state.commands
+Writes  the timer that fired, and what its meaning changes
+Emits   through those who had set it: restarts, drops, the end of the run
+"""
+
+from __future__ import annotations
+
+from laminar.core import indexes, keys, lifecycle, membership, recovery, relays
+from laminar.core.context import Context
+from laminar.core.keys import CommandKey, TimerKind, TimerName
+from laminar.core.registry import LOSES_ACTOR, handles
+from laminar.core.validation import anything
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import TrajectoryId
+
+
+@handles(ev.TimerFired, valid=anything, leads_to=(*LOSES_ACTOR, cmd.RestartActor))
+def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
+    """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
+    state = ctx.state
+    if not indexes.clear_timer(state, TimerName(event.timer)):
+        return ctx.ignore("late")
+    kind, subject = keys.parse_timer(event.timer)
+    if kind == TimerKind.START:
+        lifecycle.on_start_timeout(ctx)
+    elif kind == TimerKind.WEIGHTS:
+        lifecycle.fail(ctx, f"the relay did not publish the weights of step {state.completed}", 1)
+    elif kind == TimerKind.BATCH_WAIT:
+        recovery.batch_wait_expired(ctx)
+    elif kind == TimerKind.RESUME:
+        indexes.end_wait(state, TrajectoryId(subject))
+        ctx.touch_all()
+    elif kind == TimerKind.PROGRESS:
+        recovery.watch_progress(ctx, subject)
+    elif kind == TimerKind.REJOIN:
+        membership.on_rejoin_expired(ctx, subject)
+    elif kind == TimerKind.RECEIVE:
+        relays.receive_expired(ctx, subject)
+    else:
+        _command_expired(ctx, CommandKey(subject))
+
+
+def _command_expired(ctx: Context, key: CommandKey) -> None:
+    """What was to be done has not been done in time: the one who should have is restarted."""
+    state = ctx.state
+    command = state.commands[key].command
+    what = type(command).__name__
+    if isinstance(command, cmd.ProposeBatch):
+        state.proposal_failed = True
+        ctx.done(key)
+    elif isinstance(command, cmd.StopActor):
+        ctx.done(key)
+        indexes.end_actor(state, command.to)
+    elif isinstance(command, cmd.RestartActor):
+        membership.restart_expired(ctx, command)
+    elif isinstance(command, cmd.ForwardWeights):
+        relays.link_expired(ctx, command.to, command.successor)
+    elif command.to in state.replicas:
+        ctx.restart(command.to, f"{what} was not done in time")
+    else:
+        lifecycle.fail(ctx, f"{command.to} did not finish {what} in time", 1)

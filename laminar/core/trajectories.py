@@ -1,0 +1,146 @@
+"""Trajectories: what replicas report about the work that they have.
+
+Reads   TrajectoryStarted, TokenProgress, TrajectoryFinished, TrajectoryFailed, TrajectoryRewarded
+Writes  trajectory.status, trajectory.score_bits, state.unscored, replica.tokens_total, the ledger
+Emits   ScoreTrajectories, and through groups and recovery what an end calls for
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from laminar.core import dispatch, evaluation, groups, recovery, reward_errors
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.rules import HELD_OUT_FIGURES, applies
+from laminar.core.state import State, Trajectory
+from laminar.core.transitions import UNFINISHED, move
+from laminar.core.validation import anything, is_count
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason
+from laminar.ids import Purpose, TrajectoryId
+
+_EXPONENT = 0x7FF << 52  #: all ones in the float64 of an infinity or a NaN
+
+
+@handles(ev.TrajectoryStarted, valid=anything, planned=False)
+def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
+    trajectory = _generated_by(ctx, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "started"):
+        ctx.ignore("old-placement")
+
+
+@handles(ev.TokenProgress, valid=anything, planned=False)
+def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
+    """A gauge: the last value wins; more tokens than before is progress."""
+    replica = ctx.state.replicas.get(ctx.stamped.peer)
+    if replica is None:
+        return ctx.ignore("not-ready")
+    if event.tokens_total != replica.tokens_total:
+        replica.tokens_total = event.tokens_total
+        replica.progress_ns = ctx.stamped.time_ns
+
+
+def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
+    return is_count(event.num_tokens)
+
+
+@handles(
+    ev.TrajectoryFinished,
+    valid=_token_count,
+    leads_to=(cmd.ScoreTrajectories, cmd.GenerateTrajectory, cmd.PullWeights),
+)
+def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
+    """Every token is durable; the reward comes next."""
+    state = ctx.state
+    trajectory = _generated_by(ctx, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "finished"):
+        return ctx.ignore("old-placement")
+    dispatch.leave_engine(ctx, trajectory)
+    state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
+    trajectory.num_tokens = event.num_tokens
+    together = groups.scorable(state, trajectory)
+    if together:
+        groups.score(ctx, together, ctx.stamped.peer)
+
+
+@handles(
+    ev.TrajectoryFailed,
+    valid=anything,
+    leads_to=(
+        cmd.EndTrajectories,
+        cmd.AbortTrajectories,
+        cmd.GenerateTrajectory,
+        cmd.ScoreTrajectories,
+        cmd.PullWeights,
+        cmd.PinVersion,
+        cmd.TrainStep,
+        cmd.ProposeBatch,
+        cmd.ExportModel,
+    ),
+)
+def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
+    trajectory = _present(ctx, event.trajectory, event.placement)
+    if trajectory is None or trajectory.status not in UNFINISHED:
+        return ctx.ignore("old-placement")
+    purpose = ctx.state.groups[trajectory.group].purpose
+    recovery.fail_sibling(ctx, trajectory, DropReason(event.reason))
+    reason = reward_errors.FAILED_REASONS.get(event.reason)
+    if reason is not None:
+        reward_errors.count(ctx, purpose, reason, event.detail)
+
+
+def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
+    """The score is a finite float64, and so is every figure beside it.
+
+    An older log, which counted no tokens here, may have any number of them.
+    """
+    finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
+    counted = is_count(event.num_tokens) or not applies(state.settings, HELD_OUT_FIGURES)
+    return finite and counted and all(map(isfinite, event.extras.values()))
+
+
+@handles(
+    ev.TrajectoryRewarded,
+    valid=_finite_score,
+    leads_to=(
+        cmd.EndTrajectories,
+        cmd.AbortTrajectories,
+        cmd.GenerateTrajectory,
+        cmd.PullWeights,
+        cmd.PinVersion,
+        cmd.TrainStep,
+        cmd.ProposeBatch,
+        cmd.ExportModel,
+    ),
+)
+def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
+    state = ctx.state
+    trajectory = _present(ctx, event.trajectory, event.placement)
+    if trajectory is None or not move(trajectory, "rewarded"):
+        return ctx.ignore("old-placement")
+    trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
+    state.unscored.pop(trajectory.id, None)
+    groups.finish_score_command(ctx, trajectory)
+    group = state.groups[trajectory.group]
+    groups.sibling_done(ctx, group)
+    if group.purpose == Purpose.EVAL:
+        evaluation.group_evaluated(ctx, group, event)
+    reward_errors.count(ctx, group.purpose, event.reason, event.detail)
+
+
+def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The trajectory, if this is its present placement."""
+    trajectory = ctx.state.trajectories.get(trajectory_id)
+    if trajectory is None or trajectory.placement != placement:
+        return None
+    return trajectory
+
+
+def _generated_by(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The same, if the sender is the replica that it was placed on."""
+    trajectory = _present(ctx, trajectory_id, placement)
+    if trajectory is None or trajectory.replica != ctx.stamped.peer:
+        return None
+    return trajectory

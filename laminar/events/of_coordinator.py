@@ -1,0 +1,107 @@
+"""What the coordinator itself reports: its start, its timers, what it heard or no longer hears.
+
+Reads   nothing
+Gives   one frozen struct per event, each declared with who reports it and which commands it ends
+"""
+
+from __future__ import annotations
+
+from laminar.events import commands as cmd
+from laminar.events.base import Event, Settings, reported_by
+from laminar.ids import GroupId
+from laminar.roles import Role
+
+
+@reported_by(Role.COORDINATOR)
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """First record of every coordinator incarnation."""
+
+    incarnation: int
+    logic: int  #: version of the decision rules; an unknown one is refused
+    settings: Settings
+    clock_ns: int  #: this machine's time of day; event times are relative to it
+    config: str  #: the resolved configuration as TOML, without secrets
+
+
+@reported_by(
+    Role.COORDINATOR,
+    ends=(
+        cmd.RestartActor,
+        cmd.ProposeBatch,
+    ),
+)
+class TimerFired(Event, frozen=True, kw_only=True):
+    """A time that the state was waiting for has come; a timer that is no longer set is ignored."""
+
+    timer: str
+
+
+@reported_by(Role.COORDINATOR, ends=(cmd.StopActor,))
+class HeartbeatLost(Event, frozen=True, kw_only=True):
+    """The failure detector gave up on an actor: nothing was heard for the lease."""
+
+    actor: str
+    actor_incarnation: int
+    silent_ms: int
+
+
+@reported_by(Role.COORDINATOR)
+class NodeSilent(Event, frozen=True, kw_only=True):
+    """Nothing was heard of a node for its lease, while processes of its machine go on speaking."""
+
+    node: str
+    node_incarnation: int
+    silent_ms: int
+
+
+@reported_by(Role.COORDINATOR)
+class NodeHeard(Event, frozen=True, kw_only=True):
+    """A node that was silent speaks again."""
+
+    node: str
+    node_incarnation: int
+
+
+@reported_by(Role.COORDINATOR)
+class DrainRequested(Event, frozen=True, kw_only=True):
+    """The user asked the run to end in good order (Ctrl-C), or at once (a second one)."""
+
+    reason: str
+    at_once: bool = False  #: neither complete the step in training nor export the model
+
+
+@reported_by(Role.COORDINATOR)
+class EventGivenUp(Event, frozen=True, kw_only=True):
+    """Too many coordinators crashed on an event: it is not handled any more, and the run fails."""
+
+    what: str  #: its name, and who sent it
+    crashes: int
+    error: str  #: of the last one
+    actor: str  #: its sender
+    actor_incarnation: int
+    peer_seq: int  #: the session's number of the message: it counts as received
+    timer: str  #: the timer that it was, else empty
+    ended_by: int = 0  #: the command to the store that it answered (trajectories-ended), else 0
+
+    @property
+    def reason(self) -> str:
+        """Of the failed run."""
+        return f"the coordinator crashed {self.crashes} times on {self.what}: {self.error}"
+
+
+@reported_by(Role.COORDINATOR)
+class TrainingWarning(Event, frozen=True, kw_only=True):
+    """Learning goes badly in a way that a person should look at; each kind comes once in a run."""
+
+    kind: str  #: no-signal, truncated, ...: docs/training.md
+    step: int  #: completed steps when it was seen
+    text: str  #: the figure, its limit, and what to look at
+
+
+@reported_by(Role.COORDINATOR, ends=(cmd.ProposeBatch,))
+class BatchProposed(Event, frozen=True, kw_only=True):
+    """The user's batch strategy answered; `groups` is empty when it failed."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    detail: str = ""

@@ -1,0 +1,126 @@
+"""What rollout replicas report.
+
+Reads   nothing
+Gives   one frozen struct per event, each declared with who reports it and which commands it ends
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar.events import commands as cmd
+from laminar.events.base import Event, reported_by
+from laminar.events.reasons import FailureReason, FinishReason, RewardOutcome
+from laminar.ids import TrajectoryId
+from laminar.roles import Role
+
+
+@reported_by(Role.ROLLOUT)
+class ReplicaReady(Event, frozen=True, kw_only=True):
+    """The engine can take work once it has weights."""
+
+    max_num_seqs: int  #: trajectories that it takes at a time, running or waiting for a slot
+    kv_capacity_tokens: int
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+class WeightsLoaded(Event, frozen=True, kw_only=True):
+    """The engine generates with this version: digest checked, probe within tolerance."""
+
+    version: int
+    step: int
+    digest: str
+    probe_diff: float  #: max |log p(engine) - log p(trainer)| over the probe
+    seconds: float
+    reloaded: bool  #: false: the digest was the one already loaded, only the stamp changed
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+class WeightsRejected(Event, frozen=True, kw_only=True):
+    """Digest or probe failed after two loads: the replica does not serve with this version."""
+
+    version: int
+    reason: str
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+class VersionGone(Event, frozen=True, kw_only=True):
+    """The relay no longer holds the version that was to be pulled."""
+
+    version: int
+    held: tuple[int, ...]
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+class CheckpointRefused(Event, frozen=True, kw_only=True):
+    """The checkpoint that was to be loaded cannot be read, or is not what was trained."""
+
+    version: int
+    reason: str
+
+
+@reported_by(Role.ROLLOUT)
+class TrajectoryStarted(Event, frozen=True, kw_only=True):
+    """The store opened the trajectory for this placement and the engine has it."""
+
+    trajectory: TrajectoryId
+    placement: int
+    tokens_resumed: int
+
+
+@reported_by(Role.ROLLOUT)
+class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """A gauge of one replica: unsequenced, never resent, the last value wins.
+
+    Sums are since its process started."""
+
+    tokens_total: int  #: sampled
+    kv_used_tokens: int
+    running: int
+    waiting: int
+    kv_capacity_tokens: int = 0  #: 0: not said
+    preempted: int = 0  #: sequences that gave their cache up to others and began again
+    prefix_cache_queries: int = 0  #: tokens looked up in the prefix cache; 0 without one
+    prefix_cache_hits: int = 0  #: tokens found there
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.GenerateTrajectory,))
+class TrajectoryFinished(Event, frozen=True, kw_only=True):
+    """The last token is sampled and the whole response is durable in the store."""
+
+    trajectory: TrajectoryId
+    placement: int
+    num_tokens: int  #: sampled tokens, prompt excluded
+    finish_reason: FinishReason
+
+
+@reported_by(
+    Role.ROLLOUT,
+    ends=(
+        cmd.GenerateTrajectory,
+        cmd.ScoreTrajectories,
+    ),
+)
+class TrajectoryFailed(Event, frozen=True, kw_only=True):
+    """This sibling cannot be trained (refused log-probs, unscored, reward worker lost)."""
+
+    trajectory: TrajectoryId
+    placement: int
+    reason: FailureReason
+    detail: str
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
+class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The reward is durable in the store; one that failed is `reward.error_score`."""
+
+    trajectory: TrajectoryId
+    placement: int
+    score_bits: int  #: the float64 of the score as an unsigned integer
+    correct: bool  #: score >= 1 and not truncated
+    reason: RewardOutcome
+    num_tokens: int
+    detail: str = ""  #: what went wrong; only of a replica's first failures, the store has all
+    truncated: bool = False  #: the engine stopped at the length limit
+    #: of a held-out answer: figures beside the score, by name
+    extras: dict[str, float] = msgspec.field(default_factory=dict)

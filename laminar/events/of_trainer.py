@@ -1,0 +1,73 @@
+"""What the trainer reports.
+
+Reads   nothing
+Gives   one frozen struct per event, each declared with who reports it and which commands it ends
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar.events import commands as cmd
+from laminar.events.base import Event, reported_by
+from laminar.ids import TrajectoryId
+from laminar.roles import Role
+
+
+@reported_by(Role.TRAINER)
+class TrainerReady(Event, frozen=True, kw_only=True):
+    """The policy is loaded and its first slot is granted."""
+
+    num_parameters: int
+    weights_bytes: int
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows of a batch that were not trained: their engine had other weights than they name."""
+
+    replica: str
+    version: int
+    diff: float  #: mean |log p(trainer) - log p(engine)| of their tokens, nats
+    limit: float  #: what weights of their age may differ by; nats
+    trajectories: tuple[TrajectoryId, ...]
+
+
+@reported_by(Role.TRAINER, ends=(cmd.TrainStep,))
+class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The optimizer has consumed one batch and the trainer's own book has it on disk."""
+
+    step: int  #: index from 0
+    version: int  #: number of the weights that this step made
+    changed: bool  #: false: the step had no signal and left the weights as they were
+    reason: str  #: why not, else empty
+    num_tokens: int
+    digest: str  #: xxh3_128 of the ids of the batch, in order
+    metrics: dict[str, float]
+    left_out: tuple[LeftOut, ...] = ()
+
+
+@reported_by(Role.TRAINER)
+class PublishSkipped(Event, frozen=True, kw_only=True):
+    """No slot was free in time: these weights are owed and the trainer went on."""
+
+    version: int
+    step: int
+    reason: str
+
+
+@reported_by(Role.TRAINER, ends=(cmd.ExportModel,))
+class ModelExported(Event, frozen=True, kw_only=True):
+    """The export was written, loaded again, and its weights are on their way to the relay."""
+
+    version: int
+    path: str
+
+
+@reported_by(Role.TRAINER)
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A version is on disk, whole and synced, for replicas of every machine."""
+
+    version: int
+    step: int
+    path: str  #: of its directory, inside the run directory
+    kept: tuple[int, ...]  #: versions whose checkpoints are there now, ascending

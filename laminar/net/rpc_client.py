@@ -1,0 +1,161 @@
+"""The asking end of request and reply over a session: each request is awaited by its caller.
+
+Reads   replies
+Emits   requests
+Raises  RpcError, TimeoutError, LinkClosed
+
+A request may be handled again after a restart of either side: the session makes it at least once,
+and what a server took and never answered is asked again of its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from laminar.net.calls import FLUSH_S, Reply, Request, RpcError
+from laminar.net.client import ClientShell, now_ns, started
+from laminar.net.frames import FRAME_BYTES_MAX
+from laminar.net.session import ClientLink, LinkClosed, LinkState
+from laminar.net.session_boxes import MS, Limits, OutboxFull
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+class _Call(msgspec.Struct, eq=False):
+    """A request without its reply yet."""
+
+    body: bytes  #: the encoded Request
+    reply: asyncio.Future[bytes]
+    seq: int = 0  #: its number on the link; 0 before it is queued
+
+
+class RpcClient:
+    """Requests to one server, many at a time, each awaited by its caller."""
+
+    def __init__(
+        self,
+        find_address: Callable[[], str | None],
+        name: str,
+        role: str,
+        boot_id: str,
+        *,
+        server: str,
+        heartbeat_ms: int,
+        max_message: int = FRAME_BYTES_MAX,
+    ) -> None:
+        """`find_address`: asked until it knows one, and again when the server is silent.
+        `server`: what error messages call the other side."""
+        self._find_address = find_address
+        self._server = server
+        self._heartbeat_ms = heartbeat_ms
+        self._link = ClientLink(
+            name,
+            role,
+            boot_id,
+            heartbeat_ns=heartbeat_ms * MS,
+            now_ns=now_ns(),
+            limits=Limits(max_frame=max_message),
+        )
+        self._shell: ClientShell | None = None
+        self._calls: dict[int, _Call] = {}
+        self._last_id = 0
+        self._server_boot = ""
+        self._again: deque[int] = deque()  #: requests that a former server took and never answered
+
+    async def start(self) -> None:
+        """Begin to look for the server and to join it; does not wait for either."""
+        self._shell = ClientShell(
+            self._link, self._find_address, self._heartbeat_ms, self._answered, self._notice
+        )
+        self._shell.closed.add_done_callback(self._ended)
+
+    async def call(self, body: bytes, timeout_s: float) -> bytes:
+        """The reply. Waits while the outbox is full.
+
+        Raises RpcError (the server says no), TimeoutError, LinkClosed (refused, closed, failed),
+        ValueError (`body` exceeds max_message). After a timeout the request may still be handled.
+        """
+        shell = started(self._shell)
+        self._last_id += 1
+        number, started_ns = self._last_id, now_ns()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        call = self._calls[number] = _Call(_encode(Request(number, body)), future)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._queue(shell, call)
+                return await call.reply
+        except TimeoutError as error:
+            raise TimeoutError(self._overdue(shell, number, body, started_ns)) from error
+        finally:
+            del self._calls[number]
+
+    async def close(self, flush_s: float = FLUSH_S) -> None:
+        """Wait at most `flush_s` for acknowledgements, say Bye; open calls raise LinkClosed."""
+        if self._shell is not None:
+            await self._shell.close(flush_s)
+
+    async def _queue(self, shell: ClientShell, call: _Call) -> None:
+        while True:
+            try:
+                call.seq = self._link.send(call.body)
+                shell.flush_soon()
+                return
+            except OutboxFull:
+                shell.turned.clear()
+                await shell.turned.wait()
+
+    def _answered(self, body: bytes) -> None:
+        reply = _decode_reply(body)
+        call = self._calls.get(reply.id)
+        if call is None or call.reply.done():
+            return
+        if reply.error is None:
+            call.reply.set_result(reply.body)
+        else:
+            call.reply.set_exception(RpcError(reply.error))
+
+    def _notice(self) -> None:
+        if self._link.state is LinkState.REFUSED:
+            self._fail(f"the {self._server} refused {self._link.name}: {self._link.reason}")
+        if self._link.server_boot != self._server_boot:
+            self._server_boot = self._link.server_boot
+            taken = self._link.outbox.first
+            self._again.extend(n for n, call in self._calls.items() if 0 < call.seq < taken)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """A server that died between its acknowledgement and its reply left these open."""
+        while self._again:
+            call = self._calls.get(self._again[0])
+            try:
+                if call is not None and not call.reply.done():
+                    call.seq = self._link.send(call.body)
+                    started(self._shell).flush_soon()
+            except OutboxFull:
+                return
+            self._again.popleft()
+
+    def _ended(self, closed: asyncio.Future[None]) -> None:
+        error = closed.exception()
+        self._fail(f"the link to the {self._server} failed: {error}" if error else "")
+
+    def _fail(self, reason: str) -> None:
+        for call in self._calls.values():
+            if call.seq and not call.reply.done():
+                call.reply.set_exception(
+                    LinkClosed(reason or f"the link to the {self._server} is closed")
+                )
+
+    def _overdue(self, shell: ClientShell, number: int, body: bytes, started_ns: int) -> str:
+        now = now_ns()
+        return (
+            f"the {self._server} at {shell.address or 'an unknown address'} did not answer "
+            f"request {number} ({len(body)} bytes) of {self._link.name} within "
+            f"{(now - started_ns) / 1e9:.1f} s; it was last heard "
+            f"{self._link.silent_ns(now) / 1e9:.1f} s ago"
+        )

@@ -1,0 +1,270 @@
+"""The answering end of request and reply over a session: it commits in groups.
+
+Reads   requests of peers
+Emits   replies, and which processes were lost
+
+A server takes the requests of one turn together, so that a store makes them durable with one
+commit; they are acknowledged and answered after it. A request may reach the handler again after a
+restart of either side (rpc_client.py), so handling must be idempotent. A handler that raises ends
+the server, `wait_closed` raises what it raised, and nothing of that turn is acknowledged or
+answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from laminar.net.calls import Handler, Reply, Request, RpcError
+from laminar.net.client import LINGER_MS, now_ns
+from laminar.net.descriptors import clients_allowed
+from laminar.net.frames import (
+    BAD_BYTES,
+    FRAME_BYTES_MAX,
+    Hello,
+    Refused,
+    WireError,
+    decode_client,
+    encode,
+)
+from laminar.net.session import LinkState, ServerLink, full
+from laminar.net.session_boxes import MS, Limits, OutboxFull
+from laminar.net.transport import DRAIN_FRAMES, ServerSocket
+from laminar.net.wakeups import Wakeups
+
+RETRY_MS = 250
+"""Before a request that could not be handled yet is handed over again."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(Request).decode
+
+_Key = tuple[str, str]  #: name and boot id of a peer
+
+
+class _Peer:
+    """One client of an RpcServer."""
+
+    def __init__(self, link: ServerLink, route: bytes) -> None:
+        self.key = (link.name, link.boot_id)
+        self.link = link
+        self.route = route  #: routing id of its newest connection
+        self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
+        self.replies: deque[bytes] = deque()  #: that its outbox had no room for
+
+    def flush(self) -> None:
+        """Queue replies while there is room; a refused client gets none."""
+        while self.replies and self.link.state is LinkState.UP:
+            try:
+                self.link.send(self.replies[0])
+            except OutboxFull:
+                return
+            self.replies.popleft()
+
+
+class RpcServer:
+    """Answers requests: one call of the handler per turn, with all that arrived in it."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handle_batch: Handler,
+        *,
+        boot_id: str,
+        lease_ms: int,
+        on_peer_lost: Callable[[str], None],
+        max_message: int = FRAME_BYTES_MAX,
+    ) -> None:
+        """`on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`."""
+        self._socket = ServerSocket(host, port, max_message)
+        self._limits = Limits(max_frame=max_message)
+        self._handle_batch = handle_batch
+        self._boot_id = boot_id
+        self._lease_ns = lease_ms * MS
+        self._on_peer_lost = on_peer_lost
+        self._peers: dict[_Key, _Peer] = {}  #: by name and boot id
+        self._routes: dict[bytes, _Peer] = {}
+        self._awake: dict[_Key, None] = {}  #: peers that this turn is about
+        self._wakeups = Wakeups[_Key]()  #: of peers whose link has something to resend
+        self._held: dict[_Key, None] = {}  #: peers with a request that could not be handled yet
+        self._peers_max = clients_allowed()
+        self._links_made = 0
+        self._looked_ns = now_ns()
+        self._next_look_ns = (
+            self._looked_ns + self._lease_ns
+        )  #: no lease of the present peers ends before
+        self._closed: asyncio.Future[None] | None = None
+        self.bad_frames = 0
+
+    @property
+    def address(self) -> str:
+        """tcp://host:port"""
+        return self._socket.address
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._closed = loop.create_future()
+        self._socket.attach(loop, self._turn)
+
+    async def wait_closed(self) -> None:
+        """Return after `close`; raise what the handler or a callback raised."""
+        if self._closed is None:
+            raise RuntimeError("call start() first, in a running event loop")
+        await asyncio.shield(self._closed)
+
+    def again(self) -> None:
+        """What could not be handled yet is handed over now, and not in RETRY_MS."""
+        if self._closed is not None and not self._closed.done():
+            self._awake.update(self._held)
+            self._turn()
+
+    async def close(self) -> None:
+        """Stop listening; what is not handled yet is asked again of the next server."""
+        self._end(None)
+
+    def _turn(self) -> None:
+        try:
+            frames = self._socket.drain()
+            for route, frame in frames:
+                self._take(route, frame, now_ns())
+            self._awake.update(dict.fromkeys(self._wakeups.due(now_ns())))
+            self._serve()
+            self._send_due()
+            self._awake.clear()
+            if len(frames) < DRAIN_FRAMES:
+                self._judge_silence(now_ns())
+        except Exception as error:
+            self._end(error)
+
+    def _take(self, route: bytes, frame: bytes, now: int) -> None:
+        peer = self._routes.get(route)
+        try:
+            if peer is None:
+                peer = self._introduce(route, frame, now)
+            else:
+                self._take_requests(peer, peer.link.receive(frame, now))
+        except WireError:
+            self.bad_frames += 1
+        if peer is not None:
+            self._awake[peer.key] = None
+
+    def _introduce(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
+        """A new connection: of a new client, or of one that we know and that reconnected."""
+        hello = decode_client(frame, self._limits.max_frame)
+        if not isinstance(hello, Hello):
+            return None  # from before our start: its sender will say Hello when it gets no answer
+        peer = self._peers.get((hello.name, hello.boot_id))
+        if peer is None and len(self._peers) >= self._peers_max:
+            self._socket.send(route, encode(Refused(full(self._peers_max))))
+            return None
+        if peer is None:
+            peer = self._peers[hello.name, hello.boot_id] = self._admit(hello, route, now)
+        else:
+            peer.link.receive(frame, now)
+            del self._routes[peer.route]
+        peer.route = route
+        self._routes[route] = peer
+        return peer
+
+    def _admit(self, hello: Hello, route: bytes, now: int) -> _Peer:
+        self._links_made += 1
+        link = ServerLink(
+            hello,
+            server_boot=f"{self._boot_id}.{self._links_made}",
+            incarnation=hello.incarnation,
+            now_ns=now,
+            limits=self._limits,
+        )
+        return _Peer(link, route)
+
+    def _take_requests(self, peer: _Peer, bodies: list[tuple[int, bytes]]) -> None:
+        if peer.link.state is LinkState.CLOSED:
+            self._drop(peer)
+        for seq, body in bodies:
+            if seq == 0:
+                peer.link.refuse("a gauge is not a request")
+                continue
+            try:
+                peer.requests.append((seq, _decode_request(body)))
+            except BAD_BYTES as error:
+                peer.link.refuse(f"a message is not a request: {error}")
+
+    def _serve(self) -> None:
+        """Hand all waiting requests to the handler, but none of a peer that does not read."""
+        taken: list[tuple[_Peer, int, Request]] = []
+        for peer in self._present(self._awake):
+            peer.flush()
+            if not peer.replies:
+                taken += [(peer, seq, request) for seq, request in peer.requests]
+                peer.requests.clear()
+        if not taken:
+            return
+        replies = self._handle_batch([(p.link.boot_id, r.id, r.body) for p, _, r in taken])
+        for peer, _, _ in taken:
+            self._held.pop(peer.key, None)
+        for (peer, seq, request), reply in zip(taken, replies, strict=True):
+            if reply is None or peer.key in self._held:
+                self._held[peer.key] = None
+                peer.requests.append((seq, request))
+            else:
+                peer.replies.append(self._reply(request.id, reply))
+                peer.link.processed(seq)
+        for key in self._held:
+            self._wakeups.wake(key, now_ns() + RETRY_MS * MS)
+
+    def _reply(self, number: int, answer: bytes | RpcError) -> bytes:
+        if isinstance(answer, RpcError):
+            return _encode(Reply(number, b"", str(answer)))
+        reply = _encode(Reply(number, answer))
+        if len(reply) <= self._limits.max_body:
+            return reply
+        return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
+
+    def _send_due(self) -> None:
+        for peer in self._present(self._awake):
+            peer.flush()
+            for frame in peer.link.poll(now_ns()):
+                self._socket.send(peer.route, frame)
+            self._wakeups.wake(peer.key, peer.link.next_due_ns())
+
+    def _present(self, keys: Iterable[_Key]) -> list[_Peer]:
+        return [self._peers[key] for key in keys if key in self._peers]
+
+    def _judge_silence(self, now: int) -> None:
+        """Called when the socket was seen empty: what a peer has sent by now was read.
+
+        Messages and pauses of our own only put off the end of a lease, and a new peer has a whole
+        lease: so no peer is looked at before the first of the present leases can have ended.
+        """
+        paused = now - self._looked_ns > self._lease_ns // 3
+        self._looked_ns = now
+        if not paused and now <= self._next_look_ns:
+            return
+        self._next_look_ns = now + self._lease_ns
+        for peer in list(self._peers.values()):
+            if paused:
+                peer.link.pardon(now)
+                continue
+            silent_ns = peer.link.silent_ns(now)
+            if silent_ns > self._lease_ns:
+                self._drop(peer)
+            else:
+                self._next_look_ns = min(self._next_look_ns, now - silent_ns + self._lease_ns)
+
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer.key]
+        del self._routes[peer.route]
+        self._held.pop(peer.key, None)
+        self._on_peer_lost(peer.link.boot_id)
+
+    def _end(self, error: Exception | None) -> None:
+        self._socket.close(LINGER_MS)
+        if self._closed is None or self._closed.done():
+            return
+        if error is None:
+            self._closed.set_result(None)
+        else:
+            self._closed.set_exception(error)

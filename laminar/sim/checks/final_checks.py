@@ -1,0 +1,188 @@
+"""What must be true of a simulated run that has ended, one function and one name each.
+
+Reads   the coordinator's last state and disk, the store's rows, the books of checks/safety.py
+Gives   the digest of the last state; raises Violation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from laminar.core import invariants
+from laminar.core.state import State, digest
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord
+from laminar.eventlog.replay import replay, stamped
+from laminar.eventlog.snapshot import snapshots
+from laminar.events.base import COORDINATOR, Command, Stamped
+from laminar.ids import Purpose
+from laminar.sim.checks.safety import numbered
+from laminar.sim.interfaces import Checks, World
+from laminar.sim.runtime.disk import SimDisk
+from laminar.sim.runtime.violation import Violation
+from laminar.storage.rules import Row
+
+SNAPSHOTS_SAMPLE = 8
+"""In one run of so many the replay from every snapshot is made, not only from the newest."""
+
+
+def judge(world: World) -> str:
+    """Everything; gives the state's digest."""
+    state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
+    if world.coordinator.over is not None:
+        return given_up_run_can_go_on(world, disk)
+    if state is None:
+        raise Violation("run_ends", "no coordinator ever made a turn")
+    invariants.check(state)
+    failure_has_a_reason(world, state)
+    if not state.failure or not _store_lost(world, state):
+        books_are_closed(state, rows)
+        world.checks.prompts.every_prompt_ends(state)
+    if not state.failure:
+        two_books(state, rows, world.checks.training.book)
+        work_is_done(state)
+    events_once(world.checks, disk)
+    return replay_equal(world, disk, state)
+
+
+def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
+    """A run whose disk stayed full has no end; its log is whole and leads to a state."""
+    events_once(world.checks, disk)
+    found = replay(disk)
+    if found.difference is not None:
+        raise Violation("replay_equal", str(found.difference))
+    return digest(found.machine.state) if found.machine.started else ""
+
+
+def _store_lost(world: World, state: State) -> bool:
+    """No process could write the ends."""
+    _, lost = world.checks.failure
+    gone = "store" in state.failure or any(name.startswith("store") for name in lost)
+    return gone or "fault:lost-node" in world.coverage.counts
+
+
+def failure_has_a_reason(world: World, state: State) -> None:
+    """A run fails only for a process that it has really lost, or for its rewards."""
+    if not state.failure:
+        return
+    _, lost = world.checks.failure
+    named = any(name in state.failure for name in lost)
+    drained = state.draining and state.exit_code == 130
+    replicas_gone = "no replica is left" in state.failure
+    poisoned = world.coordinator.exits.gave_up(state.failure)
+    known = named or drained or replicas_gone or poisoned or _struck(world, state)
+    known = known or _rewards_failed(world, state)
+    if state.exit_code not in (1, 130) or not known:
+        raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
+
+
+def _rewards_failed(world: World, state: State) -> bool:
+    """Its rewards ended it, and the store has as many bad ones as that takes at least."""
+    settings = world.scenario.settings
+    batch = settings.groups_per_step * settings.group_size
+    trained = [row for row in world.rows.values() if row.purpose == Purpose.TRAIN]
+    lost = sum(row.end_reason == "reward-worker-lost" for row in trained)
+    failed = lost + sum(row.reward_reason not in (None, "ok") for row in trained)
+    unscored = sum(row.end_reason == "unscored" for row in trained)
+    many = failed * 1000 > settings.max_error_permille * batch or unscored >= 4 * batch
+    return bool(state.drained_for) and many
+
+
+def _struck(world: World, state: State) -> bool:
+    """A fault did it of which no fence tells: one before it joined, or lies about its weights."""
+    role, struck = world.faults.fatal_role, world.coverage.counts
+    if "fault:publish-differs" in struck and "read back" in state.failure:
+        return True
+    if f"fault:lost-{role}" not in struck:
+        return False
+    words = ("not started", "never joined", *(process.name for process in world.faults.doomed()))
+    return any(word in state.failure for word in words)
+
+
+def books_are_closed(state: State, rows: dict[str, Row]) -> None:
+    """Nothing is live, and everything that the store has, has an end."""
+    ledger = state.ledger
+    for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
+        if book.live:
+            raise Violation("books_are_closed", f"{book.live} {name} have no end")
+    for row in rows.values():
+        if row.end is None:
+            raise Violation("books_are_closed", f"{row.id} has no end in the store", row.id)
+
+
+def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> None:
+    """The ledger, the store's rows and the trainer's book know nothing of each other."""
+    ledger, ends = state.ledger, [row.end for row in rows.values()]
+    tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
+    claims = (
+        ("issued", ledger.trajectories.issued, len(ends)),
+        ("trained", ledger.trajectories.trained, ends.count("trained")),
+        ("trained, by the trainer", ledger.trajectories.trained, len(trained)),
+        ("evaluated", ledger.trajectories.evaluated, ends.count("evaluated")),
+        ("tokens", ledger.tokens.issued, tokens),
+        ("live tokens", ledger.tokens.live, 0),
+    )
+    for name, ledger_says, books_say in claims:
+        if ledger_says != books_say:
+            what = f"{name}: the ledger says {ledger_says}, the other book {books_say}"
+            raise Violation("two_books", what)
+    for row in rows.values():
+        if (row.end == "trained") != (row.id in trained):
+            raise Violation("two_books", f"{row.id} ended as {row.end}", row.id)
+
+
+def work_is_done(state: State) -> None:
+    """A run that was not asked to stop has made its steps and its last evaluation."""
+    if state.draining:
+        return
+    total = state.settings.total_steps
+    if total and state.completed != total:
+        raise Violation("work_is_done", f"{state.completed} of {total} steps are completed")
+    if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
+        raise Violation("work_is_done", "the last evaluation is missing")
+
+
+def events_once(checks: Checks, disk: SimDisk) -> None:
+    """Every numbered event of a process is in the log once, in order, as it was sent, or as given
+    up by the coordinator."""
+    logged: dict[tuple[str, int], int] = {}
+    for _, record in read_log(disk):
+        own = isinstance(record, EventRecord) and record.peer == COORDINATOR
+        if not isinstance(record, EventRecord) or not (own or record.peer_seq):
+            continue
+        key, number = numbered(stamped(record))
+        if not number:
+            continue
+        last = logged.get(key, 0)
+        boot_id, _ = checks.boots[key]
+        same = own or bytes(record.event) == checks.bodies[boot_id][last]
+        if number != last + 1 or not same:
+            what = f"event {record.seq} is number {number} of {boot_id} after {last}"
+            raise Violation("events_once", what, record.peer)
+        logged[key] = number
+
+
+def replay_equal(world: World, disk: SimDisk, state: State) -> str:
+    """The log alone, and each snapshot with what follows it, lead to the same state.
+
+    The log alone meets every snapshot on its way. What follows the newest is replayed in each
+    run, what follows the older ones in a sample of the runs.
+    """
+    live, kept = digest(state), snapshots(disk).usable
+    known = {snapshot.seq: snapshot for snapshot in kept}
+
+    def meet(stamped: Stamped, commands: list[Command], state: State) -> None:
+        met = known.get(stamped.seq)
+        if met is not None and digest(state) != met.digest:
+            raise Violation("replay_equal", f"{met.name} holds another state than the log")
+
+    sampled = world.scenario.seed % SNAPSHOTS_SAMPLE == 0
+    for start in (None, *(kept if sampled else kept[:1])):
+        found = replay(disk, observer=None if start else meet, snapshot=start)
+        world.checks.replays += 1
+        name = start.name if start is not None else "the first event"
+        if found.difference is not None:
+            raise Violation("replay_equal", f"from {name}: {found.difference}")
+        if digest(found.machine.state) != live:
+            raise Violation("replay_equal", f"from {name} on it leads to another state")
+    return live

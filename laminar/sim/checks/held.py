@@ -1,0 +1,37 @@
+"""Check of what relays say they hold: the bytes are in a slot, as the trainer made them.
+
+Reads   reports of relays and orders to them; their version tables and slots
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event
+from laminar.sim.interfaces import Process
+from laminar.sim.runtime.violation import Violation
+from laminar.weights.version.hashes import WeightsCorrupt, verify
+
+
+def reported(process: Process, event: Event) -> None:
+    """held_is_published: whoever is told of a version finds its bytes where it is held."""
+    if not isinstance(event, ev.WeightsReceived | ev.WeightsPublished):
+        return
+    what = f"{process.name} reports version {event.version}"
+    machine = process.world.machine_of(process.name)
+    copy = machine.versions.get(event.version)
+    if copy is None or not copy.complete or copy.digest != event.digest:
+        raise Violation("held_is_published", f"{what}, and does not hold it")
+    try:
+        verify(machine.slots.view(copy.slot), copy.manifest())
+    except WeightsCorrupt as error:
+        raise Violation("held_is_published", f"{what}: {error}") from error
+
+
+def obeyed(process: Process, command: Command) -> None:
+    """A version to be kept may not be here yet."""
+    if not isinstance(command, cmd.PinVersion) or command.version < 0:
+        return
+    if command.version not in process.world.machine_of(process.name).versions.complete():
+        process.world.coverage.hit("relay:pin-of-a-version-not-here")

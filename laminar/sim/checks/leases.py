@@ -1,0 +1,102 @@
+"""Checks of who is given up: after a whole lease of silence, and a machine not while it speaks.
+
+Reads   when a process was heard; what the coordinator says of silence
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+from laminar.core import keys
+from laminar.core.indexes import indexes_of
+from laminar.core.machine import Machine
+from laminar.core.state import State
+from laminar.events import events as ev
+from laminar.events.base import Stamped
+from laminar.sim.interfaces import Process, World
+from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.violation import Violation
+
+
+class Leases:
+    """When each process was heard last, and which were members after the last event."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._heard_ns: dict[str, int] = {}  #: by boot id
+        #: by machine: (boot id, role) of each member but its node
+        self._members: dict[str, list[tuple[str, str]]] = {}
+        self._membership = (-1, -1)
+        self.silent_nodes: dict[str, None] = {}
+
+    def coordinator_started(self, machine: Machine) -> None:
+        """A successor has recovered."""
+        self._membership = (-1, -1)
+        if machine.started:
+            silent = [a.name for a in machine.state.actors.values() if a.alive and a.silent]
+            self.silent_nodes = dict.fromkeys(silent)
+            self._note_members(machine.state)
+
+    def heard(self, process: Process) -> None:
+        self._heard_ns[process.boot_id] = self._world.scheduler.now
+
+    def observe(self, stamped: Stamped, state: State) -> None:
+        """The coordinator has handled an event."""
+        event = stamped.event
+        if isinstance(event, ev.HeartbeatLost):
+            self._lease_ran_out(state, event.actor, event.actor_incarnation)
+            self._none_speaks(event.actor)
+            self._is_not_waited_for(state, event.actor)
+            self.silent_nodes.pop(event.actor, None)
+        elif isinstance(event, ev.NodeSilent):
+            self._lease_ran_out(state, event.node, event.node_incarnation)
+            self._one_speaks(event.node)
+            self.silent_nodes[event.node] = None
+        elif isinstance(event, ev.NodeHeard):
+            self.silent_nodes.pop(event.node, None)
+        self._note_members(state)
+
+    def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
+        """lease_ran_out: only who was silent for a lease is given up, or said to be silent."""
+        actor = state.actors.get(name)
+        if actor is None or actor.incarnation != incarnation:
+            return  # replaced since
+        lease_ns, silent_ns = self._lease_ns(actor.role), self._silent_ns(actor.boot_id)
+        if silent_ns < lease_ns:
+            what = f"{name} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
+            raise Violation("lease_ran_out", what, name)
+
+    def _none_speaks(self, name: str) -> None:
+        """machine_is_silent: a node is given up with its machine, when none of it is heard."""
+        for boot_id, role in self._members.get(name, ()):
+            silent_ns = self._silent_ns(boot_id)
+            if silent_ns < self._lease_ns(role):
+                what = f"{name} was given up, and {boot_id} was heard {silent_ns / 1e6:.0f} ms ago"
+                raise Violation("machine_is_silent", what, name)
+
+    def _one_speaks(self, node: str) -> None:
+        """machine_is_silent: a node is silent alone only if a process of its machine is heard."""
+        members = self._members.get(node, ())
+        if all(self._silent_ns(boot_id) > self._world.scenario.lease_ns for boot_id, _ in members):
+            raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
+
+    def _is_not_waited_for(self, state: State, name: str) -> None:
+        """lost_with_a_silent_node: it is not started again, so it is not waited for."""
+        node = state.actors[name].node
+        if node in self.silent_nodes and keys.rejoin(name) in state.timers:
+            what = f"{name} was given up, {node} is silent, and it is waited for"
+            raise Violation("lost_with_a_silent_node", what, name)
+
+    def _note_members(self, state: State) -> None:
+        membership = (indexes_of(state).num_alive, state.next_incarnation)
+        if membership != self._membership:
+            self._membership = membership
+            self._members = {}
+            for actor in state.actors.values():
+                if actor.alive and actor.role != "node":
+                    self._members.setdefault(actor.node, []).append((actor.boot_id, actor.role))
+
+    def _silent_ns(self, boot_id: str) -> int:
+        return self._world.scheduler.now - self._heard_ns.get(boot_id, 0)
+
+    def _lease_ns(self, role: str) -> int:
+        return self._world.scenario.lease_of_ms(role) * MS

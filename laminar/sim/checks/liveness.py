@@ -1,0 +1,72 @@
+"""After the faults: a healed run does what is left in a time that has to do with the work.
+
+Reads   a world that has ended, the config that it was made from
+Raises  Violation
+
+The measure is the same world without any fault. It is run only where a healed run was not quick
+anyway, and no further than it takes to know that the healed run was quick enough.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar.core.groups import END_TIMEOUT_MS
+from laminar.sim.config import FaultConfig, SimConfig
+from laminar.sim.runtime.scheduler import MS, SECOND
+from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import START_TIMEOUT_MS, seconds
+from laminar.sim.world import World
+
+FACTOR = 10
+QUICK_NS = seconds(30.0)
+"""No whole run takes less than a tenth of this."""
+CALM = FaultConfig(calm_share=1.0)
+RESTART_S = 1.0
+"""From the decision to the new process, and from its readiness to the next decision."""
+
+
+def heals_in_time(world: World, config: SimConfig) -> None:
+    """What was left when the faults ended took at most FACTOR times a whole run without faults.
+
+    A sequence that hangs is noticed when a batch has waited for it, and they may be noticed one
+    after the other.
+    """
+    began_ns = _begin_ns(world)
+    waits_ns = world.faults.left_hanging * world.scenario.settings.batch_wait_ms * MS
+    healing_ns = world.scheduler.now - began_ns - waits_ns
+    if not world.healed_ns or healing_ns <= QUICK_NS:
+        return
+    calm = World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed)
+    calm.begin()
+    while not calm.finished and FACTOR * calm.scheduler.now < healing_ns and calm.scheduler.step():
+        pass
+    calm.close()
+    whole_ns = max(calm.scheduler.now, QUICK_NS // FACTOR)
+    if healing_ns > FACTOR * whole_ns:
+        took, whole = healing_ns / SECOND, whole_ns / SECOND
+        what = f"it took {took:.0f} s after the faults, and a whole run takes {whole:.0f} s"
+        raise Violation("heals_in_time", what)
+
+
+def _begin_ns(world: World) -> int:
+    """When everything has healed and whatever else had to pass has passed.
+
+    What is never done has a deadline. A run whose machine was lost before anything of it had joined
+    learns that by its start's end, and one whose trainer hands over other bytes when its relay has
+    been restarted as often as may be. A disk that stays full is waited for, and so is a message of
+    the store that is given up. A coordinator that goes on crashing on an event is started again
+    after longer and longer pauses.
+    """
+    state, scenario = world.coordinator.state, world.scenario
+    begin_ns = max(world.healed_ns, world.faults.wedged_until_ns) + world.coordinator.pauses_ns
+    failure = state.failure if state is not None else ""
+    if world.coordinator.over is not None:
+        begin_ns += seconds(scenario.disk_wait_s)
+    if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
+        begin_ns += END_TIMEOUT_MS * MS
+    if "not started within" in failure:
+        begin_ns = max(begin_ns, START_TIMEOUT_MS * MS)
+    if "relay-0" in failure and "fault:publish-differs" in world.coverage.counts:
+        begin_ns += scenario.max_restarts * seconds(scenario.start_s + RESTART_S)
+    return begin_ns

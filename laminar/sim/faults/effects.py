@@ -1,0 +1,113 @@
+"""What faults are made of: how processes and links are disturbed, and what is to go wrong next.
+
+Reads   the world
+Writes  the world: processes pause, slow down and die, links are cut
+Gives   Effects, which the faults (random_faults.py, targeted*.py) use
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from laminar.sim.interfaces import EXIT_KILLED, Process, World
+from laminar.sim.runtime.scheduler import MS
+from laminar.sim.scenario import seconds, stream
+
+STALLED = 1e9
+NOTICED = 2
+"""Progress timers by whose end a replica that samples nothing has been noticed."""
+KILLED = 0.5
+"""Part of the nodes that are lost by being killed."""
+
+
+class Effects:
+    """On one world."""
+
+    def __init__(self, world: World, until_ns: int, *, healed: bool) -> None:
+        """`until_ns`: until when faults happen; `healed`: nothing goes wrong in this world."""
+        self.world, self.until_ns, self.healed = world, until_ns, healed
+        self._streams: dict[str, random.Random] = {}
+        self.disk_full = self.full_for_good = False
+        self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
+        self.dead: set[str] = set()  #: asked for membership only, never walked
+        self.unscorable: set[str] = set()  #: trajectories whose reward fails
+        self.reward_slow = 1.0  #: factor on the time that a reward takes
+        self.wedged_until_ns = 0  #: by then the coordinator has acted on what is never done
+        #: boots that sample nothing more; whether their node has yet to ignore that they hang
+        self.stalled: dict[str, bool] = {}
+        self.differs_next = False
+        """The trainer's next publish that it is ordered to make has other bytes."""
+        self.sticks_next = False  #: the next transfer along the chain does
+        self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
+
+    @property
+    def lease_s(self) -> float:
+        return self.world.scenario.lease_ms / 1000
+
+    def lease_of_s(self, role: str) -> float:
+        return self.world.scenario.lease_of_ms(role) / 1000
+
+    def lose_node(self, node: Process) -> None:
+        """For good, and alone, once it has started its processes. One of a run.
+
+        They go on, as those of a node that hangs do, or end by themselves, as those of one that
+        was killed; store and trainer, whose end is that of the run, only in a run that is to fail.
+        """
+        children = self.world.children_of(node.name)
+        if self.dead or not node.alive or node.stopping or not all(c.boot for c in children):
+            return
+        self.dead.add(node.name)
+        node.die(EXIT_KILLED)
+        first = any(child.role == "store" for child in children)
+        if not first and self.chance("node-killed").random() < KILLED:
+            self.world.coverage.hit("fault:node-killed")
+            for child in children:
+                child.starter_gone()
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        self.world.scheduler.after(seconds(delay_s), action, *args)
+
+    def stall(self, process: Process) -> None:
+        """It lives and samples nothing more; its node does not do as it is ordered when that is
+        noticed, also if everything else has healed by then."""
+        self.speed(process, STALLED)
+        self.stalled[process.boot_id] = True
+        self.wedged_for(NOTICED * self.world.scenario.settings.stall_ms)
+
+    def speed(self, process: Process, slow: float) -> None:
+        if process.alive and process.slow != slow and process.boot_id not in self.stalled:
+            process.model.pause()
+            process.slow = slow
+            process.model.resume()
+
+    def pause(self, process: Process, duration_s: float) -> None:
+        process.pause()
+        boot = process.boot
+
+        def resume() -> None:
+            if process.boot == boot and process.name not in self.dead:
+                process.resume()
+
+        self.later(duration_s, resume)
+
+    def cut(self, source: str, target: str, duration_s: float) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, +1)
+            self.later(duration_s, self._mend, source, target)
+
+    def _mend(self, source: str, target: str) -> None:
+        if not self.healed:
+            self.world.network.cut(source, target, -1)
+
+    def wedged_for(self, deadline_ms: int) -> None:
+        expires_ns = self.world.scheduler.now + deadline_ms * MS
+        self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
+
+    def chance(self, concern: str) -> random.Random:
+        """The random stream of one concern."""
+        found = self._streams.get(concern)
+        if found is None:
+            seed = self.world.scenario.seed
+            found = self._streams[concern] = stream(seed, f"fault {concern}")
+        return found

@@ -1,0 +1,201 @@
+"""What a relay has of its machine in virtual time: memory, a plane without a thread.
+
+Reads   the scheduler, through the process
+Writes  slots, which other processes of the machine find by the arena's name
+Gives   SimMachine (actors/relay.py: Machine), SimArena
+
+The plane's core, the version table and all hashes are the real ones; versions are small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+
+from laminar.sim.interfaces import Process
+from laminar.sim.runtime.bulk import End, Listening, Owner, View
+from laminar.sim.scenario import seconds
+from laminar.weights import messages as m
+from laminar.weights.arena.region import ArenaError, Region
+from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
+from laminar.weights.chain.reports import Report
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.manifest import Manifest
+from laminar.weights.version.table import VersionTable
+
+VERSION_BYTES, CHUNK_BYTES = 128, 16
+DIGEST_S = 0.05
+"""Of a whole version, and of some chunks that came in."""
+MEMORY_BYTES = 1 << 40
+
+
+class SimArena:
+    """Slots that processes of one machine have mapped; who has them keeps them."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.num_bytes = slots * slot_bytes
+        self._slots = [np.zeros(slot_bytes, np.uint8) for _ in range(slots)]
+
+    def slot(self, index: int) -> Bytes:
+        if not 0 <= index < len(self._slots):
+            raise ArenaError(f"there is no slot {index}")
+        return self._slots[index]
+
+
+class SimMemory:
+    """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
+
+    def __init__(self, process: Process) -> None:
+        self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
+        self._process = process
+
+    def create(self, slots: int, slot_bytes: int) -> None:
+        self._process.world.arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
+        self.slot_bytes = slot_bytes
+
+    def region(self, slot: int) -> Region:
+        return Region(self.view(slot).data)
+
+    def view(self, slot: int) -> Bytes:
+        """uint8 [slot_bytes]"""
+        return self._arena.slot(slot)
+
+    async def fill(self) -> None:
+        """There is always enough."""
+
+    async def describe(self, commit: m.CommitSlot) -> Manifest:
+        await asyncio.sleep(DIGEST_S * self._process.slow)
+        return manifest_of(
+            self._arena.slot(commit.slot),
+            version=commit.version,
+            step=commit.step,
+            tensors=commit.tensors,
+            probe=commit.probe,
+            chunk_bytes=CHUNK_BYTES,
+        )
+
+
+class SimPlane:
+    """Turns of a plane's core (weights/chain/plane.py without its thread)."""
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        identity: Identity,
+        notify: Callable[[Report], object],
+        options: PlaneOptions,
+    ) -> None:
+        self._process = machine.process
+        scheduler, boot_id = self._process.world.scheduler, self._process.boot_id
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._turn_due = self._turning = False
+        self._alarm_ns = 0
+        owner = Owner(
+            identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
+        )
+        world = Surroundings(
+            View(self._process.world.bulk, owner), lambda: scheduler.now / 1e9, self._post, _at_once
+        )
+        self._core = PlaneCore(
+            identity,
+            machine.versions,
+            machine.slots.region,
+            notify,
+            options,
+            world,
+        )
+        self.set_successor, self.publish = self._core.set_successor, self._core.publish
+        self.grant, self.deny = self._core.grant, self._core.deny
+
+    def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        return self._core.listen(host, port)
+
+    def close(self) -> None:
+        self._core.close()
+
+    def _post(self, order: Callable[[], None]) -> None:
+        self._inbox.append(order)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._turn_due and not self._turning:
+            self._turn_due = True
+            self._process.after(0, self._turn)
+
+    def _turn(self) -> None:
+        """Until there is nothing to do at this instant."""
+        self._turn_due, self._turning = False, True
+        busy = True
+        while busy or self._inbox:
+            busy = self._act()
+            wait_s = self._core.turn()
+        self._turning = False
+        if wait_s is not None:
+            self._set_alarm(wait_s or DIGEST_S * self._process.slow)
+
+    def _act(self) -> bool:
+        """Act on what is ready, carry out orders; whether there was anything."""
+        acted = bool(self._inbox)
+        for endpoint, interest, action in list(self._core.readiness()):
+            assert isinstance(endpoint, End | Listening)
+            ready = endpoint.ready() & interest
+            if ready:
+                acted = True
+                action(ready)
+        while self._inbox:
+            self._inbox.popleft()()
+        return acted
+
+    def _set_alarm(self, delay_s: float) -> None:
+        """Be awake then; one that rings earlier will do."""
+        now, delay_ns = self._process.world.scheduler.now, max(1, seconds(delay_s))
+        if not now < self._alarm_ns <= now + delay_ns:
+            self._alarm_ns = now + delay_ns
+            self._process.after(delay_ns, self._ring, self._alarm_ns)
+
+    def _ring(self, when_ns: int) -> None:
+        if when_ns == self._alarm_ns:
+            self._alarm_ns = 0
+            self._wake()
+
+
+class SimMachine:
+    """Of one boot of a relay."""
+
+    memory_bytes = MEMORY_BYTES
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.slots = SimMemory(process)
+        self.versions = VersionTable(nullcontext())
+        self._plane: SimPlane | None = None
+        self._chance = process.world.chance_of(process)
+
+    async def sweep(self) -> list[tuple[str, int]]:
+        """The arenas of earlier boots; who has them mapped keeps them."""
+        await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
+        arenas, name = self.process.world.arenas, f"arena-{self.process.name}/"
+        former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
+        return [(path, arenas.pop(path).num_bytes) for path in former]
+
+    def plane(
+        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    ) -> SimPlane:
+        loop = asyncio.get_running_loop()
+        in_loop = lambda report: loop.call_soon(notify, report)  # noqa: E731
+        self._plane = SimPlane(self, identity, in_loop, options)
+        return self._plane
+
+    async def close(self) -> None:
+        if self._plane is not None:
+            self._plane.close()
+        self.process.world.arenas.pop(self.slots.path, None)
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()

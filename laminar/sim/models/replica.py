@@ -1,0 +1,322 @@
+"""What a replica has of its machine in virtual time: an engine that is a clock, rewards, weights.
+
+Reads   lengths of responses, arenas, checkpoints; whether a fault strikes
+Gives   Replica, the ReplicaParts of actors/rollout.py
+
+Tokens are those of the trajectory's seed (tokens.py), so that a response which several replicas
+wrote in turn can be compared with the one that a single replica would have written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from laminar import ids
+from laminar.actors.host import Actor, Host
+from laminar.actors.rollout import Rollout
+from laminar.actors.weight_loader import NotReadable
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    StepRecord,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.rundir import VERSION_FILE
+from laminar.sim.checks.prompts import answers_its_prompt
+from laminar.sim.interfaces import EXIT_KILLED, Process
+from laminar.sim.models import engine as clock
+from laminar.sim.models.idle import Idle
+from laminar.sim.models.relay_machine import SimArena
+from laminar.sim.models.tokens import END_ID, logprobs_of, tokens_of
+from laminar.sim.models.versions import PROBE_LOGPROB, manifest_for
+from laminar.sim.scenario import seconds
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+from laminar.weights.version.manifest import Manifest
+
+KV_TOKENS = 1_000_000
+DIES_S = 0.1
+"""After which a poisonous prompt kills the replica that runs it."""
+
+
+class Response(clock.Sequence):
+    """A sequence of the clock, and what it is of."""
+
+    __slots__ = ("seed", "sent", "spoiled")
+
+    def __init__(self, request: GenerateRequest, total: int, hangs: bool) -> None:
+        super().__init__(request.request_id, len(request.done_ids), total, hangs)
+        self.seed, self.sent, self.spoiled = request.seed, len(request.done_ids), False
+
+
+class ReplicaEngine:
+    """The face of engines/protocol.py over the clock."""
+
+    def __init__(self, replica: Replica, on_deltas: Callable[[list[TokenDelta]], None]) -> None:
+        self._replica, self._on_deltas = replica, on_deltas
+        self._loop = replica.process.current.loop
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.digest = ""  #: of the weights that it has
+        scenario = replica.scenario
+        self.clock = clock.SimEngine(
+            replica.process, scenario.engine, scenario.slots, self._on_finished
+        )
+
+    def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+        return done
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        replica, scenario = self._replica, self._replica.scenario
+        world, faults = replica.world, replica.world.faults
+        command = replica.process.current.placed[request.request_id]
+        world.checks.generates(command, self.digest)
+        answers_its_prompt(command, request.prompt_ids)
+        response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
+        if faults.poisonous(command):
+            world.checks.poisoned(command, replica.process.node)
+            replica.process.after(seconds(DIES_S), replica.process.die, EXIT_KILLED)
+        else:
+            response.spoiled = faults.refuses(command)
+            self.clock.add(response)
+        return self._done()
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        known = request_id in self.clock.sequences
+        self.clock.abort(request_id)
+        done: asyncio.Future[bool] = self._loop.create_future()
+        done.set_result(known)
+        return done
+
+    def load(self, source: WeightSource) -> asyncio.Future[None]:
+        self.digest = ""
+        if self.clock.sequences:
+            return self._done(EngineError("a sequence runs"))
+        replica = self._replica
+        duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
+        loaded: asyncio.Future[None] = self._loop.create_future()
+        replica.process.compute(duration_s, self._loop.enter, self._loaded, loaded, source)
+        return loaded
+
+    def _loaded(self, loaded: asyncio.Future[None], source: WeightSource) -> None:
+        if not loaded.done():
+            self.digest = self._replica.weights.digest_of(source)
+            loaded.set_result(None)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
+        scores.set_result([[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences])
+        return scores
+
+    def stats(self) -> EngineStats:
+        """What was sampled so far is handed over with it."""
+        self.clock.advance()
+        self._hand_over()
+        return EngineStats(0, KV_TOKENS, self.clock.running, self.clock.waiting)
+
+    def drain_steps(self) -> list[StepRecord]:
+        return []
+
+    async def close(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        deltas = []
+        for response in self.clock.sequences.values():
+            assert isinstance(response, Response)
+            tokens = min(self.clock.tokens(response), response.total - 1)  # the last one ends it
+            if tokens > response.sent:
+                deltas.append(self._delta(response, tokens, None))
+        if deltas:
+            self._on_deltas(deltas)
+
+    def _on_finished(self, finished: list[clock.Sequence]) -> None:
+        deltas = []
+        for response in finished:
+            assert isinstance(response, Response)
+            limit = self._replica.scenario.lengths.limit
+            reason = LENGTH if response.total >= limit else STOP
+            deltas.append(self._delta(response, response.total, reason))
+        self._loop.enter(self._on_deltas, deltas)
+
+    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+        start, response.sent = response.sent, end
+        tokens, logprobs = array("i"), array("f")
+        tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
+        logprobs.frombytes(logprobs_of(end - start, spoiled=response.spoiled))
+        return TokenDelta(response.id, tokens, logprobs, reason)
+
+
+class Rewards:
+    """The user's function, and the workers that run it (actors/scoring.py)."""
+
+    workers_lost = workers_killed = 0
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        replica, faults = self._replica, self._replica.world.faults
+        duration_s = replica.scenario.score_s * replica.chance.uniform(0.5, 1.5)
+        await asyncio.sleep(duration_s * faults.reward_slow * replica.process.slow)
+        if faults.loses_reward_worker():
+            raise RewardWorkerLost("killed by signal 9")
+        tokens = [response for _, response in call.completions]
+        if any(response in tokens for response in self._unscorable()):
+            return [RewardResult(None, "unscored") for _ in tokens]
+        return [_reward(response, faults.reward_reason()) for response in tokens]
+
+    def _unscorable(self) -> list[list[int]]:
+        """The responses that a fault has chosen."""
+        world = self._replica.world
+        found = []
+        for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
+            if (row := world.rows.get(trajectory)) is not None:
+                seed = ids.trajectory_seed(
+                    world.scenario.settings.seed,
+                    ids.GroupId(row.group_id),
+                    row.sibling,
+                    row.attempt,
+                )
+                ends = row.finish_reason == STOP
+                data = tokens_of(seed, 0, row.num_tokens, ends=ends)
+                found.append(np.frombuffer(data, "<i4").tolist())
+        return found
+
+
+def _reward(tokens: list[int], reason: str) -> RewardResult:
+    """Right or wrong, by the response: the same on every replica; 0 where the function failed."""
+    score = float(sum(tokens) % 2) if reason == "ok" else 0.0
+    return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
+
+
+class CheckpointCopy:
+    """A version that was read from the disk."""
+
+    path = "checkpoint"
+
+    def __init__(self, manifest: Manifest, view: Bytes) -> None:
+        self.manifest, self.view = manifest, view
+
+    def close(self) -> None: ...
+
+
+class MappedArena:
+    """Slots of the relay of this machine."""
+
+    def __init__(self, replica: Replica, path: str) -> None:
+        self._arena: SimArena = replica.world.arenas[path]
+
+    def offset(self, index: int) -> int:
+        return index
+
+    def slot(self, index: int) -> Bytes:
+        try:
+            return self._arena.slot(index)
+        except ArenaError as error:
+            raise NotReadable(str(error)) from error
+
+
+class Weights:
+    """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._mapped: dict[str, MappedArena] = {}
+        self._copy: CheckpointCopy | None = None
+
+    def attach(self, arena: str) -> MappedArena:
+        if arena not in self._replica.world.arenas:
+            raise NotReadable(f"there is no {arena}")
+        mapped = self._mapped[arena] = MappedArena(self._replica, arena)
+        return mapped
+
+    async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
+        """It may have been removed, and bytes may have changed there."""
+        replica, world = self._replica, self._replica.world
+        duration_s = replica.scenario.load_s * replica.chance.uniform(1, 3)
+        await asyncio.sleep(duration_s * replica.process.slow)
+        found = world.models.get(str(directory))
+        if found is None or world.faults.corrupts_weights():
+            raise NotReadable("it is not there" if found is None else "wrong digest")
+        manifest = mf.decode(found.extra[VERSION_FILE])
+        if manifest.version != version:
+            raise NotReadable(f"it is version {manifest.version}")
+        self._copy = CheckpointCopy(manifest, found.weights)
+        return self._copy
+
+    def digest_of(self, source: WeightSource) -> str:
+        """Of what an engine loads now."""
+        if self._copy is not None and source.path == self._copy.path:
+            return self._copy.manifest.digest
+        return manifest_for(self._mapped[source.path].slot(source.offset), 0, 0).digest
+
+    async def verify(self, view: Bytes, manifest: Manifest) -> None:
+        copied = self._copy is not None and view is self._copy.view
+        if not copied and self._replica.world.faults.corrupts_weights():
+            raise WeightsCorrupt("wrong digest")
+        verify(view, manifest)
+
+
+class Replica(Idle):
+    """One boot of a replica."""
+
+    stop_ids = frozenset({END_ID})
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.rewards, self.weights = Rewards(self), Weights(self)
+        self.engine: ReplicaEngine | None = None
+
+    def make_actor(self, host: Host) -> Actor:
+        return Rollout(host, self)
+
+    async def start_engine(
+        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
+    ) -> ReplicaEngine:
+        await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # also of a slow one
+        self.engine = ReplicaEngine(self, on_deltas)
+        return self.engine
+
+    def decode(self, tokens: list[int]) -> str:
+        return f"{len(tokens)} tokens"
+
+    def keep_steps(self, rows: bytes) -> None:
+        """They are not read."""
+
+    @property
+    def num_hanging(self) -> int:
+        """Sequences that are never sampled again."""
+        if self.engine is None:
+            return 0
+        return sum(sequence.hangs for sequence in self.engine.clock.sequences.values())
+
+    def pause(self) -> None:
+        if self.engine is not None:
+            self.engine.clock.freeze()
+
+    def resume(self) -> None:
+        if self.engine is not None:
+            self.engine.clock.thaw()

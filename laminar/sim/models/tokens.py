@@ -1,0 +1,38 @@
+"""What is generated: the tokens and log-probs of the response that belongs to a trajectory's seed;
+and the token ids of prompts.
+
+Reads   nothing
+Gives   prompt_of, tokens_of, logprobs_of, END_ID
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from laminar.ids import Purpose
+
+END_ID = 50_000
+_STREAM = 1 << 16
+_TOKENS = np.random.Generator(np.random.PCG64(1)).integers(0, END_ID, 2 * _STREAM).astype("<i4")
+_TOKEN_BYTES = _TOKENS.tobytes()
+_LOGPROB_BYTES = np.full(_STREAM, -0.5, "<f4").tobytes()
+_END_BYTES = np.array([END_ID], "<i4").tobytes()
+_NAN_BYTES = np.array([np.nan], "<f4").tobytes()
+
+
+def prompt_of(purpose: str, row_index: int) -> tuple[int, ...]:
+    """No other prompt has these."""
+    return (int(purpose == Purpose.EVAL), row_index)
+
+
+def tokens_of(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
+    """Tokens [start, end), int32; `ends`: the last of them is where the response stops."""
+    offset = seed % _STREAM
+    tokens = _TOKEN_BYTES[4 * (offset + start) : 4 * (offset + end)]
+    return tokens[:-4] + _END_BYTES if ends and tokens else tokens
+
+
+def logprobs_of(count: int, *, spoiled: bool = False) -> bytes:
+    """float32; `spoiled`: one of them is not a number."""
+    logprobs = _LOGPROB_BYTES[: 4 * count]
+    return logprobs[:-4] + _NAN_BYTES if spoiled and logprobs else logprobs

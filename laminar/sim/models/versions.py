@@ -1,0 +1,31 @@
+"""Weight versions of a few bytes, and the manifests that belong to them.
+
+Reads   nothing
+Gives   SHAPES, weights_of, manifest_for
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.manifest import Manifest, Probe, layout
+
+PROBE_LOGPROB = -0.5
+SHAPES = (("w", (32,)),)
+TENSORS = layout(SHAPES, "float32")
+PROBE = Probe(sequences=((1, 2),), logprobs=((PROBE_LOGPROB,),), tolerance=0.1, mean_tolerance=0.1)
+CHUNK_BYTES = 16
+
+
+def weights_of(name: str) -> Bytes:
+    """The weights that have this name."""
+    return np.frombuffer(xxhash.xxh3_128_digest(name.encode()) * 8, np.uint8)
+
+
+def manifest_for(view: Bytes, version: int, step: int) -> Manifest:
+    """Of these bytes under this number."""
+    return manifest_of(
+        view, version=version, step=step, tensors=TENSORS, probe=PROBE, chunk_bytes=CHUNK_BYTES
+    )

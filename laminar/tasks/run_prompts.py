@@ -1,0 +1,77 @@
+"""The prompts of a run for its store: read and checked at its start, tokenised when needed.
+
+Reads   the data and the tokenizer of a configuration
+Gives   RunPrompts; raises ConfigError
+
+Both are done in a thread: the process has a lease to keep meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from laminar.config import Config
+from laminar.storage import messages as m
+from laminar.storage.rows import LoadedPrompts, PromptKey
+from laminar.tasks.chat import CheckedPrompts, check_all, encode_prompt
+from laminar.tasks.prompts import PromptRow, load_prompts
+from laminar.tasks.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RunPrompts:
+    """The data of a configuration and its tokenizer."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    async def load(self) -> LoadedPrompts:
+        """Read and check everything; ConfigError."""
+        return await asyncio.to_thread(self._load)
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        """Token ids of payloads, int32 little-endian; ConfigError."""
+        return await asyncio.to_thread(self._tokenise, prompts)
+
+    def _load(self) -> LoadedPrompts:
+        data = self._config.data
+        prompts = load_prompts(data)
+        self._tokenizer = load_tokenizer(self._config.model.name)
+        train = check_all(self._tokenizer, prompts.train, data)
+        held_out = check_all(self._tokenizer, prompts.held_out, data)
+        overlap, digest = prompts.overlap, prompts.digest
+        return LoadedPrompts(_payloads(train), _payloads(held_out), overlap, digest)
+
+    def _tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        assert self._tokenizer is not None, "the data is loaded first"
+        found = {}
+        for key, payload in prompts.items():
+            kept = m.decode_prompt(payload)
+            row = PromptRow(key.row_index, kept.prompt, None, {}, kept.data_source)
+            found[key] = _blob(encode_prompt(self._tokenizer, row, self._config.data))
+        return found
+
+
+def _payloads(prompts: CheckedPrompts) -> list[m.PromptPayload]:
+    """Rows as the store keeps them."""
+    return [
+        m.PromptPayload(
+            prompt=row.prompt,
+            ground_truth=row.ground_truth,
+            columns=row.columns,
+            data_source=row.data_source,
+            prompt_ids=b"" if ids is None else _blob(ids),
+        )
+        for row, ids in zip(prompts.rows, prompts.ids, strict=True)
+    ]
+
+
+def _blob(ids: list[int]) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()

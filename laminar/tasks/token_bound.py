@@ -1,0 +1,63 @@
+"""How many tokens a text can have at most, known without encoding it.
+
+Reads   the parts of a tokenizer: normalizer, pre-tokenizer, model
+Gives   token_bound: a function of a text, or None for a tokenizer about which nothing is known
+
+Known are byte-level BPE tokenizers (GPT-2, Llama 3, Qwen, DeepSeek, ...). Their pre-tokenizers
+only cut a text into pieces of its UTF-8 bytes, each byte becomes one symbol of the alphabet, and
+BPE only joins symbols; an added token replaces at least one byte. So there are at most as many
+tokens as bytes after normalization, besides what the post-processor adds. NFC leaves ASCII as it
+is and makes no UTF-8 text more than three times as long (Unicode FAQ, Normalization, "maximum
+expansion factor"). The whole alphabet has ids, so a text that is not empty has a token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NFC_GROWTH = 3
+
+
+def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
+    """The most tokens that a text can have, special ones included; one with text has some."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.padding is not None or not _is_byte_level_bpe(backend):
+        return None
+    if backend.normalizer is not None and _parts(backend.normalizer) != [{"type": "NFC"}]:
+        return None
+    growth = 1 if backend.normalizer is None else NFC_GROWTH
+    special = tokenizer.num_special_tokens_to_add()
+
+    def most(text: str) -> int:
+        return special + (len(text) if text.isascii() else growth * len(text.encode()))
+
+    return most
+
+
+def _is_byte_level_bpe(backend: Any) -> bool:
+    from tokenizers import models, pre_tokenizers
+
+    if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
+        return False
+    *cuts, last = _parts(backend.pre_tokenizer)
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return False
+    if not all(p["type"] == "Digits" or _keeps_all(p) for p in cuts):
+        return False
+    return all(backend.token_to_id(c) is not None for c in pre_tokenizers.ByteLevel.alphabet())
+
+
+def _keeps_all(cut: dict[str, Any]) -> bool:
+    return cut["type"] == "Split" and cut["behavior"] != "Removed"
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The steps of a component, as tokenizer.json has them."""
+    state = json.loads(component.__getstate__())
+    steps: list[dict[str, Any]] = state.get("pretokenizers") or state.get("normalizers") or [state]
+    return steps

@@ -1,0 +1,123 @@
+"""Random configurations of the test world, and what must be true when a run has ended.
+
+Reads   a seed
+Gives   a World; `check_end` compares the three books (trainer, store, ledger)
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from laminar.testing.world import World
+from laminar.testing.world_parts import SECOND, Faults, settings
+
+
+def random_world(seed: int, kind: type[World] = World) -> World:
+    """The same seed gives the same world, with its settings, faults and timing."""
+    choose = random.Random(seed).choice
+    group_size = choose([2, 4])
+    config = settings(
+        seed=seed,
+        groups_per_step=choose([1, 2, 4, 8]),
+        group_size=group_size,
+        max_staleness=choose([0, 0, 1, 2, 4]),
+        groups_per_version=choose([1, 2, 4]),
+        total_steps=choose([0, 6]),
+        test_freq=choose([0, 2]),
+        batch_strategy=choose(["deadline", "priority", "strategies.py:mine"]),
+        reward_scope=choose(["trajectory", "group"]),
+        batch_wait_ms=choose([5_000, 60_000]),
+        drop_last=choose([True, False]),
+        resume_wait_ms=choose([100, 3_000]),
+    )
+    faults = Faults(
+        lose_every_s=choose([0, 0, 6, 20, 60]),
+        drain_at_s=choose([0, 0, 0, 0, 5, 20]),
+        skip_publish=choose([0, 0.3]),
+        fail_sibling=choose([0, 0.02, 0.2]),
+        reject_weights=choose([0, 0, 0.05]),
+        repeat_event=choose([0, 0.2]),
+        refuse_sibling=choose([0, 0, 0.02]),
+        hang=choose([0, 0, 0.02]),
+        train_s=choose([0.1, 1, 5]),
+    )
+    faults.leave_out = random.Random(f"left out {seed}").choice([0, 0, 0.1, 0.6])
+    replicas = choose([1, 2, 3])
+    nodes = choose(range(1, replicas + 1))
+    faults.lose_relay_every_s = choose([0, 0, 6, 20])
+    if nodes > 1:
+        faults.damaged_chunk = choose([0, 0.3])
+        faults.wrong_bytes = choose([0, 0, 0.05])
+        faults.deaf = choose([0, 0, 0.1])
+        faults.lose_machine_at_s = choose([0, 0, 0, 6])
+        faults.silent_node_at_s = random.Random(f"silent {seed}").choice([0, 0, 1, 6])
+    world = kind(
+        config,
+        replicas=replicas,
+        nodes=nodes,
+        capacity=group_size * choose([1, 2, 4]),
+        num_train=choose([10, 30]),
+        num_eval=choose([0, 5]),
+        faults=faults,
+        seed=seed,
+    )
+    faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
+    faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
+    permille = choose([500, 1000]) if faults.fail_reward else -1
+    answers = random.Random(f"answers {seed}").choice([0, 1, 3])
+    world.settings = msgspec.structs.replace(
+        world.settings, max_error_permille=permille, eval_answers=answers
+    )
+    return world
+
+
+def failing_world(seed: int, kind: type[World] = World) -> World:
+    """A random world in which a process that the run cannot do without dies and stays dead."""
+    world = random_world(seed, kind)
+    choose = random.Random(seed).choice
+    world.faults.fatal_role = choose(["node", "store", "relay", "trainer"])
+    world.faults.fatal_at_s = choose([0.2, 1.5, 6, 15])
+    return world
+
+
+def check_failed(world: World) -> None:
+    """A run that failed has a reason, an exit code, and books that the store could close."""
+    if world.now < world.faults.fatal_at_s * SECOND:
+        return check_end(world)  # it was over before
+    state, ledger = world.state, world.state.ledger
+    first = state.drained_for or world.faults.fatal_role
+    assert first in state.failure and state.exit_code == 1
+    if world.faults.fatal_role != "store":
+        assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
+        assert all(row.end for row in world.rows.values())
+
+
+def check_end(world: World) -> None:
+    """A run ended in good order: nothing is live, and three books that do not know each other
+    agree. It has failed only where the reward did."""
+    state, ledger = world.state, world.state.ledger
+    assert state.failure == state.drained_for, state.failure
+    assert state.exit_code == bool(state.failure)
+    assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
+    ends = [row.end for row in world.rows.values()]
+    assert all(ends), "the store has a trajectory without an end"
+    assert len(ends) == ledger.trajectories.issued
+    assert ends.count("trained") == len(world.trained) == ledger.trajectories.trained
+    assert {t for t, row in world.rows.items() if row.end == "trained"} == set(world.trained)
+    assert ends.count("evaluated") == ledger.trajectories.evaluated
+    tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
+    assert tokens == ledger.tokens.issued
+    prompts = sorted({group_number(world, t) for t in world.rows if not t.startswith("e")})
+    assert prompts == list(range(state.cursor)), "a prompt was handed out to nobody"
+    if state.draining:
+        return
+    assert state.settings.total_steps in (0, state.completed)
+    assert not world.num_eval or state.evaluations[-1].final
+
+
+def group_number(world: World, trajectory: str) -> int:
+    """Which prompt of the run it answers, over all passes."""
+    pass_index, position, _ = map(int, trajectory.split("."))
+    return pass_index * world.num_train + position

@@ -1,0 +1,192 @@
+"""A whole run directory from a run of the random world: log, store, trainer's book, timeline.
+
+Reads   the log of laminar.testing.world.World
+Writes  events/, store.sqlite, trainer_book.jsonl, timeline/
+
+The store is filled through storage.Database with the requests that the actors would have made, in
+the order of the log, so log and store agree as they do in a real run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from laminar.analysis.trainer_book import ids_digest
+from laminar.core.scores import float_of
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.storage import messages as m
+from laminar.storage.database import Database
+from laminar.testing.logs import Log, write_log
+from laminar.testing.world import World
+from laminar.testing.world_parts import Faults, settings
+
+CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
+
+
+def world_log(leave_out: float = 0.0) -> Log:
+    """Three steps, two evaluations, some siblings that could not be scored, repeated events.
+
+    `leave_out`: share of the rows of batches that the trainer leaves out.
+    """
+    config = settings(total_steps=3, test_freq=2)
+    faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=0.0, leave_out=leave_out)
+    world = World(config, num_train=30, num_eval=4, faults=faults, seed=3).run()
+    ordered = {
+        c.step: c for _, commands in world.log for c in commands if isinstance(c, cmd.TrainStep)
+    }
+    return [(_real(stamped, ordered), commands) for stamped, commands in world.log]
+
+
+def _real(stamped: Stamped, ordered: dict[int, cmd.TrainStep]) -> Stamped:
+    """What the world leaves out: the time of day, digests and figures of a step."""
+    event = stamped.event
+    if isinstance(event, ev.CoordinatorStarted):
+        event = msgspec.structs.replace(event, clock_ns=CLOCK_NS)
+    elif isinstance(event, ev.StepCompleted):
+        event = msgspec.structs.replace(
+            event,
+            digest=ids_digest(list(ordered[event.step].trajectories)),
+            num_tokens=10 * (event.step + 1),
+            metrics={"mismatch_kl/mean": 0.1 * event.step},
+        )
+    return msgspec.structs.replace(stamped, event=event)
+
+
+def make_run(run_dir: Path, log: Log) -> None:
+    """Everything but the timeline."""
+    run_dir.mkdir()
+    write_log(run_dir, log)
+    write_store(run_dir, log)
+    write_book(run_dir, log)
+
+
+def write_store(run_dir: Path, log: Log) -> None:
+    database = Database(run_dir / "store.sqlite")
+    loaded = next(s.event for s, _ in log if isinstance(s.event, ev.DataLoaded))
+    prompts = [_prompt(index) for index in range(max(loaded.num_train, loaded.num_eval))]
+    database.load_prompts(prompts[: loaded.num_train], prompts[: loaded.num_eval], loaded.digest)
+    requests = [r for s, commands in _without_repeats(log) for r in _requests(s, commands)]
+    for reply in database.handle_batch(requests):
+        for result in reply.results:
+            assert result.answer in ("open", "ok"), result
+    database.close()
+
+
+def _without_repeats(log: Log) -> Log:
+    """An answer that arrived twice was written once."""
+    seen: set[str] = set()
+    first = []
+    for stamped, commands in log:
+        said = str(stamped.event)
+        answer = isinstance(stamped.event, ev.TrajectoryFinished | ev.TrajectoryRewarded)
+        if not (answer and said in seen):
+            first.append((stamped, commands))
+        seen.add(said)
+    return first
+
+
+def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
+    """What the store was asked before this event was reported, and because of it."""
+    event = stamped.event
+    if isinstance(event, ev.TrajectoryFinished):
+        yield from _finish(event)
+    elif isinstance(event, ev.TrajectoryRewarded):
+        score = float_of(event.score_bits)
+        item = m.RewardItem(
+            trajectory_id=event.trajectory,
+            placement=event.placement,
+            score=score,
+            reason=event.reason,
+        )
+        yield m.PutRewards(items=(item,))
+    for command in commands:
+        if isinstance(command, cmd.GenerateTrajectory):
+            yield m.Open(items=(_open(command),))
+        elif isinstance(command, cmd.EndTrajectories):
+            yield m.End(items=tuple(_end(ending) for ending in command.endings))
+
+
+def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
+    who = {"trajectory_id": event.trajectory, "placement": event.placement}
+    n = event.num_tokens
+    tokens, logprobs = struct.pack(f"<{n}i", *range(n)), struct.pack(f"<{n}f", *[-0.5] * n)
+    yield m.Append(items=(m.AppendItem(**who, offset=0, tokens=tokens, logprobs=logprobs),))
+    yield m.Finish(items=(m.FinishItem(**who, finish_reason=event.finish_reason, num_tokens=n),))
+
+
+def _open(command: cmd.GenerateTrajectory) -> m.OpenItem:
+    return m.OpenItem(
+        trajectory_id=command.trajectory,
+        group_id=command.group,
+        sibling=command.sibling,
+        purpose=command.purpose,
+        row_index=command.row_index,
+        attempt=command.attempt,
+        placement=command.placement,
+        weight_version=command.version,
+        version_step=command.version_step,
+        replica=command.to,
+        temperature=1.0,
+    )
+
+
+def _end(ending: cmd.Ending) -> m.EndItem:
+    return m.EndItem(
+        trajectory_id=ending.trajectory,
+        group_id=ending.group,
+        sibling=ending.sibling,
+        purpose=ending.purpose,
+        row_index=ending.row_index,
+        placement=ending.placement,
+        end=ending.end,
+        reason=ending.reason,
+        step=max(ending.step, 0),
+    )
+
+
+def _prompt(index: int) -> m.PromptPayload:
+    return m.PromptPayload(
+        prompt=str(index), ground_truth="", columns={}, data_source="made", prompt_ids=b"\1\0\0\0"
+    )
+
+
+def write_book(run_dir: Path, log: Log) -> None:
+    left_out = {
+        s.event.step: [t for part in s.event.left_out for t in part.trajectories]
+        for s, _ in log
+        if isinstance(s.event, ev.StepCompleted)
+    }
+    lines = [
+        {
+            "step": command.step,
+            "version": command.version,
+            "changed": True,
+            "digest": ids_digest(list(command.trajectories)),
+            "ids": list(command.trajectories),
+            "left_out": left_out.get(command.step, []),
+        }
+        for _, commands in log
+        for command in commands
+        if isinstance(command, cmd.TrainStep)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "trainer_book.jsonl").write_text(text)
+
+
+def write_spans(run_dir: Path, process: str, spans: list[dict[str, object]]) -> None:
+    (run_dir / "timeline").mkdir(exist_ok=True)
+    text = "".join(json.dumps(span) + "\n" for span in spans)
+    (run_dir / "timeline" / f"{process}.jsonl").write_text(text)
+
+
+def write_steps(run_dir: Path, process: str, rows: list[tuple[int, int, int, int]]) -> None:
+    (run_dir / "timeline").mkdir(exist_ok=True)
+    np.array(rows, dtype="<i8").tofile(run_dir / "timeline" / f"{process}.steps")

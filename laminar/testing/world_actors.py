@@ -1,0 +1,365 @@
+"""What the actors of the test world do: each command, and what comes of it a little later.
+
+Reads   commands
+Gives   Actors, of which World is one
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from laminar import ids
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Settings
+from laminar.ids import TrajectoryId
+from laminar.testing.world_faults import FaultyProcesses
+from laminar.testing.world_parts import (
+    SILENCE_S,
+    Die,
+    Finish,
+    Kill,
+    Load,
+    Lose,
+    Process,
+    Publish,
+    Receive,
+    Row,
+    Silence,
+    Start,
+    Wake,
+    step_completed,
+)
+
+
+class Actors(FaultyProcesses):
+    """Store, trainer, relays, replicas and the strategy; what World adds is its clock and voice."""
+
+    settings: Settings
+    strategy: Process
+    now: int
+    seq: int
+    capacity: int
+    num_train: int
+    num_eval: int
+    step_of: dict[int, int]
+    saved: list[int]
+    trained: list[str]
+
+    def join(self, process: Process) -> None:
+        joined = ev.ActorJoined(
+            name=process.name,
+            role=process.role,
+            boot_id=process.boot_id,
+            node=process.node,
+            pid=1000 + process.boot,
+        )
+        self.deliver(process.name, 0, 0, joined)
+
+    def ready(self, process: Process) -> None:
+        events: dict[str, Event] = {
+            "store": ev.DataLoaded(
+                num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
+            ),
+            "relay": ev.RelayReady(address="here", bulk=process.boot_id),
+            "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
+            "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
+        }
+        if process.role in events:
+            self.later(process, self.random.uniform(0, 1), events[process.role])
+
+    def obey(self, command: Command, command_id: int) -> None:
+        """A command reaches its process, if that is there."""
+        process = self.processes.get(command.to, self.strategy)
+        if process.alive:
+            getattr(self, "_do_" + type(command).__name__)(process, command, command_id)
+
+    def _do_AcceptActor(self, process: Process, command: cmd.AcceptActor, _: int) -> None:
+        if command.boot_id == process.boot_id:
+            process.incarnation = command.incarnation
+            self.ready(process)
+
+    def _do_RefuseActor(self, process: Process, command: Command, _: int) -> None:
+        process.alive = False
+
+    def _do_StopActor(self, process: Process, command: Command, _: int) -> None:
+        self.later(process, 0.1, ev.ActorLeft())
+
+    def _do_RestartActor(self, node: Process, command: cmd.RestartActor, _: int) -> None:
+        process = self.processes[command.actor]
+        wait_s = SILENCE_S if node.silent else 0.0
+        self.later(process, wait_s + self.random.uniform(0.1, 2.0), Kill())
+
+    def _do_PublishWeights(self, process: Process, command: cmd.PublishWeights, _: int) -> None:
+        self._publish(command.version, command.step)
+
+    def _publish(self, version: int, step: int) -> None:
+        """Into the relay of the trainer's machine, if it runs; what it had is lost with it."""
+        self.step_of[version] = step
+        event = ev.WeightsPublished(
+            version=version, step=step, digest=f"d{step}", num_bytes=4, held=()
+        )
+        self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
+
+    def _do_ForwardWeights(
+        self, process: Process, command: cmd.ForwardWeights, command_id: int
+    ) -> None:
+        if self.random.random() < self.faults.deaf:
+            return
+        process.successor = command.successor
+        linked = ev.RelayLinked(command_id=command_id, successor=command.successor)
+        self.later(process, self.random.uniform(0.01, 0.2), linked)
+        if process.held:
+            self._feed(process, max(process.held), 0.2)
+
+    def _feed(self, process: Process, version: int, least_s: float = 0.0) -> None:
+        """Its successor gets this version a little later."""
+        successor = self.processes.get(process.successor)
+        if successor is None or self.random.random() < self.faults.deaf:
+            return
+        step, digest = process.held[version]
+        if self.random.random() < self.faults.wrong_bytes:
+            digest = "other bytes"
+        seconds = least_s + self.random.choice([0.01, 0.1, 3.0])
+        receive = Receive(version, step, digest, int(seconds * 1000))
+        self.later(successor, seconds, receive)
+
+    def _receive(self, process: Process, item: Receive) -> None:
+        if item.version <= max(process.held, default=-1):
+            return
+        if self.random.random() < self.faults.damaged_chunk:
+            trouble = ev.TransferTrouble(
+                kind="damaged-chunk", relay="", version=item.version, detail=""
+            )
+            self.say(process, trouble)
+        self._hold(process, item.version, item.step, item.digest)
+        received = ev.WeightsReceived(
+            version=item.version,
+            step=item.step,
+            digest=item.digest,
+            kind="full",
+            num_bytes=4,
+            duration_ms=item.duration_ms,
+            held=tuple(sorted(process.held)),
+        )
+        self.say(process, received)
+        self._feed(process, item.version)
+
+    def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
+        left_out = self._left_out(command)
+        self.trained.extend(t for t in command.trajectories if t not in left_out)
+        seconds = 0.3 + self.faults.train_s * self.random.uniform(0.5, 1.5)
+        if self.random.random() < self.faults.skip_publish:
+            skipped = ev.PublishSkipped(version=command.version, step=command.step + 1, reason="")
+            self.later(process, seconds, skipped)
+        else:
+            ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
+            self.later(process, seconds - ahead, Publish(command.version, command.step + 1))
+        done = step_completed(command.step, command.version, left_out)
+        self.later(process, seconds, done)
+        if self.random.random() < self.faults.save:
+            self._save(process, seconds + 0.2, command.version, command.step + 1)
+
+    def _left_out(self, command: cmd.TrainStep) -> tuple[TrajectoryId, ...]:
+        """Rows that the trainer does not train, from a generator of their own."""
+        share, rows = self.faults.leave_out, command.trajectories
+        draw = random.Random(f"left out {self.settings.seed} {command.step}").random
+        return tuple(t for t in rows if draw() < share) if share else ()
+
+    def _save(self, process: Process, seconds: float, version: int, step: int) -> None:
+        """The last two checkpoints are kept."""
+        self.saved = [*self.saved, version][-2:]
+        saved = ev.CheckpointSaved(
+            version=version, step=step, path=f"checkpoints/step_{step}", kept=tuple(self.saved)
+        )
+        self.later(process, seconds, saved)
+
+    def _do_ExportModel(self, process: Process, command: cmd.ExportModel, _: int) -> None:
+        self.later(process, 1.0, Publish(command.version, command.step))
+        self.later(process, 1.0, ev.ModelExported(version=command.version, path="export"))
+
+    def _do_PinVersion(self, process: Process, command: cmd.PinVersion, _: int) -> None:
+        process.pinned = command.version
+
+    def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
+        assert not process.work, "a replica pulls only when it is empty"
+        self.later(process, self.random.uniform(0.01, 0.2), Load(command))
+
+    def _do_GenerateTrajectory(
+        self, process: Process, command: cmd.GenerateTrajectory, _: int
+    ) -> None:
+        assert process.version == command.version, (process, command)
+        assert len(process.work) < self.capacity, "over capacity"
+        row = self._open(command)
+        process.work[command.trajectory] = command.placement
+        finish = Finish(command.trajectory, command.placement)
+        if row.generated:  # by a replica that died before it could say so
+            return self.later(process, 0.002, finish)
+        started = ev.TrajectoryStarted(
+            trajectory=command.trajectory,
+            placement=command.placement,
+            tokens_resumed=row.num_tokens,
+        )
+        self.later(process, 0.001, started)
+        if self.random.random() < self.faults.hang:
+            return
+        seconds = self.random.expovariate(1.0)
+        if self.random.random() < self.faults.slow_tail:
+            seconds *= 10
+        self.later(process, 0.002 + seconds, finish)
+
+    def _open(self, command: cmd.GenerateTrajectory) -> Row:
+        """The store fences lower placements; a new attempt throws the tokens away."""
+        row = self.rows.setdefault(command.trajectory, Row())
+        assert not row.end and command.placement > row.placement, (row, command)
+        row.placement = command.placement
+        if command.attempt != row.attempt and command.purpose == "train":
+            row.attempt, row.generated = command.attempt, False
+            row.tokens_lost, row.num_tokens = row.tokens_lost + row.num_tokens, 0
+        return row
+
+    def _do_ScoreTrajectories(
+        self, process: Process, command: cmd.ScoreTrajectories, _: int
+    ) -> None:
+        for item in command.items:
+            if self.random.random() < self.faults.fail_sibling:
+                event: Event = self._failed(item.trajectory, item.placement, "unscored")
+            else:
+                broken = self.faults.fail_reward
+                failed = broken > 0 and self.random.random() < broken
+                event = ev.TrajectoryRewarded(
+                    trajectory=item.trajectory,
+                    placement=item.placement,
+                    score_bits=self.random.choice([0, 4607182418800017408]),
+                    correct=not failed,
+                    reason="error" if failed else "ok",
+                    num_tokens=self.rows[item.trajectory].num_tokens,
+                    detail="KeyError: 'x' (reward.py:4)" if failed else "",
+                )
+            self.later(process, self.random.uniform(0, 0.1), event)
+
+    def _failed(self, trajectory: str, placement: int, reason: str) -> ev.TrajectoryFailed:
+        return ev.TrajectoryFailed(
+            trajectory=TrajectoryId(trajectory), placement=placement, reason=reason, detail=""
+        )
+
+    def _do_AbortTrajectories(
+        self, process: Process, command: cmd.AbortTrajectories, _: int
+    ) -> None:
+        for item in command.items:
+            if process.work.get(item.trajectory, item.placement + 1) <= item.placement:
+                del process.work[item.trajectory]
+
+    def _do_EndTrajectories(
+        self, process: Process, command: cmd.EndTrajectories, command_id: int
+    ) -> None:
+        rows = []
+        for ending in command.endings:
+            row = self.rows.setdefault(ending.trajectory, Row())
+            assert not row.end, "ended twice"
+            row.end, row.placement = ending.end, ending.placement
+            rows.append(
+                ev.EndedTrajectory(
+                    trajectory=ending.trajectory,
+                    num_tokens=row.num_tokens,
+                    tokens_lost=row.tokens_lost,
+                )
+            )
+        ended = ev.TrajectoriesEnded(command_id=command_id, ended=tuple(rows))
+        self.later(process, 0.01, ended)
+
+    def _do_ProposeBatch(self, _: Process, command: cmd.ProposeBatch, __: int) -> None:
+        groups = [c.group for c in command.candidates]
+        self.random.shuffle(groups)
+        answer = ev.BatchProposed(step=command.step, groups=tuple(groups[: command.count]))
+        self.later(self.strategy, 0.01, answer)
+
+    # --- what happens in the world when its time comes ------------------------------------------
+
+    def _happen(self, process: Process, item: Any) -> None:
+        if isinstance(item, Publish):
+            self._publish(item.version, item.step)
+        elif isinstance(item, Load):
+            self._load(process, item.command)
+        elif isinstance(item, Finish):
+            self._finish(process, item)
+        elif isinstance(item, Kill):
+            self._kill(process)
+        elif isinstance(item, Die):
+            self._die(process)
+        elif isinstance(item, Lose):
+            self._lose(process, item.how)
+        elif isinstance(item, Start):
+            self._start(self.processes[item.name])
+        elif isinstance(item, Silence):
+            self._pause_node(process)
+        elif isinstance(item, Wake):
+            self._wake_node(process)
+        elif isinstance(item, ev.WeightsPublished):
+            self._hold(process, item.version, item.step, item.digest)
+            self.say(process, msgspec.structs.replace(item, held=tuple(sorted(process.held))))
+            self._feed(process, item.version)
+        elif isinstance(item, Receive):
+            self._receive(process, item)
+        elif process is self.strategy:
+            self.say_own(item)
+        else:
+            self.say(process, item)
+            if isinstance(item, ev.ActorLeft):
+                process.alive = False
+
+    def _finish(self, process: Process, item: Finish) -> None:
+        row = self.rows[item.trajectory]
+        if process.work.get(item.trajectory) != item.placement:
+            return
+        del process.work[item.trajectory]
+        if item.placement < row.placement:
+            return  # the store refused the last tokens: another replica has it now
+        if self.random.random() < self.faults.refuse_sibling:
+            return self.say(process, self._failed(item.trajectory, item.placement, "bad-logprobs"))
+        row.num_tokens, row.generated = 10, True
+        if self.random.random() < 0.1:
+            progress = ev.TokenProgress(
+                tokens_total=self.seq, kv_used_tokens=0, running=len(process.work), waiting=0
+            )
+            self.gauge(process, progress)
+        finished = ev.TrajectoryFinished(
+            trajectory=TrajectoryId(item.trajectory),
+            placement=item.placement,
+            num_tokens=row.num_tokens,
+            finish_reason="stop",
+        )
+        self.say(process, finished)
+
+    def _hold(self, process: Process, version: int, step: int, digest: str) -> None:
+        process.held[version] = step, digest
+        while len(process.held) > 2:
+            evictable = [v for v in sorted(process.held)[:-1] if v != process.pinned]
+            del process.held[evictable[0]]
+
+    def _load(self, process: Process, command: cmd.PullWeights) -> None:
+        relay = self.processes[ids.actor_name("relay", process.node, 0)]
+        held = sorted(relay.held)
+        version = command.version if command.exact else max(held, default=-1)
+        if command.checkpoint and self.random.random() < self.faults.damage_checkpoint:
+            return self.say(process, ev.CheckpointRefused(version=version, reason="damaged"))
+        if not command.checkpoint and (version not in held or version < command.version):
+            return self.say(process, ev.VersionGone(version=command.version, held=tuple(held)))
+        if self.random.random() < self.faults.reject_weights:
+            process.version = -1
+            return self.say(process, ev.WeightsRejected(version=version, reason="probe"))
+        process.version = version
+        self.say(
+            process,
+            ev.WeightsLoaded(
+                version=version,
+                step=self.step_of[version],
+                digest="d",
+                probe_diff=0.0,
+                seconds=0.1,
+                reloaded=True,
+            ),
+        )

@@ -1,0 +1,207 @@
+"""What the test world is made of: settings, faults, processes, the store's rows, things to happen.
+
+Reads   nothing
+Gives   plain data; the behaviour is in world.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from laminar.core.rules import NEW_RUN
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Settings
+from laminar.ids import GroupId, TrajectoryId
+
+SECOND = 1_000_000_000  #: nanoseconds
+
+
+def group_of(trajectory_id: TrajectoryId) -> GroupId:
+    """Of a training trajectory, by its name."""
+    return GroupId(trajectory_id.rpartition(".")[0])
+
+
+def settings(**changes: Any) -> Settings:
+    """Small defaults; a test names what matters to it."""
+    values: dict[str, Any] = {
+        "seed": 0,
+        "groups_per_step": 4,
+        "group_size": 4,
+        "min_scored": 2,
+        "max_staleness": 2,
+        "groups_per_version": 2,
+        "total_steps": 6,
+        "total_epochs": 1,
+        "shuffle": True,
+        "drop_last": False,
+        "test_freq": 0,
+        "val_before_train": True,
+        "batch_strategy": "deadline",
+        "reward_scope": "trajectory",
+        "resume_wait_ms": 3_000,
+        "batch_wait_ms": 60_000,
+        "start_timeout_ms": 60_000,
+        "stall_ms": 600_000,
+        "eval_answers": 1,
+        "rules": NEW_RUN,
+    }
+    return Settings(**(values | changes))
+
+
+def rows_left_out(rows: Sequence[str]) -> ev.LeftOut:
+    """As the trainer reports them; whose they are decides nothing."""
+    names = tuple(map(TrajectoryId, rows))
+    return ev.LeftOut(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
+
+
+def step_completed(step: int, version: int, left_out: Sequence[str]) -> ev.StepCompleted:
+    """The trainer's report of a step, some rows of which it left out."""
+    return ev.StepCompleted(
+        step=step,
+        version=version,
+        changed=True,
+        reason="",
+        num_tokens=1,
+        digest="",
+        metrics={},
+        left_out=(rows_left_out(left_out),) if left_out else (),
+    )
+
+
+@dataclass
+class Faults:
+    """Probabilities per opportunity, and mean virtual seconds."""
+
+    lose_relay_every_s: float = 0.0  #: the same for relays
+    damaged_chunk: float = 0.0  #: a transfer between relays has a trouble to report
+    wrong_bytes: float = 0.0  #: a relay ends up with a version of another digest
+    deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
+    lose_machine_at_s: float = 0.0  #: the last machine is lost and stays lost, 0: never
+    silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
+    lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
+    drain_at_s: float = 0.0  #: Ctrl-C, 0: never
+    skip_publish: float = 0.0
+    leave_out: float = 0.0  #: the trainer finds that a row did not come from its version
+    save: float = 0.0  #: share of steps after which a checkpoint is written
+    damage_checkpoint: float = 0.0
+    fail_sibling: float = 0.0  #: its reward cannot be worked out
+    fail_reward: float = 0.0  #: the reward function fails on it
+    refuse_sibling: float = 0.0  #: it fails while it is generated
+    fatal_role: str = ""  #: its process dies and stays dead ...
+    fatal_at_s: float = 0.0  #: ... at this time
+    reject_weights: float = 0.0
+    repeat_event: float = 0.0  #: an event arrives twice
+    slow_tail: float = 0.1  #: share of trajectories that take ten times as long
+    hang: float = 0.0  #: share of trajectories that never finish by themselves
+    restart_s: float = 2.0
+    train_s: float = 1.0
+
+
+@dataclass
+class Process:
+    name: str
+    role: str
+    node: str = "node-0"
+    incarnation: int = 0
+    boot: int = 0
+    alive: bool = True
+    silent: bool = False  #: a node that stands still
+    waiting: list[Any] = field(default_factory=list)  #: what it does when it goes on
+    peer_seq: int = 0
+    version: int = -1
+    pinned: int = -1
+    successor: str = ""  #: of a relay
+    held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
+    work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
+
+    @property
+    def boot_id(self) -> str:
+        return f"{self.name}/{self.boot}"
+
+
+@dataclass
+class Row:
+    """What the store has of one trajectory."""
+
+    attempt: int = 1
+    placement: int = 0  #: lower ones are fenced
+    num_tokens: int = 0
+    tokens_lost: int = 0  #: of earlier attempts
+    generated: bool = False
+    end: str = ""
+
+
+LOSSES = ("dies", "falls silent", "complains", "leaves", "is replaced")
+
+
+@dataclass(frozen=True)
+class Lose:
+    """A replica is lost, in one of LOSSES."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The process dies."""
+
+
+@dataclass(frozen=True)
+class Die:
+    """The process dies, and its node will not start it again."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A node has started the process again."""
+
+    name: str
+
+
+SILENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Nothing was heard of a node for its lease, and its actors speak."""
+
+
+@dataclass(frozen=True)
+class Wake:
+    """A node that was silent goes on."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """The trainer has handed its weights to the relay."""
+
+    version: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A relay has had a version from the relay before it."""
+
+    version: int
+    step: int
+    digest: str
+    duration_ms: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """A replica maps the relay's slot."""
+
+    command: cmd.PullWeights
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last token is sampled, if the trajectory still runs there."""
+
+    trajectory: str
+    placement: int

@@ -1,0 +1,131 @@
+"""What a learner is given and what it gives, as plain data.
+
+Reads   nothing
+Gives   ModelLayout of a loaded model; TrainSample for a step; StepResult of it, and its parts
+
+Without torch: the trainer actor, which speaks for the learner, does not load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+# Why an update is left out.
+NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
+NON_FINITE = "non-finite-gradient"
+MISMATCH = "mismatch"  #: no row of the batch came from the weights that it names
+
+Ids = NDArray[np.int32]
+Origin = tuple[str, int]
+"""(replica, weight version)."""
+
+
+class ModelLayout(NamedTuple):
+    """The tensors of a model, in the order in which they are published."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  #: by name
+    engine_dtype: str  #: "float32" or "bfloat16", what engines of such a device are given
+
+
+class Mismatch(NamedTuple):
+    """Trainer against engine over the trained tokens of one replica and version."""
+
+    mean_abs_diff: float
+    mean_k3: float
+    tokens: int
+
+
+class Suspect(NamedTuple):
+    """The mean |log p(trainer) - log p(engine)| of an origin, and what it may be; nats."""
+
+    diff: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One trajectory as it is trained: single-turn, one token sequence."""
+
+    sample_id: str
+    group_id: str
+    prompt_ids: Ids  #: at least one
+    response_ids: Ids  #: at least one; all of them sampled, the stop token included
+    logprobs: NDArray[np.float32]  #: behaviour: of the distribution sampled from, temperature in
+    reward: float
+    temperature: float  #: of the sampling; above 0
+    truncated: bool  #: the engine's finish reason was the length limit
+    weight_version: int
+    version_step: int  #: completed training steps when that version was made
+    replica: str
+    correct: bool = False  #: the full score, and not truncated
+    extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
+    advantage: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt_ids) or not len(self.response_ids):
+            raise ValueError(f"sample {self.sample_id} has an empty prompt or response")
+        if len(self.logprobs) != len(self.response_ids):
+            raise ValueError(
+                f"sample {self.sample_id} has {len(self.logprobs)} log-probs for "
+                f"{len(self.response_ids)} response tokens"
+            )
+        if not self.temperature > 0:
+            raise ValueError(
+                f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
+                "cannot be trained"
+            )
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        """Replica and weight version."""
+        return self.replica, self.weight_version
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One mini-batch: an optimizer update, or the reason why there was none."""
+
+    sample_ids: tuple[str, ...]
+    skipped_reason: str | None
+    grad_norm: float  #: before clipping; 0 without signal
+    pg_loss: float
+    kl_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    updates: tuple[Update, ...]
+    metrics: dict[str, float]
+    mismatch: dict[Origin, Mismatch]  #: of the whole batch
+    suspects: dict[Origin, Suspect]  #: whose rows were left out
+    left_out: dict[str, Origin]  #: by sample id
+    num_tokens: int  #: response tokens consumed
+    digest: str  #: xxh3_128 of the ids of the samples, in order
+
+    @property
+    def changed(self) -> bool:
+        """Whether the optimizer touched the weights at all."""
+        return any(u.skipped_reason is None for u in self.updates)
+
+    @property
+    def skipped_reason(self) -> str | None:
+        """Of the first update that was left out."""
+        return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
+
+
+def ids_digest(samples: Sequence[TrainSample]) -> str:
+    """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([s.sample_id for s in samples]))

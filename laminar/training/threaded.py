@@ -1,0 +1,125 @@
+"""The learner and the files of its model for an event loop: whatever takes time runs in a thread.
+
+Reads   the model's directory; samples, one step at a time
+Writes  directories of models, below the run's directory
+Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/trainer.py,
+        actors/model_files.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from laminar.config import Config
+from laminar.training import export
+from laminar.training.learner import Learner
+from laminar.training.model import LoadedPolicy, load_policy, named_weights
+from laminar.training.steps import ModelLayout, StepResult, TrainSample
+
+Tensors = dict[str, torch.Tensor]
+Describe = Callable[..., Any]
+"""weights/version/checkpoint.py: describe."""
+
+
+class ThreadedLearner:
+    """One learner, once it is loaded."""
+
+    learner: Learner
+
+    def __init__(self, config: Config, tokenizer_size: Callable[[], int]) -> None:
+        """`tokenizer_size`: one more than the largest id, read from the model's directory."""
+        self._config = config
+        self._tokenizer_size = tokenizer_size
+        self._device = torch.device(_device(config.trainer.device))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.learner.policy.model
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """As they are now, not copied."""
+        return named_weights(self.model)
+
+    async def load(self) -> ModelLayout:
+        """Raises ConfigError."""
+        config = self._config
+        torch.set_num_threads(config.trainer.threads)
+        transformers.utils.logging.disable_progress_bar()  # its lines would tear the live panel
+        self._size = await asyncio.to_thread(self._tokenizer_size)
+        policy = await asyncio.to_thread(self._load, config.model.name)
+        reference = None
+        if config.algorithm.use_kl_loss:
+            reference = await asyncio.to_thread(self._load, config.model.name)
+        total = config.trainer.total_training_steps
+        self.learner = Learner(config, policy, reference=reference, total_steps=total)
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.weights())
+        return ModelLayout(shapes, "bfloat16" if self._device.type == "cuda" else "float32")
+
+    async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
+        return await asyncio.to_thread(self.learner.train_step, samples, step)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await asyncio.to_thread(self.learner.score, sequences)
+
+    async def reload(self, directory: Path) -> None:
+        """Take the weights of an export in the place of the present ones."""
+        reloaded = await asyncio.to_thread(self._load, str(directory))
+        self.model.load_state_dict(reloaded.model.state_dict())
+
+    def _load(self, name: str) -> LoadedPolicy:
+        return load_policy(name, self._device, tokenizer_size=self._size)
+
+
+class ThreadedFiles:
+    """The directories of models of one run."""
+
+    def __init__(
+        self, model: Callable[[], PreTrainedModel], source: str, describe: Describe
+    ) -> None:
+        """`source`: the directory that the run's tokenizer came from."""
+        self._model = model
+        self._source = source
+        self._describe = describe
+
+    async def copy(self) -> Tensors:
+        return await asyncio.to_thread(self._copy)
+
+    async def describe(self, weights: Tensors, **facts: Any) -> Any:
+        return await asyncio.to_thread(self._describe, tensors=weights.items(), **facts)
+
+    async def begin(self, directory: Path) -> Path:
+        return await asyncio.to_thread(export.begin, directory)
+
+    async def write(
+        self, directory: Path, weights: Tensors | None, extra: Mapping[str, bytes]
+    ) -> None:
+        await asyncio.to_thread(
+            export.write_model, self._model(), self._source, directory, weights, extra
+        )
+
+    async def sync(self, directory: Path) -> None:
+        await asyncio.to_thread(export.sync, directory)
+
+    async def rename(self, directory: Path, name: Path) -> None:
+        await asyncio.to_thread(export.rename, directory, name)
+
+    async def remove(self, directory: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, directory)
+
+    def _copy(self) -> Tensors:
+        weights = named_weights(self._model())
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,202 @@
+"""The side of a relay from which it connects to its successor.
+
+Reads   the coordinator's order who the successor is; what the successor sends
+Emits   Hello; NeighbourUp, NeighbourDown, Trouble
+
+While the order stands the connection is made again and again, with pauses that grow to a second: a
+successor that restarts is fed again without anyone deciding anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from laminar.weights.chain import wire
+from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
+from laminar.weights.chain.sender import Sender
+from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
+from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
+from laminar.weights.chain.wire import BadBytes, FromSuccessor, Header, Hello, Refused, Welcome
+
+RETRY_S_MIN, RETRY_S_MAX = 0.05, 1.0
+_FILLS_PER_TURN = 4
+"""Chunks handed to the kernel before the other sockets get their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """Where versions go."""
+
+    name: str
+    host: str  #: numeric
+    port: int
+    chain: int  #: number of the order
+
+
+class Downstream:
+    """The connection to the one successor."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        sender: Sender,
+        network: Network,
+        clock: Callable[[], float],
+        emit: Callable[[Report], object],
+    ) -> None:
+        self.source = "0.0.0.0"  #: this relay's address
+        self.refused: Counter[str] = Counter()
+        self.bytes_in = self.bytes_out = 0  #: of connections that are gone
+        self.connection: Link | None = None
+        self.welcomed = False
+        self._identity, self._sender, self._emit = identity, sender, emit
+        self._network, self._clock = network, clock
+        self._order: Successor | None = None
+        self._connecting = False
+        self._deadline = 0.0  #: to be welcomed, or to try again
+        self._pause = RETRY_S_MIN
+        self._complained = False  #: that this successor cannot be reached
+
+    @property
+    def peer(self) -> str:
+        """Name of the successor that is connected; empty: none."""
+        return self._order.name if self.welcomed and self._order is not None else ""
+
+    def set(self, order: Successor | None) -> None:
+        """Feed this relay from now on, or none."""
+        if order == self._order:
+            return
+        self.end(ConnectionAbortedError("another successor was ordered"))
+        self._order = order
+        self._pause, self._deadline, self._complained = RETRY_S_MIN, 0.0, False
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    def readiness(self) -> Iterator[Readiness]:
+        """What to wait for, and what to do then."""
+        if self.connection is None:
+            return
+        current = self._sender.current
+        if self._connecting:
+            interest = WRITABLE
+        elif self.welcomed and current is not None and current.ready:
+            interest = READABLE | WRITABLE
+        else:
+            interest = self.connection.interest()
+        connection = self.connection
+        yield connection, interest, lambda events: self._move(connection, events)
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        if self.connection is None or self._connecting:
+            return
+        try:
+            for _ in range(_FILLS_PER_TURN):
+                self._sender.fill()
+                if self.connection is None or self.connection.idle:
+                    return
+                self.connection.flush()
+                if not self.connection.idle:
+                    return
+        except (BadBytes, OSError) as error:
+            self.end(error)
+
+    def tick(self, now: float) -> float | None:
+        """Connect when it is time; when to be called next, None: nothing is due."""
+        if self._order is None or self.welcomed:
+            return None
+        if now >= self._deadline:
+            if self.connection is not None:
+                self.end(TimeoutError("it did not answer in time"))
+            else:
+                self._connect(self._order, now)
+        return self._deadline
+
+    def _move(self, connection: Link, events: int) -> None:
+        if connection is not self.connection:
+            return
+        try:
+            if self._connecting:
+                self._connected(connection)
+            elif events & ~WRITABLE:
+                connection.read()
+        except (BadBytes, OSError) as error:
+            if connection is self.connection:
+                self.end(error)
+
+    # --- connection ---------------------------------------------------------------------------
+
+    def _connect(self, order: Successor, now: float) -> None:
+        self._deadline = now + GREETING_S
+        try:
+            connection = self._network.connect(order.host, order.port, self.source, self)
+        except OSError as error:
+            return self.end(error)
+        self.connection, self._connecting = connection, True
+
+    def _connected(self, connection: Link) -> None:
+        connection.connected()
+        assert self._order is not None
+        self._connecting = False
+        connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        me = self._identity
+        connection.send(
+            Hello(run=me.run, name=me.name, incarnation=me.incarnation, chain=self._order.chain)
+        )
+
+    def message(self, message: FromSuccessor) -> None:
+        """A frame of the successor."""
+        if self.welcomed:
+            return self._sender.message(message)
+        assert self._order is not None and self.connection is not None
+        if isinstance(message, Refused):
+            raise BadBytes("refused", message.reason)
+        if not isinstance(message, Welcome):
+            raise BadBytes("no-welcome", type(message).__name__)
+        if message.name != self._order.name:
+            raise BadBytes("other-relay", f"{message.name} has the address of {self._order.name}")
+        self.welcomed, self._complained, self._pause = True, False, RETRY_S_MIN
+        self._emit(NeighbourUp(Side.SUCCESSOR, message.name, message.incarnation))
+        self._sender.connected(
+            self.connection, message, lambda reason: self.end(ConnectionAbortedError(reason))
+        )
+
+    def place(self, header: Header) -> memoryview:
+        raise BadBytes("unasked-chunk", f"{header}")
+
+    def landed(self, header: Header) -> None:
+        raise AssertionError(header)
+
+    def end(self, error: BadBytes | OSError) -> None:
+        """The connection is over, or could not be made; try again after a pause."""
+        welcomed, self.welcomed, self._connecting = self.welcomed, False, False
+        if self.connection is not None:
+            self.connection.close()
+            self.bytes_in += self.connection.bytes_in
+            self.bytes_out += self.connection.bytes_out
+            self.connection = None
+        if self._order is None:
+            return
+        name = self._order.name
+        self._deadline = self._clock() + self._pause
+        self._pause = min(2 * self._pause, RETRY_S_MAX)
+        if isinstance(error, BadBytes):
+            self.refused[error.reason] += 1
+            self._complain(error.reason, name, error)
+        elif not welcomed and not isinstance(error, ConnectionAbortedError):
+            self._complain("unreachable", name, error)
+        if welcomed:
+            self._sender.disconnected()
+            self._emit(NeighbourDown(Side.SUCCESSOR, name, str(error)))
+
+    def _complain(self, kind: str, name: str, error: Exception) -> None:
+        """Report what is wrong, once until it works again."""
+        if not self._complained:
+            self._complained = True
+            self._emit(Trouble(kind, -1, name, str(error)))

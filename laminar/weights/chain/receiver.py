@@ -1,0 +1,400 @@
+"""Taking versions from the predecessor: which, into which slot, and what of them is lacking.
+
+Reads   frames of the predecessor; slots granted by the relay
+Writes  the slot of the version that is being received
+Emits   frames to the predecessor; SlotWanted, SlotReturned, Received, Trouble
+
+One version is received at a time. What is here of it survives its predecessor: the next one learns
+which chunks are lacking, and sends those. A version that is not offered any more gives its slot to
+the next that is offered. A delta fills the same chunks by another way, and chunks that it leaves
+wrong are asked for in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from laminar.weights.arena.region import Region
+from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.chain.transport import Transport
+from laminar.weights.chain.wire import (
+    Again,
+    BadBytes,
+    Begun,
+    Decline,
+    Done,
+    FromPredecessor,
+    Header,
+    Hello,
+    Kind,
+    Offer,
+    Seal,
+    Want,
+)
+from laminar.weights.delta.cache import Delta, DeltaCache
+from laminar.weights.delta.codec import DeltaError
+from laminar.weights.delta.rebuild import Rebuild, begin
+from laminar.weights.version.copy import VersionCopy, pack_have
+from laminar.weights.version.manifest import num_chunks
+from laminar.weights.version.table import VersionTable
+
+REFUSALS_MAX = 3
+"""Of one chunk or block over one connection; a path that damages it so often is not used."""
+
+
+class Forwarder(Protocol):
+    """Who sends on what arrives here."""
+
+    def chunk_here(self, version: int, index: int) -> None: ...
+
+    def block_here(self, delta: Delta) -> None: ...
+
+    def delta_gone(self, delta: Delta) -> None: ...
+
+    def dropped(self, version: int) -> None:
+        """Its slot is about to hold something else."""
+
+    def refresh(self) -> None:
+        """There may be more to offer, or a digest that was not known."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What it took to get `incoming` here."""
+
+    begun: float = 0.0
+    num_bytes: int = 0
+    by_delta: bool = False
+
+
+class Receiver:
+    """The successor's side of one hop."""
+
+    def __init__(
+        self,
+        table: VersionTable,
+        cache: DeltaCache,
+        forwarder: Forwarder,
+        region: Callable[[int], Region],
+        clock: Callable[[], float],
+        emit: Callable[[Report], object],
+    ) -> None:
+        """`region`: the bytes of a slot that was granted."""
+        self.incoming: VersionCopy | None = None
+        self.damaged = 0
+        self._table, self._cache, self._forwarder = table, cache, forwarder
+        self._region, self._clock, self._emit = region, clock, emit
+        self._link: Transport | None = None
+        self._fail: Callable[[str], None] = lambda reason: None
+        self._peer = ""
+        self._offer: Offer | None = None  #: waits for a slot
+        self._taken = 0  #: number of the offer that `incoming` is about
+        self._slot_wanted = False
+        self._arrival = _Arrival()
+        self._refusals: Counter[tuple[Kind, int]] = Counter()
+        self._rebuild: Rebuild | None = None  #: of `incoming`
+        self._block = bytearray()  #: body of the block that is arriving
+
+    # --- connection ---------------------------------------------------------------------------
+
+    @property
+    def linked(self) -> bool:
+        return self._link is not None
+
+    def connected(self, link: Transport, peer: str, fail: Callable[[str], None]) -> None:
+        """The predecessor was welcomed. `fail`: end this connection."""
+        self._link, self._peer, self._fail = link, peer, fail
+        self._refusals.clear()
+
+    def disconnected(self) -> None:
+        """It is gone; what is here of a version stays."""
+        self._link = self._offer = None
+        self._end_rebuild()
+
+    def message(self, message: FromPredecessor) -> None:
+        if isinstance(message, Offer):
+            self._on_offer(message)
+        elif isinstance(message, Seal):
+            self._on_seal(message)
+        else:
+            assert isinstance(message, Hello)
+            raise BadBytes("second-hello", message.name)
+
+    # --- which version, into which slot ---------------------------------------------------------
+
+    def _on_offer(self, offer: Offer) -> None:
+        version = offer.draft.version
+        if len(offer.checksums) not in (0, 8 * num_chunks(offer.draft)):
+            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+        self._offer = None
+        held = self._table.get(version)
+        latest = self._table.latest()
+        if held is not None and held.complete:
+            return self._already(held, offer)
+        if version <= latest:
+            return self._decline(version, f"version {latest} is here")
+        if held is not None and not held.agrees(offer.draft, offer.chunk_checksums(), offer.digest):
+            self._trouble("wrong-layout", version, "two publishers describe it differently")
+            if held.written_here:
+                return self._decline(version, "a share of another layout was written here")
+            held = None
+        self._offer = offer
+        if held is not None:
+            self._take(held)
+        elif self.incoming is not None and not self.incoming.written_here:
+            self._fill(self._let_go())
+        elif not self._slot_wanted:
+            self._slot_wanted = True
+            self._emit(SlotWanted(version, offer.draft.total_bytes))
+
+    def _already(self, held: VersionCopy, offer: Offer) -> None:
+        version = held.version
+        if offer.digest not in ("", held.digest):
+            detail = f"{held.digest} is here, {offer.digest} was offered"
+            self._trouble("wrong-digest", version, detail)
+            return self._decline(version, detail)
+        self._send(Done(version=version, digest=held.digest))
+
+    def granted(self, slot: int) -> None:
+        """A slot for the version that was wanted, or for the one that is offered by now."""
+        self._slot_wanted = False
+        if self._offer is None:
+            self._emit(SlotReturned(slot))
+        else:
+            self._fill(slot)
+
+    def denied(self, reason: str) -> None:
+        """There will be no slot for the version that was wanted."""
+        self._slot_wanted = False
+        if self._offer is not None:
+            version, self._offer = self._offer.draft.version, None
+            self._trouble("denied", version, reason)
+            self._decline(version, reason)
+
+    def published(self, copy: VersionCopy) -> None:
+        """A version, or a share of one, was written on this machine and put into the table.
+
+        Where whole versions are published the chain begins. A predecessor that is still sending an
+        older one is of a chain that is over, or is gone and this was not noticed yet.
+        """
+        incoming = self.incoming
+        older = incoming is not None and incoming.version < copy.version
+        if older and copy.complete and self._link is not None:
+            self._fail(f"version {copy.version} was published here")
+        self._drop_older()
+        if self._offer is not None and self._offer.draft.version == copy.version:
+            self._on_offer(self._offer)
+        elif not copy.complete:
+            self._send(Begun(version=copy.version))
+
+    def _fill(self, slot: int) -> None:
+        """Receive the offered version into this slot."""
+        assert self._offer is not None
+        draft, region = self._offer.draft, self._region(slot)
+        if region.nbytes < draft.total_bytes:
+            detail = f"{draft.total_bytes} bytes do not fit into a slot of {region.nbytes}"
+            self._emit(SlotReturned(slot))
+            return self.denied(detail)
+        copy = VersionCopy(draft, slot, region)
+        self._table.put(copy)
+        self._take(copy)
+
+    def _take(self, copy: VersionCopy) -> None:
+        """Ask for what is lacking of a copy that the offer is about."""
+        assert self._offer is not None
+        offer, self._offer = self._offer, None
+        self._taken = offer.number
+        if self.incoming not in (None, copy) and not self.incoming.written_here:
+            self._emit(SlotReturned(self._let_go()))
+        if self.incoming is not copy:
+            self._arrival = _Arrival()
+        self.incoming = copy
+        copy.expect(offer.chunk_checksums(), offer.digest)
+        self._end_rebuild()
+        if offer.base is not None and offer.checksums and offer.digest:
+            base = offer.base
+            self._rebuild = begin(self._table, self._cache, copy, base.version, base.digest)
+        self._want()
+        self._forwarder.refresh()
+
+    def _want(self) -> None:
+        assert self.incoming is not None
+        from_block = self._rebuild.next_block if self._rebuild is not None else None
+        have = pack_have(self.incoming.have)
+        self._send(Want(offer=self._taken, have=have, from_block=from_block))
+
+    def _let_go(self) -> int:
+        """Give up the version that is being received; its slot is free now."""
+        assert self.incoming is not None
+        copy, self.incoming = self.incoming, None
+        self._end_rebuild()
+        self._table.remove(copy.version)
+        self._forwarder.dropped(copy.version)
+        return copy.slot
+
+    def _on_seal(self, message: Seal) -> None:
+        offer = self._offer
+        if self.incoming is not None and self.incoming.version == message.version:
+            self.incoming.expect((), message.digest)
+        elif offer is not None and offer.draft.version == message.version:
+            self._offer = msgspec.structs.replace(offer, digest=message.digest)
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def place(self, header: Header) -> memoryview:
+        """Where a chunk or block goes. A chunk that was not asked for would overwrite proved
+        bytes."""
+        if not self._arrival.num_bytes:
+            self._arrival.begun = self._clock()
+        self._arrival.num_bytes += header.length
+        if header.kind == Kind.BLOCK:
+            self._arrival.by_delta = True
+            self._block = bytearray(header.length)
+            return memoryview(self._block)
+        copy, index = self.incoming, header.position
+        if copy is None or copy.version != header.version or index >= copy.num_chunks:
+            raise BadBytes("unasked-chunk", f"{header}")
+        target = copy.chunk(index)
+        if copy.have[index] or target.nbytes != header.length:
+            raise BadBytes("unasked-chunk", f"{header}")
+        target.prepare()
+        return target.view
+
+    def landed(self, header: Header) -> None:
+        if header.kind == Kind.BLOCK:
+            return self._block_landed(header)
+        copy = self.incoming
+        assert copy is not None
+        if copy.accept(header.position, header.checksum):
+            self._forwarder.chunk_here(copy.version, header.position)
+        else:
+            self._refuse(header)
+            self._send(Again(version=copy.version, position=header.position))
+
+    def _refuse(self, header: Header) -> None:
+        """Count damage; the third time over this connection ends it."""
+        self.damaged += 1
+        name = header.kind.name.lower()
+        where = f"{name} {header.position}"
+        self._trouble(f"damaged-{name}", header.version, f"{where} does not have its checksum")
+        self._refusals[header.kind, header.position] += 1
+        if self._refusals[header.kind, header.position] >= REFUSALS_MAX:
+            raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, again")
+
+    # --- deltas -------------------------------------------------------------------------------
+
+    def _block_landed(self, header: Header) -> None:
+        rebuild, copy = self._rebuild, self.incoming
+        if rebuild is None or copy is None or copy.version != header.version:
+            return  # the rest of a delta that was given up here
+        if header.position != rebuild.next_block or rebuild.over:
+            return  # sent before the sender knew that an earlier one was damaged
+        if xxhash.xxh3_64_intdigest(self._block) != header.checksum:
+            self._refuse(header)
+            return self._want()
+        try:
+            proved = rebuild.apply(header.checksum, self._block)
+        except DeltaError as error:
+            return self._in_full(str(error))
+        self._forward(rebuild.delta, header.checksum)
+        for index in proved:
+            self._forwarder.chunk_here(copy.version, index)
+        if rebuild.over:
+            wrong = copy.num_chunks - copy.num_have
+            if wrong:
+                self._in_full(f"{wrong} of {copy.num_chunks} chunks are not those published")
+            else:
+                self._end_rebuild()
+
+    def _forward(self, delta: Delta, checksum: int) -> None:
+        """Keep the block for the successor."""
+        self._cache.add(delta, checksum, self._block)
+        if delta.given_up:
+            self._forwarder.delta_gone(delta)
+        else:
+            self._forwarder.block_here(delta)
+
+    def _end_rebuild(self) -> None:
+        if self._rebuild is None:
+            return
+        rebuild, self._rebuild = self._rebuild, None
+        rebuild.end()
+        if not rebuild.over:
+            self._cache.give_up(rebuild.delta)
+            self._forwarder.delta_gone(rebuild.delta)
+
+    def _in_full(self, detail: str) -> None:
+        """Ask for what is lacking as chunks."""
+        assert self.incoming is not None
+        self._trouble("wrong-delta", self.incoming.version, detail)
+        self._end_rebuild()
+        self._want()
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """Go on with the digest, and end what is complete; whether there is more to do now."""
+        copy = self.incoming
+        if copy is None:
+            return False
+        if copy.digest_step():
+            return True
+        digest = copy.computed_digest()
+        if digest is not None and not copy.digest and copy.written_here:
+            copy.expect((), digest)
+        if digest is not None and copy.digest:
+            self._finish(copy, digest)
+        return False
+
+    def _finish(self, copy: VersionCopy, digest: str) -> None:
+        version = copy.version
+        if copy.digest != digest:
+            detail = f"all chunks are right, but together {digest}, not {copy.digest}"
+            self._trouble("wrong-digest", version, detail)
+            self._emit(SlotReturned(self._let_go()))
+            return self._decline(version, detail)
+        if version < self._table.latest():
+            self._emit(SlotReturned(self._let_go()))
+            return self._send(Done(version=version, digest=digest))
+        self._end_rebuild()
+        self.incoming = None
+        copy.complete = True
+        arrival = self._arrival
+        seconds = self._clock() - arrival.begun if arrival.num_bytes else 0.0
+        self._emit(
+            Received(copy.manifest(), copy.slot, arrival.by_delta, arrival.num_bytes, seconds)
+        )
+        self._send(Done(version=version, digest=digest))
+        self._drop_older()
+        self._forwarder.refresh()
+
+    def _drop_older(self) -> None:
+        """What is older than the newest complete version is not completed any more."""
+        latest = self._table.latest()
+        for version, copy in self._table.all().items():
+            if copy.complete or version > latest:
+                continue
+            if copy is self.incoming:
+                self._emit(SlotReturned(self._let_go()))
+            else:
+                self._table.remove(version)
+                self._forwarder.dropped(version)
+                self._emit(SlotReturned(copy.slot))
+
+    # --- small things -------------------------------------------------------------------------
+
+    def _send(self, message: Begun | Want | Again | Done | Decline) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _decline(self, version: int, reason: str) -> None:
+        self._send(Decline(version=version, reason=reason))
+
+    def _trouble(self, kind: str, version: int, detail: str) -> None:
+        self._emit(Trouble(kind, version, self._peer, detail))

@@ -1,0 +1,359 @@
+"""Feeding the successor: which version, as chunks or as a delta, and what goes out next.
+
+Reads   the table, frames of the successor, what the receiver of this relay has proved
+Emits   frames to the successor; Trouble
+
+Whatever the successor lacks is sent as soon as it is proved here, also while the rest is still on
+its way to this relay. A version that was begun is finished before another one is offered, unless
+the rest of it is not sent to this relay any more. The slot stays pinned from the first byte until
+the successor holds the version, because it may ask for any chunk again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laminar.weights.arena.region import Region
+from laminar.weights.chain.next_version import next_version
+from laminar.weights.chain.reports import Report, Trouble
+from laminar.weights.chain.transport import Transport
+from laminar.weights.chain.wire import (
+    Again,
+    BadBytes,
+    Base,
+    Begun,
+    Decline,
+    Done,
+    FromSuccessor,
+    Header,
+    Kind,
+    Offer,
+    Refused,
+    Seal,
+    Want,
+    Welcome,
+)
+from laminar.weights.delta.cache import Delta, DeltaCache, encode
+from laminar.weights.delta.codec import Block
+from laminar.weights.version.copy import VersionCopy, unpack_have
+from laminar.weights.version.table import VersionTable
+
+
+@dataclass(slots=True)
+class Sending:
+    """The version on its way to the successor."""
+
+    copy: VersionCopy
+    delta: Delta | None  #: to be offered with it
+    offer: int = 0  #: number of the offer; 0: the first block of its delta is not encoded yet
+    digest: str = ""  #: that was announced to the successor
+    wanted: bool = False  #: and the version is pinned
+    by_block: bool = False
+    todo: deque[int] = field(default_factory=deque)  #: chunks or blocks that can go out now
+    awaited: set[int] = field(default_factory=set)  #: chunks that are lacking here, too
+
+    @property
+    def version(self) -> int:
+        return self.copy.version
+
+    @property
+    def ready(self) -> bool:
+        """There is something to send now."""
+        return bool(self.todo)
+
+    @property
+    def dry(self) -> bool:
+        """Wanted, and nothing to send until more arrives here."""
+        return self.wanted and not self.todo and not self.copy.complete
+
+
+class Sender:
+    """The predecessor's side of one hop."""
+
+    def __init__(
+        self,
+        table: VersionTable,
+        cache: DeltaCache,
+        arriving: Callable[[int], bool],
+        beside: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], None],
+        emit: Callable[[Report], object],
+    ) -> None:
+        """`arriving`: whether someone is sending this version to this relay. `beside`: run what
+        takes long; `post`: have something done by the plane, from there."""
+        self.current: Sending | None = None
+        self._table, self._cache = table, cache
+        self._arriving, self._emit = arriving, emit
+        self._beside, self._post = beside, post
+        self._link: Transport | None = None
+        self._fail: Callable[[str], None] = lambda reason: None
+        self._peer = ""
+        self._held: dict[int, str] = {}
+        self._partial: set[int] = set()
+        self._declined: set[int] = set()
+        self._num_offers = 0
+
+    # --- connection ---------------------------------------------------------------------------
+
+    def connected(self, link: Transport, welcome: Welcome, fail: Callable[[str], None]) -> None:
+        """The successor said what it has. `fail`: end this connection."""
+        self._link, self._peer, self._fail = link, welcome.name, fail
+        self._held, self._partial = dict(welcome.held), set(welcome.partial)
+        self._declined = set()
+        self.refresh()
+
+    def disconnected(self) -> None:
+        self._link = None
+        self._release()
+
+    def message(self, message: FromSuccessor) -> None:
+        if isinstance(message, Want):
+            self._on_want(message)
+        elif isinstance(message, Begun):
+            self._partial.add(message.version)
+            self.refresh()
+        elif isinstance(message, Again):
+            self._on_again(message)
+        elif isinstance(message, Done):
+            self._on_done(message)
+        elif isinstance(message, Decline):
+            self._on_decline(message)
+        else:
+            assert isinstance(message, Welcome | Refused)
+            raise BadBytes("second-welcome", self._peer)
+
+    # --- which version ------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Something changed here or there: offer what is best now, and a digest that is new."""
+        if self._link is None:
+            return
+        if self.current is not None:
+            self._seal()
+        version = self._next()
+        if version is None or (self.current is not None and version == self.current.version):
+            return
+        self._release()
+        copy = self._table.get(version)
+        if copy is not None:
+            self.current = Sending(copy, self._delta_to(copy))
+            self._offer()
+
+    def _next(self) -> int | None:
+        """What to offer in place of the current version; None: nothing, or it is to go on."""
+        current, mine, declined = self.current, self._table.all(), self._declined
+        if current is None or not current.wanted:
+            return next_version(mine, self._held, self._partial, declined)
+        if not self._stuck():
+            return None
+        # Among relays that publish shares the rest may depend on what the successor lacks still.
+        useful = [v for v, copy in mine.items() if copy.complete or v > current.version]
+        return next_version(useful, self._held, (), declined)
+
+    def _stuck(self) -> bool:
+        assert self.current is not None
+        return self.current.dry and not self._arriving(self.current.version)
+
+    def _offer(self) -> None:
+        """Offer the current version; one with a delta when its first block is here."""
+        current = self.current
+        assert current is not None and self._link is not None
+        copy, delta = current.copy, current.delta
+        if delta is not None and not delta.num_here:
+            return
+        base = None if delta is None else Base(version=delta.base, digest=delta.base_digest)
+        self._num_offers += 1
+        current.offer, current.digest = self._num_offers, copy.digest
+        checksums = np.array(copy.checksums(), "<u8").tobytes()
+        self._link.send(
+            Offer(
+                number=current.offer,
+                draft=copy.draft,
+                checksums=checksums,
+                digest=copy.digest,
+                base=base,
+            )
+        )
+
+    def _seal(self) -> None:
+        """Tell a digest that was not known when the version was offered."""
+        current = self.current
+        assert current is not None and self._link is not None
+        if current.offer and current.digest != current.copy.digest:
+            current.digest = current.copy.digest
+            self._link.send(Seal(version=current.version, digest=current.digest))
+
+    def _release(self) -> None:
+        if self.current is not None and self.current.wanted:
+            self._table.unpin(self.current.version)
+        self.current = None
+
+    # --- answers of the successor ---------------------------------------------------------------
+
+    def _on_want(self, want: Want) -> None:
+        current = self.current
+        if current is None or not current.offer or current.offer != want.offer:
+            return  # it crossed with a newer offer
+        have = unpack_have(want.have, current.copy.num_chunks)
+        if have is None:
+            raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.copy.num_chunks}")
+        if not current.wanted and self._table.pin(current.version) is None:
+            self.current = None  # evicted since it was offered
+            return self.refresh()
+        current.wanted = True
+        if want.from_block is None:
+            self._by_chunk(current, have)
+        elif current.delta is not None:
+            self._by_block(current, current.delta, want.from_block)
+
+    def _by_chunk(self, current: Sending, have: bytearray) -> None:
+        lacking = [index for index, there in enumerate(have) if not there]
+        current.by_block = False
+        current.todo = deque(index for index in lacking if current.copy.have[index])
+        current.awaited = set(lacking).difference(current.todo)
+
+    def _by_block(self, current: Sending, delta: Delta, from_block: int) -> None:
+        if from_block > delta.num_blocks:
+            raise BadBytes("bad-block", f"{from_block} of {delta.num_blocks}")
+        current.by_block = True
+        current.todo = deque(range(from_block, delta.num_here))
+        current.awaited = set()
+
+    def _on_again(self, again: Again) -> None:
+        current, index = self.current, again.position
+        if current is None or current.version != again.version or not current.wanted:
+            return
+        if index >= current.copy.num_chunks or not current.copy.have[index]:
+            raise BadBytes("bad-again", f"chunk {index} of version {again.version}")
+        if not current.by_block:
+            current.todo.appendleft(index)
+
+    def _on_done(self, done: Done) -> None:
+        self._held[done.version] = done.digest
+        if self.current is not None and self.current.version == done.version:
+            if done.digest != self.current.copy.digest and self.current.copy.digest:
+                self._trouble("wrong-digest", done.version, f"the successor holds {done.digest}")
+            self._release()
+        self.refresh()
+
+    def _on_decline(self, decline: Decline) -> None:
+        self._declined.add(decline.version)
+        self._trouble("declined", decline.version, decline.reason)
+        if self.current is not None and self.current.version == decline.version:
+            self._release()
+        self.refresh()
+
+    # --- news from this relay -----------------------------------------------------------------
+
+    def chunk_here(self, version: int, index: int) -> None:
+        current = self.current
+        if current is not None and current.version == version and index in current.awaited:
+            current.awaited.discard(index)
+            current.todo.append(index)
+
+    def block_here(self, delta: Delta) -> None:
+        current = self.current
+        if current is None or current.delta is not delta:
+            return
+        if not current.offer:
+            self._offer()
+        elif current.by_block:
+            current.todo.append(delta.num_here - 1)
+
+    def delta_gone(self, delta: Delta) -> None:
+        """It will not be completed: what was offered with it is offered again without."""
+        current = self.current
+        if current is not None and current.delta is delta:
+            current.delta = None
+            current.todo.clear()
+            self._offer()
+
+    def dropped(self, version: int) -> None:
+        """The slot of this version is about to hold something else."""
+        current = self.current
+        if current is None or current.version != version:
+            return
+        if self._link is not None and current.wanted:  # the kernel may still read the slot
+            self._fail(f"version {version} was given up while it was being sent")
+        self._release()
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Give the link its next chunk or block, if it is idle and there is one."""
+        if self.current is not None and self._stuck():
+            self.refresh()
+        current, link = self.current, self._link
+        if current is None or link is None or not link.idle or not current.todo:
+            return
+        position = current.todo.popleft()
+        if current.by_block:
+            assert current.delta is not None
+            checksum = current.delta.checksums[position]
+            body = Region(memoryview(current.delta.payloads[position]))
+            kind = Kind.BLOCK
+        else:
+            checksum = current.copy.checksum(position)
+            body = current.copy.chunk(position)
+            kind = Kind.CHUNK
+        link.push(Header(kind, body.nbytes, position, current.version, checksum), body)
+
+    # --- deltas -------------------------------------------------------------------------------
+
+    def _delta_to(self, copy: VersionCopy) -> Delta | None:
+        """A delta from something that the successor holds: one that came, or one made here."""
+        found = self._cache.find(copy.version, self._held)
+        if found is not None or not copy.complete or copy.version in self._partial:
+            return found
+        mine = self._table.complete()
+        common = [v for v in mine if v < copy.version and self._held.get(v) == mine[v]]
+        return self._encode(max(common), copy) if common else None
+
+    def _encode(self, base_version: int, copy: VersionCopy) -> Delta | None:
+        base = self._table.pin(base_version)
+        if base is None:
+            return None
+        delta = None
+        if base.same_size(copy):
+            delta = self._cache.open(copy.draft, base_version, base.digest)
+        if delta is None:
+            self._table.unpin(base_version)
+            return None
+        if self._table.pin(copy.version) is None:
+            self._table.unpin(base_version)
+            self._cache.give_up(delta)
+            return None
+        on_block, on_end = self._encoded(delta), self._ended(delta)
+        self._beside(lambda: encode(base, copy, delta, on_block, on_end))
+        return delta
+
+    def _encoded(self, delta: Delta) -> Callable[[Block], None]:
+        """What the encoding thread does with a block."""
+
+        def arrived(block: Block) -> None:
+            self._cache.add(delta, block.checksum, bytes(block.payload))
+            if delta.given_up:
+                self.delta_gone(delta)
+            else:
+                self.block_here(delta)
+
+        return lambda block: self._post(lambda: arrived(block))
+
+    def _ended(self, delta: Delta) -> Callable[[bool], None]:
+        """What it does at the end."""
+
+        def ended(complete: bool) -> None:
+            self._table.unpin(delta.base)
+            self._table.unpin(delta.version)
+            if not complete:
+                self._cache.give_up(delta)
+                self.delta_gone(delta)
+
+        return lambda complete: self._post(lambda: ended(complete))
+
+    def _trouble(self, kind: str, version: int, detail: str) -> None:
+        self._emit(Trouble(kind, version, self._peer, detail))

@@ -1,0 +1,250 @@
+"""Frames between two relays over TCP.
+
+Reads   frames of one neighbour
+Writes  frames to it
+Gives   TcpNetwork; Connection; BadBytes and OSError end a connection
+
+Bulk bytes go from the pages of a slot's file into the socket (sendfile) and from the socket into a
+slot: nothing else is copied or allocated on the way. One recv or send per readiness of the socket
+takes whatever there is; a chunk is only the unit of checksums. The kernel reads a slot's pages
+until the other side has taken the bytes, so they must not change before that side says what it
+holds; should they, the chunk's checksum shows it there.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+import msgspec
+
+from laminar.weights.arena.region import NO_FILE, Region
+from laminar.weights.chain import wire
+from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
+from laminar.weights.chain.wire import BadBytes, Header, Kind
+
+BACKLOG = 16
+USER_TIMEOUT_MS = 10_000
+"""A machine that lost power acknowledges nothing: then the connection ends after this."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4))
+_SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
+_QUEUED_BYTES_MAX = 2 * wire.MESSAGE_BYTES_MAX
+_READS_PER_TURN = 8
+"""Then the other sockets get their turn, above all the one to the successor."""
+
+Incoming = TypeVar("Incoming")
+
+
+class Connection(Generic[Incoming]):
+    """Frames over one non-blocking TCP socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Incoming],
+        handler: FrameHandler[Incoming],
+        message_bytes_max: int = wire.GREETING_BYTES_MAX,
+    ) -> None:
+        """`message_bytes_max`: until the neighbour is known; raise it then."""
+        self.sock = sock
+        self.message_bytes_max = message_bytes_max
+        self.bytes_in = self.bytes_out = 0
+        self.moved_at = time.monotonic()  #: when bytes last came or went
+        self.handler = handler
+        self._decoder = decoder
+        self._header_bytes = bytearray(wire.HEADER_BYTES)
+        self._header: Header | None = None  #: of the body that is arriving
+        self._message = bytearray()
+        self._target = memoryview(self._header_bytes)  #: what is still to be filled
+        self._queue: deque[Region] = deque()
+        self._queued_bytes = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def interest(self) -> int:
+        """What to wait for."""
+        return READABLE if self.idle else READABLE | WRITABLE
+
+    def connected(self) -> None:
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
+        self._enqueue(Region(memoryview(wire.encode(message))))
+
+    def push(self, header: Header, body: Region) -> None:
+        self._enqueue(Region(memoryview(wire.pack_header(header))))
+        if body.nbytes:
+            self._enqueue(body)
+
+    def _enqueue(self, region: Region) -> None:
+        self._queued_bytes += region.nbytes
+        self._queue.append(region)
+
+    def read(self) -> None:
+        """Take what has arrived. BadBytes, or OSError when the connection has ended."""
+        for _ in range(_READS_PER_TURN):
+            try:
+                count = self.sock.recv_into(self._target)
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise ConnectionResetError("the other side closed the connection")
+            self.bytes_in += count
+            self.moved_at = time.monotonic()
+            short = count < self._target.nbytes
+            self._target = self._target[count:]
+            if short:
+                return  # the socket is empty; another recv would only say so
+            self._filled()
+
+    def flush(self) -> None:
+        """Hand the kernel what it takes now. BadBytes, or OSError when the connection has ended."""
+        if self._queued_bytes > _QUEUED_BYTES_MAX:
+            raise BadBytes("never-reads", f"{self._queued_bytes} bytes wait to be taken")
+        while self._queue:
+            first = self._queue[0]
+            try:
+                count = self._hand_over(first)
+            except BlockingIOError:
+                return
+            self.bytes_out += count
+            self._queued_bytes -= count
+            self.moved_at = time.monotonic()
+            if count < first.nbytes:
+                self._queue[0] = first.part(count, first.nbytes)
+                return  # the socket is full; another send would only say so
+            self._queue.popleft()
+
+    def _hand_over(self, region: Region) -> int:
+        """Bytes of it that the kernel took; BlockingIOError if it takes none now."""
+        if region.fd != NO_FILE:
+            count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
+            if not count:
+                raise OSError(errno.EIO, "somebody has cut the file of the weights short")
+            return count
+        return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
+
+    def _filled(self) -> None:
+        """The target is full: a header, or the body behind it."""
+        if self._header is None:
+            self._begin(wire.unpack_header(self._header_bytes, self.message_bytes_max))
+            if self._target.nbytes:
+                return
+        header = self._header
+        assert header is not None
+        self._header = None
+        self._target = memoryview(self._header_bytes)
+        if header.kind == Kind.MESSAGE:
+            self.handler.message(wire.decode(self._decoder, header, self._message))
+        else:
+            self.handler.landed(header)
+
+    def _begin(self, header: Header) -> None:
+        self._header = header
+        if header.kind == Kind.MESSAGE:
+            self._message = bytearray(header.length)
+            self._target = memoryview(self._message)
+        else:
+            self._target = self.handler.place(header)
+            assert self._target.nbytes == header.length, header
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class TcpListener:
+    """A listening, non-blocking socket."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """OSError if the address cannot be had."""
+        self._sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sock.bind((host, port))
+            self._sock.listen(BACKLOG)
+            self._sock.setblocking(False)
+        except OSError:
+            self._sock.close()
+            raise
+        name = self._sock.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def accept(
+        self, handler: FrameHandler[wire.FromPredecessor]
+    ) -> Connection[wire.FromPredecessor] | None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return None  # it was gone again, or there are no descriptors: the next turn tries anew
+        sock.setblocking(False)
+        _tune(sock)
+        return Connection(sock, wire.predecessor_decoder, handler)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class TcpNetwork:
+    """TCP as a user wants it."""
+
+    def __init__(self, congestion: str, rate: int) -> None:
+        """`congestion`: name of the kernel's congestion control; empty: its default. `rate`: bytes
+        per second and connection at most; 0: no limit."""
+        self._congestion, self._rate = congestion, rate
+
+    def listen(self, host: str, port: int) -> TcpListener:
+        return TcpListener(host, port)
+
+    def connect(
+        self, host: str, port: int, source: str, handler: FrameHandler[wire.FromSuccessor]
+    ) -> Connection[wire.FromSuccessor]:
+        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            self._begin(sock, (host, port), source)
+        except BlockingIOError:
+            pass
+        except OSError:
+            sock.close()
+            raise
+        return Connection(sock, wire.successor_decoder, handler)
+
+    def _begin(self, sock: socket.socket, address: tuple[str, int], source: str) -> None:
+        sock.setblocking(False)
+        _tune(sock)
+        if self._congestion:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode())
+        if self._rate:
+            rate = self._rate.to_bytes(8, "little")
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+        if not ipaddress.ip_address(source).is_unspecified:
+            sock.bind((source, 0))
+        sock.connect(address)
+
+
+def _tune(sock: socket.socket) -> None:
+    """Small messages leave at once, and a machine that vanished is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    version = ipaddress.ip_address(host).version
+    return socket.AF_INET6 if version == 6 else socket.AF_INET

@@ -1,0 +1,200 @@
+"""The side of a relay where its predecessor connects.
+
+Reads   connections; what strangers and the predecessor send
+Emits   Welcome and Refused; NeighbourUp, NeighbourDown, Trouble
+
+Anyone who can reach the port may connect, so a stranger gets little: few connections, a short
+time, one small message that must name this run. (Who listens on the network learns the name of the
+run; secrecy is not provided here.) There is one predecessor. Orders of the coordinator are
+numbered, and the highest number wins: a relay that was taken out of the chain, and does not know
+it yet, cannot push the right one away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from laminar.weights.chain import wire
+from laminar.weights.chain.receiver import Receiver
+from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
+from laminar.weights.chain.transport import READABLE, WRITABLE, Endpoint, Link, Listener, Network
+from laminar.weights.chain.wire import BadBytes, FromPredecessor, Header, Hello, Refused, Welcome
+from laminar.weights.version.table import VersionTable
+
+STRANGERS_MAX = 8
+GREETING_S = 5.0
+"""For connecting and saying hello; both sides."""
+
+Readiness = tuple[Endpoint, int, Callable[[int], None]]
+"""What to wait for, READABLE or WRITABLE, and what to do with what it is ready for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a relay is."""
+
+    run: str  #: names the run; a relay of another run is refused
+    name: str
+    incarnation: int
+
+
+class _Stranger:
+    """Handler of a connection that has not said hello."""
+
+    def __init__(self, greet: Callable[[Hello], None], until: float) -> None:
+        self._greet = greet
+        self.until = until
+
+    def message(self, message: FromPredecessor) -> None:
+        if not isinstance(message, Hello):
+            raise BadBytes("no-hello", type(message).__name__)
+        self._greet(message)
+
+    def place(self, header: Header) -> memoryview:
+        raise BadBytes("no-hello", f"{header}")
+
+    def landed(self, header: Header) -> None:
+        raise AssertionError(header)
+
+
+class Upstream:
+    """Listener, strangers, and the one predecessor."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        table: VersionTable,
+        receiver: Receiver,
+        clock: Callable[[], float],
+        emit: Callable[[Report], object],
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self.bytes_in = self.bytes_out = 0  #: of predecessors that are gone
+        self.predecessor: Link | None = None
+        self.peer = ""
+        self._chain = 0
+        self._clock = clock
+        self._identity, self._table, self._receiver, self._emit = identity, table, receiver, emit
+        self._strangers: dict[Link, _Stranger] = {}
+        self._listener: Listener | None = None
+
+    def open(self, network: Network, host: str, port: int) -> tuple[str, int]:
+        """Listen; the address that predecessors connect to. OSError if it cannot be had."""
+        self._listener = network.listen(host, port)
+        return self._listener.address
+
+    def close(self) -> None:
+        for connection in (*self._strangers, self.predecessor):
+            if connection is not None:
+                connection.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    def readiness(self) -> Iterator[Readiness]:
+        """What to wait for, and what to do then."""
+        if self._listener is not None:
+            yield self._listener, READABLE, lambda events: self._accept()
+        for connection in self._connections():
+            yield connection, connection.interest(), self._moving(connection)
+
+    def flush(self) -> None:
+        if self.predecessor is not None and not self.predecessor.idle:
+            self._move(self.predecessor, 0)
+
+    def tick(self, now: float) -> float | None:
+        """Send strangers away that say nothing; when to be called next, None: nothing is due."""
+        late = [c for c, stranger in self._strangers.items() if now >= stranger.until]
+        for connection in late:
+            self._end(connection, BadBytes("no-hello", "nothing in time"))
+        return min((stranger.until for stranger in self._strangers.values()), default=None)
+
+    def _connections(self) -> list[Link]:
+        predecessor = [] if self.predecessor is None else [self.predecessor]
+        return [*self._strangers, *predecessor]
+
+    def _moving(self, connection: Link) -> Callable[[int], None]:
+        return lambda events: self._move(connection, events)
+
+    def _move(self, connection: Link, events: int) -> None:
+        if connection is not self.predecessor and connection not in self._strangers:
+            return  # displaced earlier in this turn
+        try:
+            if events & ~WRITABLE:
+                connection.read()
+            connection.flush()
+        except (BadBytes, OSError) as error:
+            self._end(connection, error)
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        stranger = _Stranger(
+            lambda hello: self._greet(connection, hello), self._clock() + GREETING_S
+        )
+        accepted = self._listener.accept(stranger)
+        if accepted is None:
+            return
+        connection = accepted
+        if len(self._strangers) >= STRANGERS_MAX:
+            self.refused["too-many"] += 1
+            return connection.close()
+        self._strangers[connection] = stranger
+
+    def _greet(self, connection: Link, hello: Hello) -> None:
+        if hello.run != self._identity.run:
+            raise self._refusal(connection, "other-run", f"this relay is not of run {hello.run}")
+        if hello.chain < self._chain:
+            detail = f"chain {hello.chain} is over, the present one is {self._chain}"
+            raise self._refusal(connection, "old-chain", detail)
+        if self.predecessor is not None:
+            self._end(self.predecessor, ConnectionAbortedError(f"{hello.name} took its place"))
+        del self._strangers[connection]
+        self._chain, self.predecessor, self.peer = hello.chain, connection, hello.name
+        connection.handler = self._receiver
+        connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        connection.send(
+            Welcome(
+                name=self._identity.name,
+                incarnation=self._identity.incarnation,
+                held=self._table.complete(),
+                partial=self._table.partial(),
+            )
+        )
+        self._receiver.connected(
+            connection,
+            hello.name,
+            lambda reason: self._end(connection, ConnectionAbortedError(reason)),
+        )
+        self._emit(NeighbourUp(Side.PREDECESSOR, hello.name, hello.incarnation))
+
+    def _refusal(self, connection: Link, reason: str, detail: str) -> BadBytes:
+        connection.send(Refused(reason=detail))
+        return BadBytes(reason, detail)
+
+    def _end(self, connection: Link, error: BadBytes | OSError) -> None:
+        if isinstance(error, BadBytes):
+            self.refused[error.reason] += 1
+            self._say_bye(connection)
+        connection.close()
+        if self._strangers.pop(connection, None) is not None:
+            return
+        self.predecessor = None
+        self.bytes_in += connection.bytes_in
+        self.bytes_out += connection.bytes_out
+        peer, self.peer = self.peer, ""
+        self._receiver.disconnected()
+        if isinstance(error, BadBytes):
+            self._emit(Trouble(error.reason, -1, peer, str(error)))
+        self._emit(NeighbourDown(Side.PREDECESSOR, peer, str(error)))
+
+    def _say_bye(self, connection: Link) -> None:
+        """Send the reason of a refusal, if the kernel takes it."""
+        try:
+            connection.flush()
+        except (BadBytes, OSError):
+            pass

@@ -1,0 +1,259 @@
+"""Lossless deltas: what differs between a version that a receiver holds and the next one.
+
+Reads   the bytes of a base version and of a new one, uint8 views of equal size
+Writes  the receiver's slot: the base with the differences in it
+Gives   Block, spans, encode_blocks, apply_block, pays; DeltaError for a block that does not fit
+
+One step of RL moves few 16-bit weights, and those mostly by one unit in the last place. So a block
+stores each changed element as its distance from the one before it and as the difference of the two
+bit patterns, a byte each, and leaves the rest to zstd. Whatever does not fit has an escape, so
+every bit pattern comes back. 32-bit elements have two bytes of difference; a step changes nearly
+all of them and is seldom smaller. Blocks are independent: encoding, sending, forwarding and
+applying overlap.
+
+A block proves its payload and not its place, nor that the receiver's base is the sender's; the
+digest of the rebuilt version does. Payload of a block, little-endian:
+
+    empty                            nothing differs
+    as long as the part it covers    the new bytes themselves, when coding would not be shorter
+    else a zstd frame of
+        u32 x 3                      changed elements, wide gaps, wide values
+        u8 [changed]                 equal elements since the last changed one; 255: wide
+        i8 or i16 [changed]          new - base as integers; the smallest value: wide
+        u32 [wide gaps]              gaps of 255 and more
+        u16 or u32 [wide values]     new elements whose difference does not fit
+        rest                         bytes behind the last whole element, as they are
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
+
+BLOCK_ELEMENTS = 4 << 20
+"""Large enough that zstd and numpy work at full speed, small enough to hide behind the wire."""
+SAMPLE_BYTES = 32 << 20
+"""Of a version, before what was encoded so far is held against the part that it covers."""
+_STRIP_ELEMENTS = 1 << 18
+"""Compared at once: the result of the comparison stays in the second-level cache."""
+_WORTH = 3
+"""A delta is at least this many times smaller than the version, or the version goes out whole."""
+_ZSTD_LEVEL = 1
+_COUNTS = struct.Struct("<III")
+_WIDE_GAP = 255
+
+
+class DeltaError(ValueError):
+    """No delta can be made of these versions, or this block does not fit them."""
+
+
+class Block(NamedTuple):
+    """What differs in one part of a version; in itself no proof of anything but its payload."""
+
+    offset: int  #: bytes from the start of the version, a multiple of itemsize
+    nbytes: int  #: of the version that it covers, at most BLOCK_ELEMENTS elements
+    itemsize: int  #: bytes of one element, 2 or 4
+    checksum: int  #: xxh3_64 of the payload
+    payload: bytes | bytearray | memoryview  #: at most nbytes
+
+
+class _Code(NamedTuple):
+    """The types in which elements of one size and their differences are stored."""
+
+    bits: np.dtype[np.unsignedinteger]  #: an element
+    signed: np.dtype[np.signedinteger]  #: the difference of two elements, modulo 2 ** its bits
+    short: np.dtype[np.signedinteger]  #: the difference as stored
+    escape: int  #: the smallest of `short`: the element itself is among the wide values
+
+
+_CODES = {
+    2: _Code(np.dtype("<u2"), np.dtype("<i2"), np.dtype("<i1"), -(1 << 7)),
+    4: _Code(np.dtype("<u4"), np.dtype("<i4"), np.dtype("<i2"), -(1 << 15)),
+}
+
+
+class _Patch(NamedTuple):
+    """A decoded block: what it takes to turn its part of the base into the new version."""
+
+    where: npt.NDArray[np.int64]  #: [changed], elements counted from the block's first, ascending
+    short: npt.NDArray[np.signedinteger]  #: [changed], differences
+    wide: npt.NDArray[np.unsignedinteger]  #: [wide values], new elements
+    rest: npt.NDArray[np.uint8]  #: the bytes behind the last whole element
+
+
+def spans(total_bytes: int, itemsize: int) -> list[tuple[int, int]]:
+    """(offset, nbytes) of each block of a version; DeltaError for elements that have no delta."""
+    size = BLOCK_ELEMENTS * _code(itemsize).bits.itemsize
+    return [(start, min(size, total_bytes - start)) for start in range(0, total_bytes, size)]
+
+
+def encode_blocks(base: Bytes, new: Bytes, itemsize: int) -> Iterator[Block]:
+    """Blocks, one per span and in their order, that turn `base` into `new`.
+
+    Each is encoded when it is asked for. The memory it takes follows its size and not the
+    version's: little for a few changes, some 16 times its size when everything changed. Both
+    views must stay as they are until the last one is out. Raises DeltaError, when the first one is
+    asked for, for versions of different sizes or elements of another size than 2 or 4 bytes.
+    """
+    if base.nbytes != new.nbytes:
+        raise DeltaError(f"no delta from a version of {base.nbytes} bytes to one of {new.nbytes}")
+    code = _code(itemsize)
+    compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+    for offset, nbytes in spans(new.nbytes, itemsize):
+        part = new[offset : offset + nbytes]
+        body = _encode(base[offset : offset + nbytes], part, code)
+        payload = compressor.compress(body) if body else b""
+        if len(payload) >= nbytes:
+            payload = part.tobytes()
+        checksum = xxhash.xxh3_64_intdigest(payload)
+        yield Block(offset, nbytes, itemsize, checksum, payload)
+
+
+def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
+    """Write the block's part of the new version into `out`; both views are whole versions.
+
+    `out` may be `base` itself. Raises DeltaError for a block that is damaged, inconsistent or
+    leaves the views, and then nothing was written.
+    """
+    code = _code(block.itemsize)
+    _check_place(block, min(base.nbytes, out.nbytes))
+    if xxhash.xxh3_64_intdigest(block.payload) != block.checksum:
+        raise _damaged(block, "its payload has another checksum")
+    source = base[block.offset : block.offset + block.nbytes]
+    target = out[block.offset : block.offset + block.nbytes]
+    size = memoryview(block.payload).nbytes
+    if size == block.nbytes:
+        np.copyto(target, np.frombuffer(block.payload, np.uint8))
+    elif size == 0:
+        np.copyto(target, source)
+    else:
+        _patch(_decode(block, code), code, source, target)
+
+
+def pays(encoded_bytes: int, covered_bytes: int, total_bytes: int) -> bool:
+    """Whether to go on sending blocks rather than the whole version; asked after each block.
+
+    `encoded_bytes` is the size of the payloads so far, `covered_bytes` of the parts they cover,
+    `total_bytes` of the version. A version that changed everywhere fails after a block or two; one
+    that begins with much change is given a sample, since its end may be calm.
+    """
+    allowance = min(total_bytes, max(covered_bytes, SAMPLE_BYTES))
+    return encoded_bytes * _WORTH <= allowance
+
+
+def _encode(base: Bytes, new: Bytes, code: _Code) -> bytes:
+    """The body of one block, not yet compressed; empty when the parts are equal."""
+    whole = new.nbytes - new.nbytes % code.bits.itemsize
+    rest = new[whole:]
+    old, now = base[:whole].view(code.bits), new[:whole].view(code.bits)
+    where = _changed(old, now)
+    if where.size == 0 and np.array_equal(base[whole:], rest):
+        return b""
+    gaps = np.diff(where, prepend=np.int32(-1)) - 1
+    values = now[where]
+    differences = (values - old[where]).view(code.signed)
+    short = differences.astype(code.short)
+    wide = (short != differences) | (short == code.escape)
+    short[wide] = code.escape
+    wide_gaps, wide_values = gaps[gaps >= _WIDE_GAP].astype("<u4"), values[wide]
+    arrays = (np.minimum(gaps, _WIDE_GAP).astype(np.uint8), short, wide_gaps, wide_values, rest)
+    counts = _COUNTS.pack(where.size, wide_gaps.size, wide_values.size)
+    return b"".join((counts, *(array.tobytes() for array in arrays)))
+
+
+def _changed(
+    old: npt.NDArray[np.unsignedinteger], now: npt.NDArray[np.unsignedinteger]
+) -> npt.NDArray[np.int32]:
+    """Indices of the elements that differ, ascending."""
+    found = [np.empty(0, np.int32)]
+    for start in range(0, now.size, _STRIP_ELEMENTS):
+        strip = slice(start, start + _STRIP_ELEMENTS)
+        found.append((np.flatnonzero(old[strip] != now[strip]) + start).astype(np.int32))
+    return np.concatenate(found)
+
+
+def _decode(block: Block, code: _Code) -> _Patch:
+    """The patch in a compressed payload, checked against the part that it claims to cover."""
+    body = _decompress(block, code)
+    if len(body) < _COUNTS.size:
+        raise _damaged(block, f"it holds {len(body)} bytes, its counts take {_COUNTS.size}")
+    elements, rest = divmod(block.nbytes, block.itemsize)
+    changed, wide_gaps, wide_values = _COUNTS.unpack_from(body)
+    sizes = (changed, changed * code.short.itemsize, 4 * wide_gaps, block.itemsize * wide_values)
+    if _COUNTS.size + sum(sizes) + rest != len(body):
+        raise _damaged(block, f"its counts do not add up to the {len(body)} bytes it holds")
+    ends = list(itertools.accumulate(sizes, initial=_COUNTS.size))
+    _, gaps8, short8, gaps32, values, tail = np.split(np.frombuffer(body, np.uint8), ends)
+    where = _indices(block, gaps8, gaps32.view("<u4"))
+    if where.size and where[-1] >= elements:
+        raise _damaged(block, f"it changes element {where[-1]} of {elements}")
+    short = short8.view(code.short)
+    if np.count_nonzero(short == code.escape) != wide_values:
+        raise _damaged(block, "its wide values are not as many as its differences refer to")
+    return _Patch(where, short, values.view(code.bits), tail)
+
+
+def _decompress(block: Block, code: _Code) -> bytes:
+    """The body; the size that its frame states is checked before any of it is reserved."""
+    # At most every element changed by a wide value; a wide gap takes up more than 255 elements.
+    elements = block.nbytes // block.itemsize
+    counted = elements * (1 + code.short.itemsize) + elements // (_WIDE_GAP + 1) * 4
+    largest = _COUNTS.size + counted + block.nbytes
+    try:
+        size = zstandard.frame_content_size(block.payload)
+        if not 0 <= size <= largest:
+            raise _damaged(block, f"its frame states {size} bytes, at most {largest} are right")
+        return zstandard.ZstdDecompressor().decompress(block.payload, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise _damaged(block, f"its payload is no zstd frame ({error})") from None
+
+
+def _indices(
+    block: Block, gaps8: npt.NDArray[np.uint8], gaps32: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.int64]:
+    """Indices of changed elements from the distances between them; ascending for any input."""
+    steps = gaps8.astype(np.int64)
+    wide = np.flatnonzero(gaps8 == _WIDE_GAP)
+    if wide.size != gaps32.size:
+        raise _damaged(block, "its wide gaps are not as many as its gaps refer to")
+    steps[wide] = gaps32
+    steps += 1
+    steps[:1] -= 1  # the first one is counted from the block's first element
+    return np.cumsum(steps, out=steps)
+
+
+def _patch(patch: _Patch, code: _Code, source: Bytes, target: Bytes) -> None:
+    whole = source.nbytes - source.nbytes % code.bits.itemsize
+    old = source[:whole].view(code.bits)[patch.where]
+    values = old + patch.short.astype(code.signed).view(code.bits)  # modulo 2 ** bits
+    values[patch.short == code.escape] = patch.wide
+    np.copyto(target, source)
+    target[:whole].view(code.bits)[patch.where] = values
+    target[whole:] = patch.rest
+
+
+def _check_place(block: Block, total_bytes: int) -> None:
+    inside = block.offset >= 0 and 1 <= block.nbytes <= total_bytes - block.offset
+    if not inside or block.nbytes > BLOCK_ELEMENTS * block.itemsize:
+        raise _damaged(block, f"it does not lie in a version of {total_bytes} bytes")
+    if block.offset % block.itemsize:
+        raise _damaged(block, f"it does not begin at an element of {block.itemsize} bytes")
+
+
+def _code(itemsize: int) -> _Code:
+    if itemsize not in _CODES:
+        raise DeltaError(f"elements of {itemsize} bytes have no delta, only {sorted(_CODES)} have")
+    return _CODES[itemsize]
+
+
+def _damaged(block: Block, reason: str) -> DeltaError:
+    return DeltaError(f"delta block of {block.nbytes} bytes at {block.offset}: {reason}")

@@ -1,0 +1,123 @@
+"""What a relay needs of its machine: shared memory, what dead relays left in it, a bulk plane.
+
+Reads   the size of the machine's memory, /dev/shm
+Writes  the arena file
+Gives   RelayMachine, ArenaMemory
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from laminar.weights import messages as m
+from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
+from laminar.weights.arena.region import ArenaError, Region
+from laminar.weights.chain.core import PlaneOptions
+from laminar.weights.chain.plane import Plane
+from laminar.weights.chain.reports import Report
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.manifest import Manifest
+from laminar.weights.version.table import VersionTable
+
+
+class ArenaMemory:
+    """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.slot_bytes = 0
+        self._arena: Arena | None = None
+        self._filler: threading.Thread | None = None
+        self._closed = False
+
+    def create(self, slots: int, slot_bytes: int) -> None:
+        self._arena = Arena.create(Path(self.path), slots, slot_bytes)
+        self.slot_bytes = slot_bytes
+
+    def region(self, slot: int) -> Region:
+        return self._made.region(slot)
+
+    async def fill(self) -> None:
+        """In a thread of its own, which is not waited for when the process ends."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        work = partial(self._fill, partial(loop.call_soon_threadsafe, _end, ended))
+        self._filler = threading.Thread(target=work, name="arena-filler", daemon=True)
+        self._filler.start()
+        await ended
+
+    def _fill(self, end: Callable[[ArenaError | None], object]) -> None:
+        error = None
+        try:
+            self._made.fill_all()
+        except ArenaError as shortage:
+            error = shortage
+        if not self._closed:
+            end(error)
+
+    async def describe(self, commit: m.CommitSlot) -> Manifest:
+        return await asyncio.to_thread(
+            manifest_of,
+            self._made.slot(commit.slot),
+            version=commit.version,
+            step=commit.step,
+            tensors=commit.tensors,
+            probe=commit.probe,
+        )
+
+    def close(self) -> None:
+        """Remove the file; those who have it mapped keep it."""
+        self._closed = True
+        if self._arena is not None:
+            self._arena.close()
+        if self._filler is not None:
+            self._filler.join()
+        Arena.unlink(Path(self.path))
+
+    @property
+    def _made(self) -> Arena:
+        assert self._arena is not None
+        return self._arena
+
+
+class RelayMachine:
+    """One relay process on a real machine (actors/relay.py: Machine)."""
+
+    def __init__(self, run_dir: Path, node: str, boot_id: str) -> None:
+        self.memory_bytes = int(psutil.virtual_memory().total)
+        self.slots = ArenaMemory(arena_path(run_dir, node, boot_id))
+        self.versions = VersionTable(threading.Lock())
+        self._plane: Plane | None = None
+
+    async def sweep(self) -> list[tuple[str, int]]:
+        found = await asyncio.to_thread(sweep_arenas)
+        return [(str(swept.path), swept.num_bytes) for swept in found]
+
+    def plane(
+        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    ) -> Plane:
+        in_loop = partial(asyncio.get_running_loop().call_soon_threadsafe, notify)
+        self._plane = Plane(identity, self.slots.region, in_loop, options, self.versions)
+        return self._plane
+
+    async def close(self) -> None:
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.close)
+        self.slots.close()
+
+
+def _end(ended: asyncio.Future[None], error: ArenaError | None) -> None:
+    """The task that waits may have been cancelled meanwhile."""
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

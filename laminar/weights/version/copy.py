@@ -1,0 +1,166 @@
+"""One version in one slot of this relay: which of its chunks are here and proved.
+
+Reads   a slot, checksums of chunks
+Gives   VersionCopy
+
+A chunk counts as here when its bytes have their checksum. The digest of the whole is worked out in
+the background of the transfer, in order, mostly while a chunk is still in the cache; a version is
+complete when that digest is the published one. Owned by one thread, except that `complete` and
+`digest` may be read by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import xxhash
+
+from laminar.weights.arena.region import Region
+from laminar.weights.version.manifest import (
+    Draft,
+    Manifest,
+    chunk_bounds,
+    same_layout,
+    seal,
+    unseal,
+)
+
+DIGEST_CHUNKS = 4
+"""Hashed at most in one step, so that a long backlog never keeps the thread from its sockets."""
+
+
+class VersionCopy:
+    """A version, complete or on its way, and where its bytes are."""
+
+    def __init__(self, draft: Draft, slot: int, region: Region) -> None:
+        """`region`: of the slot, at least total_bytes; nothing of the version is in it yet."""
+        self.draft = draft
+        self.slot = slot
+        self.region = region.part(0, draft.total_bytes)
+        self.bounds = chunk_bounds(draft)
+        self.num_chunks = len(self.bounds) - 1
+        self.have = bytearray(self.num_chunks)  #: 1 where a chunk is here and proved
+        self.num_have = 0
+        self.digest = ""  #: as published; empty: no relay had all the bytes yet
+        self.complete = False  #: proved as a whole
+        self.written_here = False  #: a trainer of this machine wrote a share of it
+        self._checksums: list[int | None] = [None] * self.num_chunks
+        self._hasher = xxhash.xxh3_128()
+        self._num_hashed = 0
+        self._manifest: Manifest | None = None
+
+    @classmethod
+    def published(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
+        """A whole version that a trainer of this machine wrote."""
+        copy = cls(unseal(manifest), slot, region)
+        copy.expect(manifest.chunk_checksums, manifest.digest)
+        copy.have = bytearray(b"\1" * copy.num_chunks)
+        copy.num_have = copy.num_chunks
+        copy.complete = copy.written_here = True
+        copy._manifest = manifest
+        return copy
+
+    @classmethod
+    def share(
+        cls, draft: Draft, slot: int, region: Region, checksums: Mapping[int, int]
+    ) -> VersionCopy:
+        """The chunks of a version that trainers of this machine wrote, by index."""
+        copy = cls(draft, slot, region)
+        for index, checksum in checksums.items():
+            copy._checksums[index] = checksum
+            copy.have[index] = 1
+        copy.num_have = len(checksums)
+        copy.written_here = True
+        return copy
+
+    @property
+    def version(self) -> int:
+        return self.draft.version
+
+    def expect(self, checksums: Sequence[int], digest: str) -> None:
+        """What the publisher says about the bytes: all checksums or none, a digest or ""."""
+        if checksums:
+            self._checksums = list(checksums)
+        if digest:
+            self.digest = digest
+
+    def contradicts(self, checksums: Sequence[int]) -> bool:
+        """Whether a chunk that is here has another checksum than is said (all are, or none)."""
+        pairs = zip(self._checksums, checksums, strict=False)
+        return any(known not in (None, said) for known, said in pairs)
+
+    def agrees(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
+        """Whether what another process says of this version is about the same bytes."""
+        if self.digest and digest not in ("", self.digest):
+            return False
+        return same_layout(self.draft, draft) and not self.contradicts(checksums)
+
+    def same_size(self, other: VersionCopy) -> bool:
+        """Whether a delta between the two makes sense."""
+        mine, theirs = self.draft, other.draft
+        return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
+
+    @property
+    def view(self) -> memoryview:
+        return self.region.view
+
+    def chunk(self, index: int) -> Region:
+        return self.region.part(self.bounds[index], self.bounds[index + 1])
+
+    def checksum(self, index: int) -> int:
+        """xxh3_64 of a chunk that is here."""
+        checksum = self._checksums[index]
+        assert checksum is not None, (self.version, index)
+        return checksum
+
+    def checksums(self) -> list[int]:
+        """Of all chunks; empty while any is unknown."""
+        known = [checksum for checksum in self._checksums if checksum is not None]
+        return known if len(known) == self.num_chunks else []
+
+    def accept(self, index: int, checksum: int | None = None) -> bool:
+        """The chunk's bytes are in place: whether they have their checksum and count from now on.
+
+        `checksum`: what the sender says it is, which must be what the publisher said.
+        """
+        known = self._checksums[index]
+        wanted = checksum if known is None else known
+        found = xxhash.xxh3_64_intdigest(self.chunk(index).view)
+        if found != wanted or (checksum is not None and checksum != wanted):
+            return False
+        self._checksums[index] = wanted
+        self.num_have += not self.have[index]
+        self.have[index] = 1
+        return True
+
+    def digest_step(self) -> bool:
+        """Hash a few more of the leading chunks; whether there is more to do now."""
+        end = min(self._num_hashed + DIGEST_CHUNKS, self.num_chunks)
+        while self._num_hashed < end and self.have[self._num_hashed]:
+            self._hasher.update(self.chunk(self._num_hashed).view)
+            self._num_hashed += 1
+        return self._num_hashed < self.num_chunks and bool(self.have[self._num_hashed])
+
+    def computed_digest(self) -> str | None:
+        """xxh3_128 of the bytes that are here, once all of them are hashed."""
+        return self._hasher.hexdigest() if self._num_hashed == self.num_chunks else None
+
+    def manifest(self) -> Manifest:
+        """Of a complete version."""
+        if self._manifest is None:
+            self._manifest = seal(self.draft, self.checksums(), self.digest)
+        return self._manifest
+
+
+def pack_have(have: Sequence[int]) -> bytes:
+    """One bit per chunk."""
+    return np.packbits(np.frombuffer(bytes(have), np.uint8)).tobytes()
+
+
+def unpack_have(packed: bytes, num_chunks: int) -> bytearray | None:
+    """One byte per chunk, 0 or 1; None if there are not bits for so many chunks."""
+    if len(packed) != -(-num_chunks // 8):
+        return None
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=num_chunks)
+    return bytearray(bits.tobytes())

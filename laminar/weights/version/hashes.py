@@ -1,0 +1,123 @@
+"""The hashes over what lies in a slot, and the check against those that were published.
+
+Reads   a slot (uint8 view of shared memory)
+Gives   checksums, manifests; WeightsCorrupt when bytes are not what the manifest says
+
+Without torch: a relay works these out, and it must be back a moment after it was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from laminar.weights.version.chunking import usual_chunk_bytes
+from laminar.weights.version.manifest import (
+    Draft,
+    Manifest,
+    ManifestError,
+    Part,
+    Probe,
+    TensorSpec,
+    check_tensors,
+    chunk_bounds,
+    chunks_of_ranks,
+    seal,
+)
+
+Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
+
+
+class WeightsCorrupt(RuntimeError):
+    """Bytes of a version are not those that were published."""
+
+
+def checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int], str]:
+    """(xxh3_64 of each chunk, xxh3_128 of all as 32 hex digits) of the first `total_bytes`.
+
+    Both hashes take a chunk while it is in the cache, so the memory is read once.
+    """
+    return _hashes(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
+
+
+def manifest_of(
+    view: Bytes,
+    *,
+    version: int,
+    step: int,
+    tensors: tuple[TensorSpec, ...],
+    probe: Probe,
+    chunk_bytes: int = 0,
+) -> Manifest:
+    """The manifest of a full version that one trainer rank has written into this slot.
+
+    `chunk_bytes`: of its chunks; 0: what is usual for its size. Raises ManifestError for no
+    consistent layout, or a slot that is smaller than the version.
+    """
+    total = check_tensors(tensors)
+    draft = Draft(
+        version=version,
+        step=step,
+        kind="full",
+        dtype=tensors[0].dtype,
+        total_bytes=total,
+        tensors=tensors,
+        parts=(Part(rank=0, offset=0, nbytes=total),),
+        chunk_bytes=chunk_bytes or usual_chunk_bytes(total),
+        probe=probe,
+    )
+    return seal(draft, *checksums(view, total, draft.chunk_bytes))
+
+
+def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:
+    """xxh3_64 of each chunk that these ranks wrote, by the chunk's index in `draft`.
+
+    Raises ManifestError if the slot is smaller than the version.
+    """
+    check_room(view, draft.total_bytes)
+    bounds = chunk_bounds(draft)
+    return {
+        index: xxhash.xxh3_64_intdigest(view.data[bounds[index] : bounds[index + 1]])
+        for index in chunks_of_ranks(draft, ranks)
+    }
+
+
+def verify(view: Bytes, manifest: Manifest) -> None:
+    """Raises WeightsCorrupt, which names the first wrong chunk, unless all bytes are as published.
+
+    Raises ManifestError if the slot is smaller than the version.
+    """
+    chunks, digest = _hashes(view, chunk_bounds(manifest))
+    for index, (wanted, found) in enumerate(zip(manifest.chunk_checksums, chunks, strict=True)):
+        if wanted != found:
+            raise WeightsCorrupt(
+                f"version {manifest.version}, chunk {index} of {len(chunks)}: "
+                f"expected xxh3_64 {wanted:016x}, found {found:016x}"
+            )
+    if digest != manifest.digest:
+        raise WeightsCorrupt(
+            f"version {manifest.version}, all {len(chunks)} chunks right: "
+            f"expected xxh3_128 {manifest.digest}, found {digest}"
+        )
+
+
+def _hashes(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
+    """xxh3_64 of each chunk between the bounds, and xxh3_128 of all of them."""
+    check_room(view, bounds[-1])
+    whole = xxhash.xxh3_128()
+    chunks: list[int] = []
+    for start, end in pairwise(bounds):
+        chunk = view.data[start:end]
+        chunks.append(xxhash.xxh3_64_intdigest(chunk))
+        whole.update(chunk)
+    return chunks, whole.hexdigest()
+
+
+def check_room(view: Bytes, total_bytes: int) -> None:
+    """Raises ManifestError if a version of so many bytes does not fit into this slot."""
+    if view.nbytes < total_bytes:
+        raise ManifestError(f"a version of {total_bytes} bytes, a slot of {view.nbytes}")

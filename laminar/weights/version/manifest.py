@@ -1,0 +1,294 @@
+"""What one weight version is: its tensors, where their bytes lie, and the hashes that prove them.
+
+Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
+Gives   TensorSpec, Part, Probe, Draft, Manifest, as MessagePack; ManifestError for anything else
+
+A manifest that exists is consistent: the checks run when it is built, and so also when it is
+decoded, and no reader has to distrust an offset. Offsets are aligned to a cache line, so that a
+tensor of any type can be viewed in place. The probe travels with the bytes because a digest proves
+the bytes and not their effect: a tied head left packed has the right digest and the wrong policy.
+
+Where trainer ranks of several machines write one version, each machine first has a share of it and
+the digest cannot be known. Until then the version is a Draft: everything but the hashes. Chunks end
+where the bytes of another rank begin, so that every chunk can be hashed by the machine that has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every item size."""
+MANIFEST_BYTES_MAX = 64 << 20
+"""A terabyte in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
+CHUNKS_MAX = 1 << 22
+"""Four terabytes in chunks of 1 MiB; a relay keeps some twenty bytes for each."""
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the name that torch gives the type."""
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Shape = Annotated[tuple[Positive, ...], msgspec.Meta(max_length=8)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class ManifestError(ValueError):
+    """This layout or these bytes do not describe a weight version."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a version, stored contiguously in row-major order."""
+
+    name: Name
+    dtype: str  #: a key of ITEM_BYTES
+    shape: Shape
+    offset: Natural  #: bytes from the start of the version, a multiple of ALIGNMENT
+    nbytes: Positive
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A span of bytes that one trainer rank wrote; a sharded tensor has one per rank."""
+
+    rank: Natural
+    offset: Natural  #: of the first row of the span, bytes from the start of the version
+    nbytes: Positive
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A few sequences scored by the trainer; a replica that loaded must reproduce the scores."""
+
+    sequences: tuple[tuple[Natural, ...], ...]  #: token ids, at least two per sequence
+    logprobs: tuple[tuple[float, ...], ...]  #: of tokens 1..L-1 of each sequence, temperature 1
+    tolerance: float  #: largest |difference| of one log-prob, nats
+    mean_tolerance: float  #: largest mean |difference|, nats
+
+    def __post_init__(self) -> None:
+        if not self.sequences or min(map(len, self.sequences)) < 2:
+            raise ManifestError("a probe needs sequences of at least two tokens")
+        wanted = [len(sequence) - 1 for sequence in self.sequences]
+        found = [len(row) for row in self.logprobs]
+        if wanted != found:
+            raise ManifestError(
+                f"the probe's log-probs number {found}, its sequences need {wanted}"
+            )
+        if not all(math.isfinite(value) for row in self.logprobs for value in row):
+            raise ManifestError("a log-prob of the probe is not finite")
+        for limit in (self.tolerance, self.mean_tolerance):
+            if not (math.isfinite(limit) and limit > 0):
+                raise ManifestError(f"the probe's tolerance {limit} is not a positive number")
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version without its hashes. Building or decoding an inconsistent one raises."""
+
+    version: Natural
+    step: Natural  #: that made these weights
+    kind: Literal["full", "adapter"]
+    dtype: str  #: of every tensor
+    total_bytes: Positive
+    tensors: tuple[TensorSpec, ...]  #: ascending offsets
+    parts: tuple[Part, ...]  #: ascending offsets
+    chunk_bytes: Positive  #: of the longest chunk
+    probe: Probe | None
+
+    def __post_init__(self) -> None:
+        if self.kind == "adapter":
+            raise ManifestError("kind 'adapter' is reserved; this program takes full versions only")
+        end = check_tensors(self.tensors)
+        if end != self.total_bytes:
+            raise ManifestError(f"the tensors take {end} bytes, total_bytes is {self.total_bytes}")
+        other = next((spec for spec in self.tensors if spec.dtype != self.dtype), None)
+        if other is not None:
+            raise ManifestError(f"tensor {other.name!r} is {other.dtype}, not {self.dtype}")
+        _check_parts(self.parts, self.tensors, end)
+        count = num_chunks(self)
+        if count > CHUNKS_MAX:
+            raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
+
+
+class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One complete version. Building or decoding an inconsistent one raises."""
+
+    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
+    digest: Digest  #: xxh3_128 of all total_bytes, padding included
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = num_chunks(self)
+        if len(self.chunk_checksums) != wanted:
+            raise ManifestError(f"{len(self.chunk_checksums)} checksums for {wanted} chunks")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def layout(named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> tuple[TensorSpec, ...]:
+    """Place tensors one after the other at aligned offsets, in the order given.
+
+    Every rank that gives the same names and shapes gets the same offsets. Raises ManifestError for
+    an unknown type, no tensors, a repeated name or a tensor without elements.
+    """
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape in named_shapes:
+        nbytes = math.prod(shape) * _item_bytes(name, dtype)
+        specs.append(
+            TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes)
+        )
+        offset = aligned(offset + nbytes)
+    tensors = tuple(specs)
+    check_tensors(tensors)
+    return tensors
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> int:
+    """Bytes of a version of these tensors, a multiple of ALIGNMENT; raises ManifestError.
+
+    Names are unique, sizes follow from type and shape, and each tensor starts at the first aligned
+    offset behind the one before it: no overlap, and no gap in which stale bytes could hide.
+    """
+    if not tensors:
+        raise ManifestError("a version needs at least one tensor")
+    names: set[str] = set()
+    end = 0
+    for spec in tensors:
+        if spec.name in names:
+            raise ManifestError(f"tensor {spec.name!r} is there twice")
+        names.add(spec.name)
+        _check_size(spec)
+        if spec.offset != end:
+            raise ManifestError(f"tensor {spec.name!r} is at offset {spec.offset}, not {end}")
+        end = aligned(end + spec.nbytes)
+    return end
+
+
+def aligned(offset: int) -> int:
+    """The first multiple of ALIGNMENT that is not below `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def num_chunks(draft: Draft) -> int:
+    """How many chunks `chunk_bounds` gives, worked out without making them."""
+    return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _runs(draft))
+
+
+def chunk_bounds(draft: Draft) -> list[int]:
+    """Where chunks begin, and total_bytes at the end: chunk i is bytes [bounds[i], bounds[i + 1]).
+
+    Each run of bytes of one rank is cut into chunks of chunk_bytes and a shorter last one; the
+    padding behind a part belongs to it. Every byte is in one chunk.
+    """
+    bounds: list[int] = []
+    for start, end in _runs(draft):
+        bounds.extend(range(start, end, draft.chunk_bytes))
+    return [*bounds, draft.total_bytes]
+
+
+def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
+    """Indices of the chunks that these ranks write, ascending."""
+    owners = iter(draft.parts)
+    owner = next(owners)
+    following = next(owners, None)
+    found: list[int] = []
+    for index, start in enumerate(chunk_bounds(draft)[:-1]):
+        while following is not None and following.offset <= start:
+            owner, following = following, next(owners, None)
+        if owner.rank in ranks:
+            found.append(index)
+    return found
+
+
+def same_layout(a: Draft, b: Draft) -> bool:
+    """Whether equal offsets mean the same in both; the probes of two publishers may differ."""
+    return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
+
+
+def seal(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
+    """The manifest of a draft whose bytes are now all in one place."""
+    fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}
+    return Manifest(**fields, chunk_checksums=tuple(chunk_checksums), digest=digest)
+
+
+def unseal(manifest: Manifest) -> Draft:
+    """The manifest without its hashes."""
+    return Draft(**{name: getattr(manifest, name) for name in Draft.__struct_fields__})
+
+
+def encode(manifest: Manifest) -> bytes:
+    """One MessagePack map."""
+    return _encoder.encode(manifest)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Manifest:
+    """The manifest in these bytes; ManifestError if they are anything else."""
+    size = memoryview(data).nbytes
+    if size > MANIFEST_BYTES_MAX:
+        raise ManifestError(f"manifest of {size} bytes is above the limit of {MANIFEST_BYTES_MAX}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"not a manifest: {type(error).__name__}: {error}") from None
+
+
+def _check_size(spec: TensorSpec) -> None:
+    # Structs built in Python are not checked against their annotations, so sizes are checked here.
+    if not all(size >= 1 for size in spec.shape):
+        raise ManifestError(f"tensor {spec.name!r} of shape {spec.shape} has no elements")
+    wanted = math.prod(spec.shape) * _item_bytes(spec.name, spec.dtype)
+    if spec.nbytes != wanted:
+        raise ManifestError(
+            f"tensor {spec.name!r} says {spec.nbytes} bytes, "
+            f"{spec.dtype} of shape {spec.shape} takes {wanted}"
+        )
+
+
+def _check_parts(parts: Sequence[Part], tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+    """Parts ascend without overlap inside the version and leave out no byte of a tensor."""
+    end = 0
+    index = 0  # of the first tensor that is not yet covered
+    for part in parts:
+        if part.offset < end or part.nbytes < 1 or part.offset + part.nbytes > total_bytes:
+            raise ManifestError(
+                f"the part of rank {part.rank} at {part.offset} with {part.nbytes} bytes overlaps "
+                f"another or leaves the version of {total_bytes} bytes"
+            )
+        if index < len(tensors) and part.offset > max(end, tensors[index].offset):
+            break
+        end = part.offset + part.nbytes
+        while index < len(tensors) and tensors[index].offset + tensors[index].nbytes <= end:
+            index += 1
+    if index < len(tensors):
+        raise ManifestError(f"no part holds all of tensor {tensors[index].name!r}")
+
+
+def _runs(draft: Draft) -> Iterator[tuple[int, int]]:
+    """[start, end) of the bytes of one rank after another, padding behind a part included."""
+    start, rank = 0, draft.parts[0].rank
+    for part in draft.parts[1:]:
+        if part.rank != rank:
+            yield start, part.offset
+            start, rank = part.offset, part.rank
+    yield start, draft.total_bytes
+
+
+def _item_bytes(name: str, dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ManifestError(f"tensor {name!r} has type {dtype!r}, not one of {sorted(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]

@@ -1,0 +1,140 @@
+"""The store tokenises a prompt when it is first needed, once, and only what needs it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest_asyncio
+
+from laminar.actors.clients import StoreClient
+from laminar.actors.host import Host
+from laminar.actors.store import Store
+from laminar.config import ConfigError
+from laminar.rundir import STORE_FILE
+from laminar.storage import messages as m
+from laminar.storage.database import Database
+from laminar.storage.rows import LoadedPrompts, PromptKey
+from tests.actors.parts import DEADLINE_S, FakeHost, until
+
+ROWS = 4
+
+
+def ids(row_index: int) -> bytes:
+    return bytes([row_index + 1, 0, 0, 0])
+
+
+class SlowPrompts:
+    """Rows without token ids, and a tokenizer that waits to be let."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.let = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def load(self) -> LoadedPrompts:
+        rows = [
+            m.PromptPayload(prompt=str(n), ground_truth=n, columns={}, data_source="d")
+            for n in range(ROWS)
+        ]
+        return LoadedPrompts(rows, rows[:1], 0, "d")
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        assert all(m.decode_prompt(p).ground_truth == key.row_index for key, p in prompts.items())
+        self.asked.append([key.row_index for key in prompts])
+        await self.let.wait()
+        if self.error is not None:
+            raise self.error
+        return {key: ids(key.row_index) for key in prompts}
+
+
+class Run:
+    """A store and a replica beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.prompts = SlowPrompts()
+        self.directory = directory
+        self.host = FakeHost(directory, "store-0")
+        database = partial(Database, directory / STORE_FILE)
+        self.store = Store(cast("Host", self.host), database, self.prompts)
+        self.client = StoreClient(FakeHost(directory, "rollout-0").client("store-0"), 0.0)
+
+    async def open(self, *rows: int, placement: int = 1) -> list[bytes]:
+        items = tuple(
+            m.OpenItem(
+                trajectory_id=f"0.{row}.0",
+                group_id=f"0.{row}",
+                sibling=0,
+                purpose="train",
+                row_index=row,
+                attempt=1,
+                placement=placement,
+                weight_version=0,
+                version_step=0,
+                replica="rollout-0",
+                temperature=1.0,
+            )
+            for row in rows
+        )
+        reply = await self.client.ask(m.Open(items=items), m.OpenReply)
+        return [result.prompt_ids for result in reply.results]
+
+
+@pytest_asyncio.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    made = Run(tmp_path)
+    await made.store.start()
+    await made.client.start()
+    async with asyncio.timeout(DEADLINE_S):
+        yield made
+    await made.client.close(0.0)
+    await made.store.stop()
+    made.host.end()
+
+
+async def test_a_prompt_is_tokenised_once_and_what_needs_none_is_answered_meanwhile(
+    run: Run,
+) -> None:
+    assert run.prompts.asked == []
+    opening = asyncio.create_task(run.open(1, 2))
+    await until(lambda: bool(run.prompts.asked))
+    other = StoreClient(FakeHost(run.directory, "trainer-0").client("store-0"), 0.0)
+    await other.start()
+    await other.ask(m.Stats(), m.StatsReply)
+    assert not opening.done()
+    run.prompts.let.set()
+    assert await opening == [ids(1), ids(2)]
+    assert await run.open(2, 3, placement=2) == [ids(2), ids(3)]
+    (row,) = await other.fetch(["0.2.0"], with_prompt=False)
+    assert row.prompt_ids == ids(2)
+    sampled = await other.ask(m.SamplePrompts(count=ROWS), m.SamplePromptsReply)
+    assert sampled.prompts == tuple(ids(n) for n in range(ROWS))
+    assert run.prompts.asked == [[1, 2], [3], [0]]
+    await other.close(0.0)
+
+
+async def test_another_store_process_does_not_tokenise_again(run: Run) -> None:
+    run.prompts.let.set()
+    await run.open(1)
+    await run.store.stop()
+    again = Run(run.directory)
+    await again.store.start()
+    await again.client.start()
+    assert await again.open(1, placement=2) == [ids(1)]
+    assert again.prompts.asked == []
+    await again.client.close(0.0)
+    await again.store.stop()
+
+
+async def test_a_prompt_that_cannot_be_tokenised_ends_the_process_with_its_reason(
+    run: Run,
+) -> None:
+    run.prompts.error = ConfigError("the prompt of row 1 has no tokens; drop the row")
+    run.prompts.let.set()
+    opening = asyncio.create_task(run.open(1))
+    await until(lambda: bool(run.host.failures))
+    assert "row 1 has no tokens" in run.host.failures[0]
+    opening.cancel()

@@ -1,0 +1,75 @@
+"""Every event and command is declared, handled and in docs/events.md."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from laminar.core import registry
+from laminar.core.machine import HANDLING
+from laminar.core.validation import anything
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import CARRIED_OUT_BY, ENDS, REPORTED_BY, Command, Event
+from laminar.roles import Role
+from laminar.testing.message_samples import sample
+from tools.events_page import markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_event_is_declared_and_has_a_handler() -> None:
+    """What makes one valid is part of its handler's registration, which none can leave out."""
+    assert set(Event.__subclasses__()) == set(ev.ALL_EVENTS) == set(REPORTED_BY) == set(HANDLING)
+    assert set(Command.__subclasses__()) == set(cmd.ALL_COMMANDS) == set(CARRIED_OUT_BY)
+
+
+def test_what_is_registered_is_complete() -> None:
+    """An event has two parameters that are its own; without one of them there is no handler."""
+    with pytest.raises(TypeError, match="valid"):
+        registry.handles(ev.ActorLeft)  # type: ignore[call-arg]
+    with pytest.raises(AssertionError, match="ActorLeft has a handler"):
+        registry.handles(ev.ActorLeft, valid=anything)(lambda ctx, event: None)
+
+
+def test_every_command_is_caused_by_some_event() -> None:
+    """A command that no event leads to would be dead."""
+    caused = {command for handling in HANDLING.values() for command in handling.leads_to}
+    assert caused == set(cmd.ALL_COMMANDS)
+
+
+@pytest.mark.parametrize("event", HANDLING, ids=lambda event: event.__name__)
+def test_handling(event: type[Event]) -> None:
+    """The handler is that of its event, and is in the core; no command twice."""
+    handling = HANDLING[event]
+    assert handling.handler.__module__.startswith("laminar.core.")
+    assert handling.handler.__annotations__["event"] == f"ev.{event.__name__}"
+    assert len(set(handling.leads_to)) == len(handling.leads_to)
+
+
+def test_everything_is_declared_with_its_roles() -> None:
+    """An event without a sender would never be handled, a command without an addressee be lost."""
+    assert all(roles and set(roles) <= set(Role) for roles in REPORTED_BY.values())
+    assert all(roles and set(roles) <= set(Role) for roles in CARRIED_OUT_BY.values())
+    assert {command for ended in ENDS.values() for command in ended} <= set(cmd.ALL_COMMANDS)
+
+
+def test_every_message_can_be_made_from_its_types() -> None:
+    """So that a new one is in the wire's corpus without an entry there."""
+    for kind in (*ev.ALL_EVENTS, *cmd.ALL_COMMANDS):
+        assert isinstance(sample(kind), kind)
+
+
+def test_everything_has_a_first_sentence() -> None:
+    for kind in (*ev.ALL_EVENTS, *cmd.ALL_COMMANDS):
+        assert kind.__doc__ and kind.__doc__.strip().endswith("."), kind
+
+
+def test_docs_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a change: python -m tools.events_page > docs/events.md"""
+    assert (ROOT / "docs" / "events.md").read_text() == markdown()
+    with pytest.warns(RuntimeWarning, match="tools.events_page"):
+        runpy.run_module("tools.events_page", run_name="__main__")
+    assert capsys.readouterr().out == markdown()

@@ -1,0 +1,292 @@
+"""Each check can fail: what it looks at is falsified, and it says so by its name.
+
+Promises that a planted bug of the product breaks are in test_planted_bugs.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from laminar.actors.clients import StoreClient
+from laminar.actors.rollout import Rollout
+from laminar.actors.store import Store
+from laminar.core.scores import bits_of
+from laminar.engines.protocol import WeightSource
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.ids import TrajectoryId
+from laminar.sim.checks import final_checks
+from laminar.sim.checks.liveness import heals_in_time
+from laminar.sim.checks.stored import reported_is_stored
+from laminar.sim.models.replica import ReplicaEngine, Weights
+from laminar.sim.models.tokens import tokens_of
+from laminar.sim.run import run_seed
+from laminar.sim.runtime.coordinator import SimCoordinator
+from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import seconds
+from laminar.sim.world import World
+from laminar.storage import messages as m
+from laminar.storage import rules
+from laminar.testing.sim_worlds import calm, config, ran
+
+SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return ran(calm(**SMALL), seed=3)
+
+
+def broken(check: Callable[[], object]) -> str:
+    with pytest.raises(Violation) as violation:
+        check()
+    return violation.value.invariant
+
+
+def test_a_run_that_kept_everything_passes_again(world: World) -> None:
+    assert final_checks.judge(world)
+
+
+def test_row_without_an_end(world: World) -> None:
+    rows = dict(world.rows)
+    name = next(iter(rows))
+    rows[name] = rows[name]._replace(end=None)
+    state = world.coordinator.state
+    assert state is not None
+    assert broken(lambda: final_checks.books_are_closed(state, rows)) == "books_are_closed"
+
+
+def test_words_that_the_store_does_not_bear_out(world: World) -> None:
+    """Of what is not there, is not so far, or has other numbers; and none of what is right."""
+    row = next(row for row in world.rows.values() if row.end == "trained")
+    score, reason = rules.score_of(row.reward_bits) or 0.0, row.reward_reason or ""
+    name = TrajectoryId(row.id)
+    finished = ev.TrajectoryFinished(
+        trajectory=name, placement=1, num_tokens=row.num_tokens, finish_reason="stop"
+    )
+    rewarded = ev.TrajectoryRewarded(
+        trajectory=name,
+        placement=1,
+        score_bits=bits_of(score),
+        correct=False,
+        reason=reason,
+        num_tokens=row.num_tokens,
+        truncated=False,
+    )
+    ended = ev.EndedTrajectory(trajectory=name, num_tokens=row.num_tokens, tokens_lost=0)
+    cases = (
+        (finished, {"status": "open"}, {"num_tokens": 99_999}),
+        (rewarded, {"reward_bits": None}, {"reward_reason": "x"}, {"reward_bits": b"\1" * 8}),
+        (ev.TrajectoriesEnded(command_id=1, ended=(ended,)), {"end": None}, {"num_tokens": 0}),
+    )
+    for event, *changes in cases:
+        reported_is_stored(event, world.rows)
+        wrong = [{}, *({row.id: row._replace(**change)} for change in changes)]
+        for rows in wrong:
+            assert broken(partial(reported_is_stored, event, rows)) == "reported_is_stored"
+
+
+@pytest.mark.parametrize("change", [{"num_tokens": 99_999}, {"end": "dropped"}, {"end": "trained"}])
+def test_books_that_differ(world: World, change: dict[str, object]) -> None:
+    """One row has other tokens, or another end: of a trained one, and of an evaluated one."""
+    purpose = "eval" if change.get("end") == "trained" else "train"
+    rows = dict(world.rows)
+    name = next(n for n, row in rows.items() if row.purpose == purpose and row.end != "dropped")
+    rows[name] = rows[name]._replace(**change)
+    state = world.coordinator.state
+    assert state is not None
+    assert (
+        broken(lambda: final_checks.two_books(state, rows, world.checks.training.book))
+        == "two_books"
+    )
+
+
+def test_trajectory_that_the_store_does_not_know(world: World) -> None:
+    rows = dict(world.rows)
+    rows.popitem()
+    state = world.coordinator.state
+    assert state is not None
+    assert (
+        broken(lambda: final_checks.two_books(state, rows, world.checks.training.book))
+        == "two_books"
+    )
+
+
+def test_work_that_is_missing() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.completed -= 1
+    assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
+    state.completed += 1
+    state.evaluations.clear()
+    assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
+
+
+def test_failure_without_a_loss() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.failure, state.exit_code = "store-0 is lost: it is said", 1
+    name = broken(lambda: final_checks.failure_has_a_reason(world, state))
+    assert name == "failure_has_a_reason"
+
+
+def test_state_that_the_log_does_not_lead_to() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.staleness_sum += 1
+    disk = world.coordinator.disk
+    assert broken(lambda: final_checks.replay_equal(world, disk, state)) == "replay_equal"
+
+
+def test_event_that_was_sent_otherwise() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    world.checks.bodies["rollout-0/1"][2] = b"another"
+    assert (
+        broken(lambda: final_checks.events_once(world.checks, world.coordinator.disk))
+        == "events_once"
+    )
+
+
+def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predecessor's state is changed behind its log's back just before it dies."""
+    kill = SimCoordinator.kill
+
+    def planted(coordinator: SimCoordinator) -> None:
+        if coordinator.state is not None:
+            coordinator.state.staleness_sum += 1
+        kill(coordinator)
+
+    monkeypatch.setattr(SimCoordinator, "kill", planted)
+    outcome = run_seed(config("coordinator-killed", **SMALL), 3)
+    assert outcome.invariant == "same_state_as_before"
+
+
+def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store loses the beginning of a response that goes on."""
+    monkeypatch.setattr(
+        "laminar.sim.models.replica.tokens_of",
+        lambda seed, start, end, ends: tokens_of(seed + (start > 0), start, end, ends=ends),
+    )
+    assert run_seed(calm(**SMALL), 3).invariant == "tokens_continue"
+
+
+def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's answer comes after the abort and the pull, and the replica does not look."""
+
+    def planted(rollout: Rollout, command: cmd.GenerateTrajectory) -> bool:
+        rollout.opening[command.trajectory] = command
+        return True
+
+    ask = StoreClient.ask
+
+    async def late(client: StoreClient, request: Any, answer: Any) -> Any:
+        reply = await ask(client, request, answer)
+        if isinstance(request, m.Open):
+            await asyncio.sleep(3.0)
+        return reply
+
+    monkeypatch.setattr(StoreClient, "ask", late)
+    monkeypatch.setattr(Rollout, "_is_opening", planted)
+    swarm = config("replica-dies", events_max=8_000)
+    outcomes = (run_seed(swarm, seed) for seed in range(20))
+    found = next(outcome for outcome in outcomes if outcome.invariant)
+    assert found.invariant == "nothing_raises" and "is to be generated by" in found.details
+
+
+def test_an_engine_that_keeps_its_former_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest_of = Weights.digest_of
+
+    def planted(weights: Weights, source: WeightSource) -> str:
+        engine = weights._replica.engine
+        assert engine is not None
+        kept[engine] = kept.get(engine, "") or digest_of(weights, source)
+        return kept[engine]
+
+    kept: dict[ReplicaEngine, str] = {}
+    monkeypatch.setattr(Weights, "digest_of", planted)
+    assert run_seed(calm(**SMALL), 3).invariant == "generated_by_its_version"
+
+
+def test_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers no EndTrajectories, and nothing gives up on it in time."""
+    monkeypatch.setattr(Store, "handle", lambda *_: None)
+    outcome = run_seed(calm(quiet_s=60.0, **SMALL), 3)
+    assert outcome.invariant == "progress" and "outstanding: end:" in outcome.details
+
+
+def test_endless_run() -> None:
+    outcome = run_seed(calm(events_max=100, **SMALL), 3)
+    assert outcome.invariant == "progress" and "within 100 events" in outcome.details
+
+
+def test_healing_that_takes_too_long() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    heals_in_time(world, calm(**SMALL))
+    world.healed_ns = 1
+    world.scheduler.now = seconds(5_000)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
+        heals_in_time(world, calm(**SMALL))
+
+
+def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
+    world = ran(calm(batch_wait_ms=1_000, **SMALL), seed=3)
+    world.healed_ns, world.faults.left_hanging = 1, 1_000
+    world.scheduler.now = seconds(1_020)
+    heals_in_time(world, calm(**SMALL))
+    world.faults.left_hanging = 0
+    with pytest.raises(Violation, match=r"heals_in_time: it took 1020 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
+def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    world.healed_ns, world.faults.wedged_until_ns = 1, seconds(1_000)
+    world.scheduler.now = seconds(1_020)
+    heals_in_time(world, calm(**SMALL))
+    world.faults.wedged_until_ns = seconds(1)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 1019 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
+def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    world.healed_ns, state.failure = 1, "not started within 120000 ms: missing store"
+    world.scheduler.now = seconds(140)
+    heals_in_time(world, calm(**SMALL))
+    world.scheduler.now = seconds(5_000)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 4880 s"):
+        heals_in_time(world, calm(**SMALL))
+
+
+def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    world.healed_ns, state.failure = 1, "the trainer's machine has no relay: relay-0: ..."
+    world.scheduler.now = 10 * world.scheduler.now + seconds(20)
+    with pytest.raises(Violation, match=r"heals_in_time"):
+        heals_in_time(world, calm(**SMALL))
+    world.coverage.hit("fault:publish-differs")
+    heals_in_time(world, calm(**SMALL))
+
+
+def test_processes_that_only_wake_up() -> None:
+    """A clock that something pushes on by a nanosecond at a time never comes to a quiet end."""
+    world = World(calm(**SMALL), 3)
+
+    def wake() -> None:
+        world.scheduler.after(1, wake)
+
+    world.scheduler.after(1, wake)
+    with pytest.raises(Violation, match="calls led to"):
+        world.run()

@@ -1,0 +1,34 @@
+"""Must-hit marks: they are made from the product's tables, and ordinary swarms hit most of them."""
+
+from __future__ import annotations
+
+from laminar.core.machine import HANDLING
+from laminar.core.transitions import TRAJECTORY_MOVES
+from laminar.sim.checks.coverage import EXPECTED, Coverage
+from laminar.sim.run import run_seeds
+from laminar.testing.sim_worlds import config
+
+
+def test_every_row_of_the_tables_has_a_mark() -> None:
+    assert {f"event:{event.__name__}" for event in HANDLING} <= set(EXPECTED)
+    moves = {f"move:{before}-{trigger}" for before, trigger in TRAJECTORY_MOVES}
+    assert moves <= set(EXPECTED)
+    pairs = sum(len(handling.leads_to) for handling in HANDLING.values())
+    assert sum(" -> " in name for name in EXPECTED) == pairs
+    assert len(set(EXPECTED)) == len(EXPECTED)
+
+
+def test_marks_are_merged_by_adding() -> None:
+    marks = Coverage()
+    marks.hit("a")
+    marks.merge({"a": 2, "b": 1})
+    assert marks.counts == {"a": 3, "b": 1}
+    assert marks.missing() == list(EXPECTED)
+
+
+def test_a_few_runs_hit_more_than_half() -> None:
+    marks = Coverage()
+    for outcome in run_seeds(config(), range(1, 13), 1):
+        assert not outcome.invariant, (outcome.seed, outcome.details)
+        marks.merge(outcome.coverage)
+    assert len(marks.missing()) < len(EXPECTED) / 2, marks.missing()

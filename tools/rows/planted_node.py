@@ -1,0 +1,80 @@
+"""Planted bugs in the node: what it says of its processes and does with them.
+
+Reads   nothing
+Gives   NODE_BUGS: functions that put one bug into the running program, through a Planter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from laminar.actors.host import Host
+from laminar.actors.node import Child, Node
+from laminar.events import events as ev
+from laminar.events.base import Event
+from tools.rows.planted import Planter
+
+
+def exit_is_not_reported(plant: Planter) -> None:
+    emit = Host.emit
+
+    def planted(self: Host, event: Event, **context: Any) -> None:
+        if not isinstance(event, ev.ProcessExited):
+            emit(self, event, **context)
+
+    plant.replace(Host, "emit", planted)
+
+
+def exit_is_reported_twice(plant: Planter) -> None:
+    emit = Host.emit
+
+    def planted(self: Host, event: Event, **context: Any) -> None:
+        emit(self, event, **context)
+        if isinstance(event, ev.ProcessExited):
+            emit(self, event, **context)
+
+    plant.replace(Host, "emit", planted)
+
+
+def exit_is_reported_of_the_first_process(plant: Planter) -> None:
+    """Whichever of this name has ended."""
+    emit, first = Host.emit, dict[tuple[str, str], str]()
+
+    def planted(self: Host, event: Event, **context: Any) -> None:
+        if isinstance(event, ev.ProcessExited):
+            boot_id = first.setdefault((self.boot_id, event.actor), event.boot_id)
+            event = msgspec.structs.replace(event, boot_id=boot_id)
+        emit(self, event, **context)
+
+    plant.replace(Host, "emit", planted)
+
+
+def ended_process_is_not_started_again(plant: Planter) -> None:
+    """Though its node has said so."""
+    launch = Node._launch
+
+    async def planted(self: Node, child: Child) -> None:
+        if not child.restarts:
+            await launch(self, child)
+
+    plant.replace(Node, "_launch", planted)
+
+
+def node_leaves_before_its_processes(plant: Planter) -> None:
+    async def planted(self: Node) -> None:
+        self._stopping = True
+        await self._processes.close()
+
+    plant.replace(Node, "stop", planted)
+
+
+NODE_BUGS: tuple[Callable[[Planter], None], ...] = (
+    exit_is_not_reported,
+    exit_is_reported_twice,
+    exit_is_reported_of_the_first_process,
+    ended_process_is_not_started_again,
+    node_leaves_before_its_processes,
+)
