@@ -113,10 +113,8 @@ class World:
 
     def run(self) -> str:
         """To the end of the run; the digest of its last state. Raises Violation."""
-        try:
+        with self:
             return self._run()
-        finally:
-            self.close()
 
     def _run(self) -> str:
         self.begin()
@@ -142,6 +140,12 @@ class World:
             if process.role == "node":
                 process.start()
         self.faults.begin()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let go of what actors were doing when the world ended; nothing of it runs any more."""

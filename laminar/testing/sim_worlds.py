@@ -89,12 +89,10 @@ class LoggedRun:
 
     def run(self) -> LoggedRun:
         """To its end, unjudged: the beginning of the log may be gone by then."""
-        try:
+        with self.world:
             self.world.begin()
             while not self.coordinator.ended:
                 assert self.world.scheduler.step(), "nothing will ever happen"
-        finally:
-            self.world.close()
         return self
 
     @cached_property

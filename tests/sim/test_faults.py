@@ -56,9 +56,9 @@ def test_what_is_never_done_has_a_deadline(seed: int, timer: str) -> None:
 
 @pytest.mark.parametrize("kind", WEATHER)
 def test_weather_breaks_nothing(kind: str) -> None:
-    world = World(config(kind, **SMALL), 3)
-    world.begin()
-    assert not world.network.weather.fair
+    with World(config(kind, **SMALL), 3) as world:
+        world.begin()
+        assert not world.network.weather.fair
     outcome = run(kind)
     assert not outcome.invariant, outcome.details
     assert not outcome.failure
@@ -137,15 +137,15 @@ def test_loss_of_what_a_run_needs_ends_it(role: str) -> None:
 
 def test_nothing_goes_wrong_after_the_faults() -> None:
     """What strikes, strikes before; the weather is fair, nobody is paused, slow or cut off."""
-    world = World(config("loss", "partition", "replica-paused", "replica-slow", **SMALL), 3)
-    world.begin()
-    while not world.faults.healed:
-        world.scheduler.step()
-    assert world.healed_ns == world.faults.until_ns
-    assert world.network.weather.fair
-    assert not any(process.paused or process.slow != 1.0 for process in world.rollouts)
-    struck = sum(n for name, n in world.coverage.counts.items() if name.startswith("fault:"))
-    while not world.finished:
-        world.scheduler.step()
-    counts = world.coverage.counts
-    assert struck == sum(n for name, n in counts.items() if name.startswith("fault:")) > 0
+    with World(config("loss", "partition", "replica-paused", "replica-slow", **SMALL), 3) as world:
+        world.begin()
+        while not world.faults.healed:
+            world.scheduler.step()
+        assert world.healed_ns == world.faults.until_ns
+        assert world.network.weather.fair
+        assert not any(process.paused or process.slow != 1.0 for process in world.rollouts)
+        struck = sum(n for name, n in world.coverage.counts.items() if name.startswith("fault:"))
+        while not world.finished:
+            world.scheduler.step()
+        counts = world.coverage.counts
+        assert struck == sum(n for name, n in counts.items() if name.startswith("fault:")) > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -172,3 +174,33 @@ def test_who_yields_for_ever_is_found(bench: Bench) -> None:
 
     with pytest.raises(Violation, match=f"{CALLBACKS_MAX} callbacks"):
         bench.run(work)
+
+
+def test_what_a_dead_process_still_waits_for_is_broken_off_at_once(bench: Bench) -> None:
+    """Also what its `finally` blocks wait for, and the tasks that they make: nothing of it is left
+    to the garbage collector."""
+    reached: list[str] = []
+
+    async def closing() -> None:
+        reached.append("never")
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(5)
+        finally:
+            reached.append("first")
+            try:
+                await asyncio.sleep(5)
+            finally:
+                reached.append("second")
+                await asyncio.wait_for(closing(), 5)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        bench.loop.enter(lambda: bench.loop.create_task(work()))
+        assert bench.scheduler.step()
+        bench.loop.closed = True
+        bench.loop.discard()
+        gc.collect()
+    assert reached == ["first", "second"]
+    assert not warned and not bench.loop.tasks

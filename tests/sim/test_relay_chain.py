@@ -24,7 +24,6 @@ def test_every_machine_gets_the_weights_from_the_one_before() -> None:
 
     world = World(calm(**MACHINES, transfer_s=3.0, train_s=3.0), 3, observe)
     world.run()
-    world.close()
     state = world.coordinator.state
     assert state is not None and not state.failure
     assert len({e.version for e in received}) > 3
@@ -33,18 +32,17 @@ def test_every_machine_gets_the_weights_from_the_one_before() -> None:
 
 
 def test_relay_serves_nobody_before_it_has_said_that_it_is_ready() -> None:
-    world = World(calm(nodes=1, replicas=4, start_s=3.0), 3)
-    world.begin()
-    relay = world.processes["relay-0"]
-    while not relay.welcomed:
-        world.scheduler.step()
-    assert "relay-0" not in world.servers
-    while "relay-0" not in world.servers:
-        assert not world.arenas  # the trainer asks for one as soon as it has loaded
-        world.scheduler.step()
-    while not world.arenas:
-        world.scheduler.step()
-    world.close()
+    with World(calm(nodes=1, replicas=4, start_s=3.0), 3) as world:
+        world.begin()
+        relay = world.processes["relay-0"]
+        while not relay.welcomed:
+            world.scheduler.step()
+        assert "relay-0" not in world.servers
+        while "relay-0" not in world.servers:
+            assert not world.arenas  # the trainer asks for one as soon as it has loaded
+            world.scheduler.step()
+        while not world.arenas:
+            world.scheduler.step()
 
 
 def test_successor_goes_on_with_what_it_has() -> None:

@@ -59,26 +59,26 @@ def test_every_aim_is_tested() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_lose_a_replica(way: str) -> None:
     """The coordinator hears of it as of such a loss, and somebody of that name comes back."""
-    world = World(calm(replicas=4, total_steps=0, num_train=100), 1)
-    world.begin()
-    victim = world.rollouts[0]
-    while not victim.welcomed:
-        world.scheduler.step()
-    boot = victim.boot_id
-    lose(world.faults, victim, way)
-    assert victim.paused == (way == "silent")
-    while not world.finished:
-        world.scheduler.step()
-    news = {"leaves": "ActorLeft", "complains": "ActorFailed", "silent": "HeartbeatLost"}
-    assert world.coverage.counts[f"event:{news.get(way, 'ProcessExited')}"] > 0
-    assert set(LAST_WORDS) < set(WAYS)
-    assert victim.boot_id != boot
+    with World(calm(replicas=4, total_steps=0, num_train=100), 1) as world:
+        world.begin()
+        victim = world.rollouts[0]
+        while not victim.welcomed:
+            world.scheduler.step()
+        boot = victim.boot_id
+        lose(world.faults, victim, way)
+        assert victim.paused == (way == "silent")
+        while not world.finished:
+            world.scheduler.step()
+        news = {"leaves": "ActorLeft", "complains": "ActorFailed", "silent": "HeartbeatLost"}
+        assert world.coverage.counts[f"event:{news.get(way, 'ProcessExited')}"] > 0
+        assert set(LAST_WORDS) < set(WAYS)
+        assert victim.boot_id != boot
 
 
 def test_who_is_gone_is_not_lost_again() -> None:
-    world = World(calm(replicas=4), 1)
-    lose(world.faults, world.rollouts[0], "replaced")
-    assert not world.rollouts[0].alive
+    with World(calm(replicas=4), 1) as world:
+        lose(world.faults, world.rollouts[0], "replaced")
+        assert not world.rollouts[0].alive
 
 
 @pytest.mark.parametrize("role", FATAL_ROLES)

@@ -67,12 +67,12 @@ def of_runs(config: SimConfig, seeds: range) -> Cost:
 
 def of_the_first(config: SimConfig, events: int) -> Cost:
     """The beginning of one run."""
-    world = World(config, 1)
-    started = time.process_time()
-    world.begin()
-    while world.checks.events < events and not world.finished and world.scheduler.step():
-        pass
-    cpu_s = time.process_time() - started
+    with World(config, 1) as world:
+        started = time.process_time()
+        world.begin()
+        while world.checks.events < events and not world.finished and world.scheduler.step():
+            pass
+        cpu_s = time.process_time() - started
     state = world.coordinator.state
     issued = state.ledger.trajectories.issued if state is not None else 0
     return Cost(cpu_s, issued, world.checks.events, world.scheduler.made)

@@ -37,12 +37,12 @@ def heals_in_time(world: World, config: SimConfig) -> None:
     healing_ns = world.scheduler.now - began_ns - waits_ns
     if not world.healed_ns or healing_ns <= QUICK_NS:
         return
-    calm = World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed)
-    calm.begin()
-    while not calm.finished and FACTOR * calm.scheduler.now < healing_ns and calm.scheduler.step():
-        pass
-    calm.close()
-    whole_ns = max(calm.scheduler.now, QUICK_NS // FACTOR)
+    with World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed) as calm:
+        calm.begin()
+        scheduler, limit_ns = calm.scheduler, healing_ns // FACTOR
+        while not calm.finished and scheduler.now <= limit_ns and scheduler.step():
+            pass
+    whole_ns = max(scheduler.now, QUICK_NS // FACTOR)
     if healing_ns > FACTOR * whole_ns:
         took, whole = healing_ns / SECOND, whole_ns / SECOND
         what = f"it took {took:.0f} s after the faults, and a whole run takes {whole:.0f} s"

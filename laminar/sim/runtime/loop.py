@@ -26,11 +26,23 @@ Ts = TypeVarTuple("Ts")
 
 CALLBACKS_MAX = 200_000
 """Of one instant: a task yields again and again and waits for nothing."""
+WAITS_MAX = 1_000
+"""For how many things a coroutine may wait while it is ended."""
 TASKS_KEPT = 64
 """Finished tasks are forgotten when there are so many, or twice as many as were left then."""
 
 After = Callable[..., None]  #: (delay in nanoseconds, action, *arguments)
 Told = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+
+def _close(coroutine: Any) -> None:
+    """To its end: whatever it still waits for in a `finally` block is broken off as well."""
+    for _ in range(WAITS_MAX):
+        with contextlib.suppress(BaseException):
+            coroutine.close()
+        if coroutine.cr_frame is None:
+            return
+    raise Violation("progress", f"{coroutine.__qualname__} cannot be ended")
 
 
 class Ready(asyncio.Handle):
@@ -161,12 +173,18 @@ class SimLoop(asyncio.AbstractEventLoop):
         """It stays with the scheduler, and calls nothing."""
 
     def discard(self) -> None:
-        """End the coroutines of a dead process, here and not whenever they are collected."""
-        for task in self.tasks:
-            coroutine = task.get_coro()
-            with contextlib.suppress(BaseException):
-                coroutine.close()
-        self.tasks.clear()
+        """End the coroutines of a dead process, here and not whenever they are collected.
+
+        Within this loop, because their `finally` blocks may make tasks; those are ended, too.
+        """
+        before = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            while self.tasks:
+                _close(self.tasks.pop().get_coro())
+        finally:
+            events._set_running_loop(before)
+        self._ready.clear()
 
     # --- what asyncio asks of a loop ------------------------------------------------------------
 
