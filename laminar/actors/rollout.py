@@ -137,7 +137,7 @@ class Rollout:
         there."""
         wanted = {command.trajectory: (order, command) for order, command in opening}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_opening(pair[1])}:
-            items = tuple(self._open_item(command) for _, command in wanted.values())
+            items = tuple(open_item(c, self._temperature(c.purpose)) for _, c in wanted.values())
             reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
             for result in reply.results:
                 order, command = wanted.pop(ids.TrajectoryId(result.trajectory_id))
@@ -148,21 +148,6 @@ class Rollout:
     def _is_opening(self, command: cmd.GenerateTrajectory) -> bool:
         """False once it was taken back."""
         return self.opening.get(command.trajectory) is command
-
-    def _open_item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
-        return m.OpenItem(
-            trajectory_id=command.trajectory,
-            group_id=command.group,
-            sibling=command.sibling,
-            purpose=command.purpose,
-            row_index=command.row_index,
-            attempt=command.attempt,
-            placement=command.placement,
-            weight_version=command.version,
-            version_step=command.version_step,
-            replica=self.host.name,
-            temperature=self._temperature(command.purpose),
-        )
 
     def _temperature(self, purpose: str) -> float:
         rollout = self.config.rollout
@@ -376,3 +361,20 @@ def _taken(added: asyncio.Future[None]) -> None:
     """What the engine refuses ends the process: EngineError."""
     if not added.cancelled():
         added.result()
+
+
+def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
+    """What its replica asks of the store before it generates."""
+    return m.OpenItem(
+        trajectory_id=command.trajectory,
+        group_id=command.group,
+        sibling=command.sibling,
+        purpose=command.purpose,
+        row_index=command.row_index,
+        attempt=command.attempt,
+        placement=command.placement,
+        weight_version=command.version,
+        version_step=command.version_step,
+        replica=command.to,
+        temperature=temperature,
+    )

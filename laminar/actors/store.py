@@ -107,7 +107,7 @@ class Store:
     async def _end(self) -> None:
         while self._endings:
             ending, self._endings = self._endings, []
-            requests = [m.End(items=tuple(_end_item(e) for e in c.endings)) for _, c in ending]
+            requests = [m.End(items=tuple(end_item(e) for e in c.endings)) for _, c in ending]
             replies = await self._disk.until_room(partial(self._handle, requests))
             for (order, _), reply in zip(ending, replies, strict=True):
                 if not isinstance(reply, m.EndReply):
@@ -197,7 +197,8 @@ class Store:
         self.database.keep_prompt_ids(ids)
 
 
-def _end_item(ending: cmd.Ending) -> m.EndItem:
+def end_item(ending: cmd.Ending) -> m.EndItem:
+    """What the coordinator's order means for one trajectory."""
     return m.EndItem(
         trajectory_id=ending.trajectory,
         group_id=ending.group,

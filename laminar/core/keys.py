@@ -79,30 +79,34 @@ class Timer(NamedTuple):
     subject: str  #: id, actor name or CommandKey; empty where there is one of the kind
 
 
+def _timer(kind: TimerKind, subject: str) -> TimerName:
+    return TimerName(kind + ":" + subject)
+
+
 START = TimerName(TimerKind.START)
 WEIGHTS = TimerName(TimerKind.WEIGHTS)
 BATCH_WAIT = TimerName(TimerKind.BATCH_WAIT)
 
 
 def resume(trajectory_id: str) -> TimerName:
-    return TimerName(f"resume:{trajectory_id}")
+    return _timer(TimerKind.RESUME, trajectory_id)
 
 
 def progress(replica: str) -> TimerName:
-    return TimerName(f"progress:{replica}")
+    return _timer(TimerKind.PROGRESS, replica)
 
 
 def rejoin(actor: str) -> TimerName:
-    return TimerName(f"rejoin:{actor}")
+    return _timer(TimerKind.REJOIN, actor)
 
 
 def receive(relay: str) -> TimerName:
-    return TimerName(f"receive:{relay}")
+    return _timer(TimerKind.RECEIVE, relay)
 
 
 def deadline(key: CommandKey) -> TimerName:
     """Of an outstanding command."""
-    return TimerName(f"command:{key}")
+    return _timer(TimerKind.COMMAND, key)
 
 
 def parse_timer(name: str) -> Timer:

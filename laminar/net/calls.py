@@ -1,7 +1,8 @@
 """The two ends of requests between processes, as the code that uses them sees them.
 
 Reads   nothing
-Gives   Client and Server, the two ends; Request, Reply, RpcError, Batch, Handler, FLUSH_S
+Gives   Client and Server, the two ends; Serving, the time of a server; Request, Reply, RpcError,
+        Batch, Handler, FLUSH_S
 
 The sockets under it are in net/rpc_client.py and net/rpc_server.py; an actor's logic loads none.
 The simulator has two ends of its own.
@@ -9,6 +10,7 @@ The simulator has two ends of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -73,3 +75,31 @@ class Server(Protocol):
 
     async def close(self) -> None:
         """Take no more; what is not handled yet is asked again of the next server."""
+
+
+class Serving:
+    """The time in which a server serves: from its start to its close, or to what failed."""
+
+    def __init__(self) -> None:
+        self._closed: asyncio.Future[None] | None = None
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._closed = loop.create_future()
+
+    def __bool__(self) -> bool:
+        """Whether it serves now."""
+        return self._closed is not None and not self._closed.done()
+
+    def end(self, error: Exception | None) -> None:
+        """`error`: what failed. Only the first end counts."""
+        if self._closed is None or self._closed.done():
+            return
+        if error is None:
+            self._closed.set_result(None)
+        else:
+            self._closed.set_exception(error)
+
+    async def wait_closed(self) -> None:
+        if self._closed is None:
+            raise RuntimeError("call start() first, in a running event loop")
+        await asyncio.shield(self._closed)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from laminar.net.calls import Handler, Reply, Request, RpcError
+from laminar.net.calls import Handler, Reply, Request, RpcError, Serving
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
 from laminar.net.frames import (
@@ -96,7 +96,7 @@ class RpcServer:
         self._next_look_ns = (
             self._looked_ns + self._lease_ns
         )  #: no lease of the present peers ends before
-        self._closed: asyncio.Future[None] | None = None
+        self._serving = Serving()
         self.bad_frames = 0
 
     @property
@@ -106,18 +106,16 @@ class RpcServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._closed = loop.create_future()
+        self._serving.begin(loop)
         self._socket.attach(loop, self._turn)
 
     async def wait_closed(self) -> None:
         """Return after `close`; raise what the handler or a callback raised."""
-        if self._closed is None:
-            raise RuntimeError("call start() first, in a running event loop")
-        await asyncio.shield(self._closed)
+        await self._serving.wait_closed()
 
     def again(self) -> None:
         """What could not be handled yet is handed over now, and not in RETRY_MS."""
-        if self._closed is not None and not self._closed.done():
+        if self._serving:
             self._awake.update(self._held)
             self._turn()
 
@@ -262,9 +260,4 @@ class RpcServer:
 
     def _end(self, error: Exception | None) -> None:
         self._socket.close(LINGER_MS)
-        if self._closed is None or self._closed.done():
-            return
-        if error is None:
-            self._closed.set_result(None)
-        else:
-            self._closed.set_exception(error)
+        self._serving.end(error)

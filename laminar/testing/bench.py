@@ -17,13 +17,12 @@ import msgspec
 from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
-from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import Group, Outstanding, Replica, State, Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.ids import GroupId, TrajectoryId
-from laminar.testing.world_parts import settings, step_completed
+from laminar.testing.world_parts import coordinator_started, settings, step_completed
 
 C = TypeVar("C", bound=Command)
 MS = 1_000_000  #: nanoseconds
@@ -133,13 +132,7 @@ class Bench:
     # --- starting -----------------------------------------------------------------------------
 
     def started(self, incarnation: int = 1) -> ev.CoordinatorStarted:
-        return ev.CoordinatorStarted(
-            incarnation=incarnation,
-            logic=LOGIC_VERSION,
-            settings=self.settings,
-            clock_ns=0,
-            config="",
-        )
+        return coordinator_started(self.settings, incarnation)
 
     def joining(self, name: str, boot: str = "a") -> ev.ActorJoined:
         return ev.ActorJoined(

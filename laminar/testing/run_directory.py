@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from laminar.actors.rollout import open_item
+from laminar.actors.store import end_item
 from laminar.analysis.trainer_book import ids_digest
 from laminar.core.scores import float_of
 from laminar.events import commands as cmd
@@ -29,6 +31,7 @@ from laminar.testing.world import World
 from laminar.testing.world_parts import Faults, settings
 
 CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
+TEMPERATURE = 1.0  #: of all that was sampled
 
 
 def world_log(leave_out: float = 0.0) -> Log:
@@ -109,9 +112,9 @@ def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
         yield m.PutRewards(items=(item,))
     for command in commands:
         if isinstance(command, cmd.GenerateTrajectory):
-            yield m.Open(items=(_open(command),))
+            yield m.Open(items=(open_item(command, TEMPERATURE),))
         elif isinstance(command, cmd.EndTrajectories):
-            yield m.End(items=tuple(_end(ending) for ending in command.endings))
+            yield m.End(items=tuple(end_item(ending) for ending in command.endings))
 
 
 def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
@@ -120,36 +123,6 @@ def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
     tokens, logprobs = struct.pack(f"<{n}i", *range(n)), struct.pack(f"<{n}f", *[-0.5] * n)
     yield m.Append(items=(m.AppendItem(**who, offset=0, tokens=tokens, logprobs=logprobs),))
     yield m.Finish(items=(m.FinishItem(**who, finish_reason=event.finish_reason, num_tokens=n),))
-
-
-def _open(command: cmd.GenerateTrajectory) -> m.OpenItem:
-    return m.OpenItem(
-        trajectory_id=command.trajectory,
-        group_id=command.group,
-        sibling=command.sibling,
-        purpose=command.purpose,
-        row_index=command.row_index,
-        attempt=command.attempt,
-        placement=command.placement,
-        weight_version=command.version,
-        version_step=command.version_step,
-        replica=command.to,
-        temperature=1.0,
-    )
-
-
-def _end(ending: cmd.Ending) -> m.EndItem:
-    return m.EndItem(
-        trajectory_id=ending.trajectory,
-        group_id=ending.group,
-        sibling=ending.sibling,
-        purpose=ending.purpose,
-        row_index=ending.row_index,
-        placement=ending.placement,
-        end=ending.end,
-        reason=ending.reason,
-        step=max(ending.step, 0),
-    )
 
 
 def _prompt(index: int) -> m.PromptPayload:

@@ -17,7 +17,6 @@ from typing import Any
 from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
-from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
@@ -29,6 +28,7 @@ from laminar.testing.world_parts import (
     Process,
     Row,
     Wake,
+    coordinator_started,
 )
 
 
@@ -100,13 +100,7 @@ class World(Actors):
             self.later(self.strategy, self.faults.drain_at_s, drain)
 
     def started(self, incarnation: int) -> ev.CoordinatorStarted:
-        return ev.CoordinatorStarted(
-            incarnation=incarnation,
-            logic=LOGIC_VERSION,
-            settings=self.settings,
-            clock_ns=0,
-            config="",
-        )
+        return coordinator_started(self.settings, incarnation)
 
     def step(self) -> None:
         """The next thing happens: something in the world, or a timer."""

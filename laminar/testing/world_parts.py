@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.core.rules import NEW_RUN
+from laminar.core.rules import LOGIC_VERSION, NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
@@ -51,24 +51,36 @@ def settings(**changes: Any) -> Settings:
     return Settings(**(values | changes))
 
 
+def coordinator_started(
+    settings: Settings, incarnation: int = 1, *, logic: int = LOGIC_VERSION, clock_ns: int = 0
+) -> ev.CoordinatorStarted:
+    """The first event of a coordinator."""
+    return ev.CoordinatorStarted(
+        incarnation=incarnation, logic=logic, settings=settings, clock_ns=clock_ns, config=""
+    )
+
+
 def rows_left_out(rows: Sequence[str]) -> ev.LeftOut:
     """As the trainer reports them; whose they are decides nothing."""
     names = tuple(map(TrajectoryId, rows))
     return ev.LeftOut(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
 
 
-def step_completed(step: int, version: int, left_out: Sequence[str]) -> ev.StepCompleted:
-    """The trainer's report of a step, some rows of which it left out."""
-    return ev.StepCompleted(
-        step=step,
-        version=version,
-        changed=True,
-        reason="",
-        num_tokens=1,
-        digest="",
-        metrics={},
-        left_out=(rows_left_out(left_out),) if left_out else (),
-    )
+def step_completed(
+    step: int, version: int, rows: Sequence[str] = (), **changes: Any
+) -> ev.StepCompleted:
+    """The trainer's report of a step, that left out some `rows`."""
+    values: dict[str, Any] = {
+        "step": step,
+        "version": version,
+        "changed": True,
+        "reason": "",
+        "num_tokens": 1,
+        "digest": "",
+        "metrics": {},
+        "left_out": (rows_left_out(rows),) if rows else (),
+    }
+    return ev.StepCompleted(**(values | changes))
 
 
 @dataclass

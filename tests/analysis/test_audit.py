@@ -24,7 +24,7 @@ from laminar.events import events as ev
 from laminar.testing.logs import Log, write_log
 from laminar.testing.run_directory import make_run, world_log
 from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, group_of, settings
+from laminar.testing.world_parts import Faults, group_of, settings, step_completed
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
 
@@ -196,9 +196,7 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     assert batch is not None
     bench.kill("relay-0", restarting=False)
     assert bench.state.failure
-    done = ev.StepCompleted(
-        step=0, version=batch.version, changed=True, reason="", num_tokens=1, digest="", metrics={}
-    )
+    done = step_completed(0, batch.version)
     bench.say("trainer-0", done)
     machine, account = Machine(), Account()
     for stamped, _ in bench.log:

@@ -7,12 +7,11 @@ from pathlib import Path
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.windows import Windows
 from laminar.core.machine import Machine
-from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import coordinator_started, settings, step_completed
 
 CLOCK_NS = 10**9
 LOG_NS = 500  #: what the log's own clock shows at time 0
@@ -78,15 +77,7 @@ def rewarded(trajectory: str) -> ev.TrajectoryRewarded:
 
 
 def step(number: int) -> ev.StepCompleted:
-    return ev.StepCompleted(
-        step=number,
-        version=number + 1,
-        changed=True,
-        reason="",
-        num_tokens=1,
-        digest="",
-        metrics={},
-    )
+    return step_completed(number, number + 1)
 
 
 def on_policy_run(capacity: int = 4, *, second: bool = False) -> Told:
@@ -103,9 +94,7 @@ def on_policy_run(capacity: int = 4, *, second: bool = False) -> Told:
     told.say(
         0,
         COORDINATOR,
-        ev.CoordinatorStarted(
-            incarnation=1, logic=LOGIC_VERSION, settings=config, clock_ns=CLOCK_NS, config=""
-        ),
+        coordinator_started(config, clock_ns=CLOCK_NS),
     )
     told.join(1, "store-0", ev.DataLoaded(num_train=9, num_eval=0, overlap=0, digest=""))
     told.join(2, "relay-0", ev.RelayReady(address="", bulk=""))
@@ -156,9 +145,7 @@ def stamped_at(seq: int, time_ns: int, event: Event) -> Stamped:
 
 
 def started(clock_ns: int) -> ev.CoordinatorStarted:
-    return ev.CoordinatorStarted(
-        incarnation=1, logic=LOGIC_VERSION, settings=settings(), clock_ns=clock_ns, config=""
-    )
+    return coordinator_started(settings(), clock_ns=clock_ns)
 
 
 def test_what_a_replica_did_by_the_log() -> None:

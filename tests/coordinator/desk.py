@@ -22,13 +22,11 @@ from laminar.events.codec import decode_order
 from laminar.net.session import ClientLink
 from laminar.net.session_boxes import MS, Limits
 from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import coordinator_started, settings
 
 LEASE_MS = 3_000
 NODE_LEASE_MS = 12_000
-STARTED = ev.CoordinatorStarted(
-    incarnation=1, logic=LOGIC_VERSION, settings=settings(), clock_ns=0, config=""
-)
+STARTED = coordinator_started(settings())
 READY = ev.TrainerReady(num_parameters=1, weights_bytes=4)
 
 

@@ -23,7 +23,7 @@ from laminar.net.session import LinkState
 from laminar.net.session_boxes import MS
 from laminar.testing.memory_disk import MemoryDisk
 from laminar.testing.sim_worlds import LoggedRun
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import coordinator_started, settings
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
 
 
@@ -135,9 +135,7 @@ def test_actor_cannot_report_what_is_the_coordinators_to_know() -> None:
     desk = Desk()
     link = desk.client("trainer-0")
     desk.talk()
-    other = ev.CoordinatorStarted(
-        incarnation=7, logic=LOGIC_VERSION + 1, settings=settings(), clock_ns=0, config=""
-    )
+    other = coordinator_started(settings(), 7, logic=LOGIC_VERSION + 1)
     link.send(encode(other))
     desk.talk()
     assert desk.tick.machine.state.ignored == {"CoordinatorStarted: wrong-sender": 1}

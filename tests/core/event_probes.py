@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -22,7 +21,7 @@ from laminar.events.base import Event
 from laminar.ids import ActorName, GroupId, TrajectoryId
 from laminar.testing.event_cells import STATUSES
 from laminar.testing.message_samples import field_types, sample
-from laminar.testing.world_parts import rows_left_out
+from laminar.testing.world_parts import coordinator_started, step_completed
 
 NUMBERS = (-(2**63), -1, 0, 1, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "0.0.0", "no such thing")
@@ -138,13 +137,7 @@ _TOGETHER: dict[tuple[str, ...], Callable[[State, str], Iterable[tuple[Any, ...]
 
 
 def _coordinator_started(state: State, peer: str) -> Iterator[Event]:
-    yield ev.CoordinatorStarted(
-        incarnation=state.coordinator_incarnation + 1,
-        logic=LOGIC_VERSION,
-        settings=state.settings,
-        clock_ns=0,
-        config="",
-    )
+    yield coordinator_started(state.settings, state.coordinator_incarnation + 1)
 
 
 def _timer_fired(state: State, peer: str) -> Iterator[Event]:
@@ -219,21 +212,10 @@ def _step_completed(state: State, peer: str) -> Iterator[Event]:
     batch = state.batch
     step, version = (batch.step, batch.version) if batch else (state.completed, state.next_version)
     for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
-        yield ev.StepCompleted(
-            step=s, version=v, changed=True, reason="", num_tokens=1, digest="", metrics={}
-        )
+        yield step_completed(s, v)
     groups = [state.groups[g].members for g in batch.groups] if batch else []
     for rows in (groups[0][:1], groups[0]) if groups else ():
-        yield ev.StepCompleted(
-            step=step,
-            version=version,
-            changed=True,
-            reason="",
-            num_tokens=1,
-            digest="",
-            metrics={},
-            left_out=(rows_left_out(rows),),
-        )
+        yield step_completed(step, version, rows)
 
 
 def _model_exported(state: State, peer: str) -> Iterator[Event]:

@@ -15,7 +15,7 @@ from laminar.ids import TrajectoryId
 from laminar.testing.bench import Bench, only
 from laminar.testing.random_worlds import random_world
 from laminar.testing.world import World
-from laminar.testing.world_parts import Process
+from laminar.testing.world_parts import Process, step_completed
 from tests.core.event_probes import fitting, spoiled
 
 
@@ -37,9 +37,7 @@ def rewarded(**changes: object) -> ev.TrajectoryRewarded:
 
 
 def step(number: int, version: int) -> ev.StepCompleted:
-    return ev.StepCompleted(
-        step=number, version=version, changed=True, reason="", num_tokens=1, digest="", metrics={}
-    )
+    return step_completed(number, version)
 
 
 def published(version: int, by: int, held: tuple[int, ...] = (0,)) -> ev.WeightsPublished:

@@ -13,7 +13,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.testing.bench import Bench, only
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import coordinator_started, settings
 
 
 def test_every_process_gets_its_own_incarnation() -> None:
@@ -131,9 +131,7 @@ def test_stranger_is_not_heard() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        ev.CoordinatorStarted(
-            incarnation=9, logic=LOGIC_VERSION + 1, settings=settings(), clock_ns=0, config=""
-        ),
+        coordinator_started(settings(), 9, logic=LOGIC_VERSION + 1),
         ev.TimerFired(timer="start"),
         ev.DrainRequested(reason="I say so"),
         ev.HeartbeatLost(actor="rollout-0", actor_incarnation=5, silent_ms=1),
@@ -192,9 +190,7 @@ def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
 
 def test_log_of_another_logic_is_refused() -> None:
     bench = Bench()
-    other = ev.CoordinatorStarted(
-        incarnation=2, logic=LOGIC_VERSION + 1, settings=bench.settings, clock_ns=0, config=""
-    )
+    other = coordinator_started(bench.settings, 2, logic=LOGIC_VERSION + 1)
     with pytest.raises(LogicError, match=f"logic version {LOGIC_VERSION + 1}"):
         bench.own(other)
 

@@ -13,10 +13,9 @@ from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, RULES, LogicError, Rule, applies, rules_of
 from laminar.core.state import Group, State, decode, encode
 from laminar.events import commands as cmd
-from laminar.events import events as ev
 from laminar.events.base import Settings, Stamped
 from laminar.testing.world import World
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import coordinator_started, settings
 
 LATEST_FIRST = Rule(
     "latest-first",
@@ -77,9 +76,7 @@ def test_the_change_itself_alters_no_old_run(request: pytest.FixtureRequest) -> 
 
 
 def started(logic: int, config: Settings) -> Stamped:
-    event = ev.CoordinatorStarted(
-        incarnation=1, logic=logic, settings=config, clock_ns=0, config=""
-    )
+    event = coordinator_started(config, logic=logic)
     return Stamped(seq=1, time_ns=0, peer="coordinator", incarnation=1, peer_seq=0, event=event)
 
 

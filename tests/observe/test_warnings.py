@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from laminar.events.base import Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.warnings import WINDOW, Watch, first_look
 from laminar.testing.world import World
-from laminar.testing.world_parts import settings
+from laminar.testing.world_parts import settings, step_completed
 from tests.observe.test_metrics_and_status import TELEMETRY
 
 WELL = {
@@ -59,21 +58,8 @@ class Seen:
     def steps(self, count: int, **figures: float) -> list[str]:
         """Kinds of the warnings after so many steps with these figures."""
         for step in range(count):
-            self.take(step_completed(step, WELL | figures))
+            self.take(step_completed(step, step + 1, metrics=WELL | figures))
         return [event.kind for event in self.events]
-
-
-def step_completed(step: int, metrics: dict[str, float], **fields: Any) -> ev.StepCompleted:
-    return ev.StepCompleted(
-        step=step,
-        version=step + 1,
-        changed=True,
-        reason="",
-        num_tokens=1,
-        digest="",
-        metrics=metrics,
-        **fields,
-    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +160,7 @@ def test_a_held_out_score_that_falls(state: State) -> None:
 def test_what_an_event_says_by_itself(state: State) -> None:
     seen = Seen(state)
     part = ev.LeftOut(replica="rollout-1", version=7, trajectories=("0.1.2",), diff=0.5, limit=0.1)
-    seen.take(step_completed(3, WELL, left_out=(part,)))
+    seen.take(step_completed(3, 4, metrics=WELL, left_out=(part,)))
     seen.take(ev.WeightsRejected(version=8, reason="the probe differs by 3"))
     state.num_train = state.settings.groups_per_step - 1
     seen.take(ev.DataLoaded(num_train=1, num_eval=0, overlap=0, digest=""))
@@ -190,7 +176,7 @@ def test_what_was_found_before_the_run(state: State, tmp_path: Path) -> None:
     events: list[Event] = []
     watch = Watch(events.append, at_start=first_look(tmp_path))
     for _ in range(2):
-        event = step_completed(0, WELL)
+        event = step_completed(0, 1, metrics=WELL)
         stamped = Stamped(seq=1, time_ns=0, peer="x", incarnation=1, peer_seq=1, event=event)
         watch(stamped, [], state)
     assert [(e.kind, e.text) for e in events if isinstance(e, ev.TrainingWarning)] == [

@@ -17,6 +17,7 @@ from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
 from laminar.testing.sim_worlds import calm
+from laminar.testing.world_parts import step_completed
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import manifest_of
 
@@ -53,9 +54,7 @@ def broken(check: Any, *facts: Any) -> str:
 
 def test_a_step_is_in_the_book_before_it_is_reported(world: World) -> None:
     training = world.checks.training
-    done = ev.StepCompleted(
-        step=0, version=1, changed=True, reason="", num_tokens=1, digest="", metrics={}
-    )
+    done = step_completed(0, 1)
     assert broken(reported, world, done) == "booked_before_reported"
     training.booked({"step": 0, "ids": ["0.0.0", "0.0.1"], "left_out": ["0.0.1"]})
     reported(world, done)

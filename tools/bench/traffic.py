@@ -18,7 +18,6 @@ from typing import Any
 
 from laminar.coordinator.tick import Frame, Tick
 from laminar.core.machine import Machine
-from laminar.core.rules import LOGIC_VERSION
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
@@ -27,6 +26,7 @@ from laminar.net.session import ClientLink
 from laminar.net.session_boxes import Limits
 from laminar.ports import Disk
 from laminar.testing.logs import begin_log
+from laminar.testing.world_parts import coordinator_started, step_completed
 from laminar.testing.world_parts import settings as small_settings
 
 MS, SECOND = 1_000_000, 1_000_000_000  #: nanoseconds
@@ -111,9 +111,7 @@ class Traffic:
 
     def run(self, events: int) -> None:
         """Until the log holds so many events (a few more: turns are not cut)."""
-        started = ev.CoordinatorStarted(
-            incarnation=1, logic=LOGIC_VERSION, settings=self._settings, clock_ns=0, config=""
-        )
+        started = coordinator_started(self._settings)
         self._turn([], [started])
         for peer in self._peers.values():
             self._start(peer)
@@ -299,15 +297,7 @@ class Traffic:
         )
 
     def _train(self, peer: Peer, command: cmd.TrainStep) -> None:
-        done = ev.StepCompleted(
-            step=command.step,
-            version=command.version,
-            changed=True,
-            reason="",
-            num_tokens=1,
-            digest="",
-            metrics={},
-        )
+        done = step_completed(command.step, command.version)
         self._later(peer, 3 * SECOND, done)
         self._publish(command.version, command.step + 1, 3 * SECOND)
 

@@ -21,10 +21,10 @@ from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import Snapshot, snapshots
 from laminar.eventlog.upcast import UPCASTS, state_digest
-from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
 from laminar.ports import Disk
 from laminar.sim.runtime.disk import SimDisk
+from laminar.testing.world_parts import coordinator_started
 from tools.rows.base import Figure, Gate, Row
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
@@ -126,13 +126,7 @@ def _go_on(disk: Disk) -> None:
     machine = _identical(restored.replay).machine
     state = machine.state
     take_over(disk, restored, logic=LOGIC_VERSION, run="golden", seed=0, config_hash="")
-    started = ev.CoordinatorStarted(
-        incarnation=restored.incarnation,
-        logic=LOGIC_VERSION,
-        settings=state.settings,
-        clock_ns=0,
-        config="",
-    )
+    started = coordinator_started(state.settings, restored.incarnation)
     machine.handle(
         Stamped(
             seq=state.seq + 1,

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError
+from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError, Serving
 from laminar.net.session import LinkClosed
 from laminar.sim.interfaces import Boot
 from laminar.sim.runtime.scheduler import MS
@@ -169,14 +169,14 @@ class SimServer:
         self._held: dict[str, Peer] = {}  #: with a request that could not be handled yet
         self._planned = self._again_planned = False
         self._looked_ns = self._world.scheduler.now
-        self._closed: asyncio.Future[None] | None = None
+        self._serving = Serving()
 
     @property
     def address(self) -> str:
         return self._boot.name
 
     async def start(self) -> None:
-        self._closed = self._boot.loop.create_future()
+        self._serving.begin(self._boot.loop)
         self._boot.after(self._lease_ns // LEASE_LOOKS, self._look)
 
     def again(self) -> None:
@@ -185,24 +185,10 @@ class SimServer:
         self._plan(0)
 
     async def wait_closed(self) -> None:
-        if self._closed is None:
-            raise RuntimeError("call start() first")
-        await asyncio.shield(self._closed)
+        await self._serving.wait_closed()
 
     async def close(self) -> None:
-        self._end(None)
-
-    @property
-    def _serves(self) -> bool:
-        return self._closed is not None and not self._closed.done()
-
-    def _end(self, error: Exception | None) -> None:
-        if self._closed is None or self._closed.done():
-            return
-        if error is None:
-            self._closed.set_result(None)
-        else:
-            self._closed.set_exception(error)
+        self._serving.end(None)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -211,7 +197,7 @@ class SimServer:
         self._boot.deliver(self._take, client, message)
 
     def _take(self, client: Boot, message: Message) -> None:
-        if not self._serves:
+        if not self._serving:
             return
         if message.bye:
             return self._lose(client.boot_id)
@@ -247,7 +233,7 @@ class SimServer:
 
     def _turn(self) -> None:
         self._planned = False
-        if self._serves:
+        if self._serving:
             self._boot.loop.enter(self._handle)
 
     def _handle(self) -> None:
@@ -258,7 +244,7 @@ class SimServer:
             try:
                 replies = self._handle_batch(batch)
             except Exception as error:
-                return self._end(error)
+                return self._serving.end(error)
             self._note(asked, replies)
         for peer in awake.values():
             self._answer(peer)
@@ -293,7 +279,7 @@ class SimServer:
 
     def _look(self) -> None:
         """A live peer sends heartbeats as long as its link carries them: those are not counted."""
-        if not self._serves:
+        if not self._serving:
             return
         now, network = self._world.scheduler.now, self._world.network
         paused = now - self._looked_ns > self._lease_ns // LEASE_LOOKS + self._lease_ns // 10
