@@ -89,7 +89,7 @@ async def found_by(run: SmallRun, plant: Plant | None) -> str:
     assert result.changed, "the rows of the healthy one are trained"
     if not result.suspects:
         return "nothing"
-    assert set(result.left_out) == {r.sample_id for r in rows if r.replica == "rollout-1"}
+    assert set(result.left_out) == {r.sample_id for r in rows if r.spans[0].replica == "rollout-1"}
     return "mismatch"
 
 

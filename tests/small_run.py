@@ -24,6 +24,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.ids import hash64
+from laminar.storage.rules import Source, Span
 from laminar.training.learner import Learner, StepResult
 from laminar.training.model import LoadedPolicy, named_weights
 from laminar.training.steps import TrainSample
@@ -145,6 +146,7 @@ class SmallRun:
                 )
         self._rows += groups
         await replica.generate(list(requests.values()))
+        source = Source(replica.name, replica.version, replica.version)
         return [
             TrainSample(
                 sample_id=name,
@@ -155,9 +157,7 @@ class SmallRun:
                 reward=float(np.mean(np.array(replica.tokens[name]) < 40)),
                 temperature=temperature,
                 truncated=True,
-                weight_version=replica.version,
-                version_step=replica.version,
-                replica=replica.name,
+                spans=(Span(*source, len(replica.tokens[name])),),
             )
             for name, request in requests.items()
         ]

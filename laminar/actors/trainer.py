@@ -219,10 +219,11 @@ def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
 
 
 def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
-    """By origin."""
+    """By origin; a row that several suspects have sampled is with each of them."""
     rows: dict[Origin, list[TrajectoryId]] = {}
-    for sample_id, origin in result.left_out.items():
-        rows.setdefault(origin, []).append(TrajectoryId(sample_id))
+    for sample_id, origins in result.left_out.items():
+        for origin in origins:
+            rows.setdefault(origin, []).append(TrajectoryId(sample_id))
     return tuple(
         ev.LeftOut(
             replica=replica,
@@ -262,7 +263,7 @@ def probe_sequences(prompts: Sequence[bytes], longest: int) -> list[list[int]]:
 
 def _sample(row: store.Trajectory) -> TrainSample:
     """A stored trajectory as the learner takes it."""
-    if row.score is None or row.temperature is None or row.version_step is None:
+    if row.score is None or row.temperature is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
     truncated = row.finish_reason == LENGTH
     return TrainSample(
@@ -275,8 +276,6 @@ def _sample(row: store.Trajectory) -> TrainSample:
         temperature=row.temperature,
         truncated=truncated,
         correct=is_right(row.score, truncated=truncated),
-        weight_version=row.weight_version or 0,
-        version_step=row.version_step,
-        replica=row.replica or "",
+        spans=row.spans,
         extras=numbers_of(row.extras),
     )

@@ -265,7 +265,7 @@ def _sample(sample: Sample) -> Iterator[str]:
     cut = ", truncated" if sample.truncated else ""
     yield (
         f'<details><summary><span class="score">score {score}</span> {row.id}: {row.num_tokens} '
-        f"tokens{cut}, version {row.weight_version} on {escape(row.replica or '-')} "
+        f"tokens{cut}, version {row.weight_version} on {escape(sample.sampled_on)} "
         f'<span class="glance">{escape(_glance(sample.response))}</span></summary>'
     )
     if row.reward_reason not in (None, "", "ok") or row.reward_detail:

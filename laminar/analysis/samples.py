@@ -12,7 +12,7 @@ keep the store from beginning its write-ahead log anew, which would grow until t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from laminar.rundir import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import Row
+from laminar.storage.rules import Chunk, Row, Span
 from laminar.storage.tables import ALL, Tables, Wanted
 
 ROWS, PAYLOADS = 1024, 32
@@ -55,6 +55,7 @@ class Sample(NamedTuple):
     response: str  #: likewise
     answer: Any  #: the right one, as the data has it
     extras: m.Extras  #: what the reward functions gave besides the score
+    spans: tuple[Span, ...]  #: who sampled which part of it, in order
 
     @property
     def score(self) -> float | None:
@@ -74,6 +75,13 @@ class Sample(NamedTuple):
     def evaluation(self) -> int | None:
         """Of a held-out answer: the steps that were completed before it."""
         return self.row.version_step if self.row.purpose == Purpose.EVAL else None
+
+    @property
+    def sampled_on(self) -> str:
+        """The replica; of an answer that was moved each one, with the number of its tokens."""
+        if len(self.spans) < 2:
+            return self.spans[0].replica if self.spans else self.row.replica or "-"
+        return ", ".join(f"{span.replica} ({span.num_tokens})" for span in self.spans)
 
     def fields(self) -> dict[str, Any]:
         """Everything, under the names of docs/debugging.md."""
@@ -96,6 +104,7 @@ class Sample(NamedTuple):
             "version": row.weight_version,
             "version_step": row.version_step,
             "replica": row.replica,
+            "spans": [span._asdict() for span in self.spans],
             "status": row.end or row.status,
         }
 
@@ -208,29 +217,30 @@ def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
     return [_sample(row, decode, *payload) for row, payload in zip(rows, payloads, strict=True)]
 
 
-def _payload(tables: Tables, row: Row) -> tuple[m.PromptPayload, bytes]:
-    """The prompt with its token ids, and the tokens of the response."""
+def _payload(tables: Tables, row: Row) -> tuple[m.PromptPayload, list[Chunk]]:
+    """The prompt with its token ids, and the response."""
     key = PromptKey(row.purpose, row.row_index)
     prompt = tables.prompt(key)
     try:
-        tokens = b"".join(chunk.tokens for chunk in tables.chunks(row.id))
+        chunks = tables.chunks(row.id)
     except DamageError as error:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
     payload = m.decode_prompt(prompt)
-    return msgspec.structs.replace(payload, prompt_ids=tables.prompt_ids(key, prompt)), tokens
+    return msgspec.structs.replace(payload, prompt_ids=tables.prompt_ids(key, prompt)), chunks
 
 
 def _sample(
-    row: Row, decode: Decode, prompt: m.PromptPayload, tokens: bytes, extras: m.Extras
+    row: Row, decode: Decode, prompt: m.PromptPayload, chunks: Sequence[Chunk], extras: m.Extras
 ) -> Sample:
     return Sample(
         row,
         decode(_ids(prompt.prompt_ids)),
-        decode(_ids(tokens)),
+        decode(_ids(b"".join(chunk.tokens for chunk in chunks))),
         msgspec.to_builtins(prompt.ground_truth),
         extras,
+        rules.spans(row, chunks),
     )
 
 

@@ -108,7 +108,7 @@ def lines(sample: Sample) -> Iterator[str]:
     cut = ", truncated" if sample.truncated else ""
     yield (
         f"  {row.num_tokens} tokens{cut}, by version {row.weight_version} (made by "
-        f"{row.version_step} steps) on {row.replica}"
+        f"{row.version_step} steps) on {sample.sampled_on}"
     )
     yield from _block("prompt", sample.prompt)
     yield from _block("response", sample.response)

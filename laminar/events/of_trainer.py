@@ -23,11 +23,11 @@ class TrainerReady(Event, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of a batch that were not trained: their engine had other weights than they name."""
+    """Rows of a batch that were not trained: an engine that sampled of them had other weights."""
 
     replica: str
     version: int
-    diff: float  #: mean |log p(trainer) - log p(engine)| of their tokens, nats
+    diff: float  #: mean |log p(trainer) - log p(engine)| of the tokens that it sampled, nats
     limit: float  #: what weights of their age may differ by; nats
     trajectories: tuple[TrajectoryId, ...]
 

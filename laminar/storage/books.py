@@ -65,7 +65,8 @@ def _meta_problems(tables: Tables) -> list[str]:
 def _trajectory_problems(tables: Tables, row: Row) -> list[str]:
     """The chunks must follow one another, belong to the attempt, and add up to the row."""
     chunks = tables.stored_chunks(row.id)
-    problems = _order_problems(row, chunks) + _reward_problems(row) + _prompt_problems(tables, row)
+    problems = _order_problems(row, chunks) + _source_problems(row, chunks)
+    problems += _reward_problems(row) + _prompt_problems(tables, row)
     tokens = logprobs = b""
     try:
         loaded = [tables.load(chunk) for chunk in chunks]
@@ -102,6 +103,21 @@ def _order_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
             f"trajectory {row.id} counts {row.segments} segments with {row.segment_tokens} tokens "
             f"in the last, its chunks make {segment + 1} with {offset}"
         )
+    return problems
+
+
+def _source_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
+    """One placement has one source, and an attempt has tokens of one weight version."""
+    known = {(chunk.placement, source) for chunk in chunks if (source := chunk.source)}
+    stamp = (row.weight_version, row.version_step)
+    problems = [
+        f"trajectory {row.id} has tokens of version {version} of step {step} from {replica}, but "
+        f"it is one of version {row.weight_version} of step {row.version_step}"
+        for _, (replica, version, step) in sorted(known)
+        if (version, step) != stamp
+    ]
+    if len(known) != len({placement for placement, _ in known}):
+        problems.append(f"trajectory {row.id} has several sources under one placement")
     return problems
 
 

@@ -114,7 +114,7 @@ class Handlers:
 
     def _whole_digest(self, row: Row) -> str:
         """The digest of the payload, which must have as many tokens and log-probs as the row."""
-        tokens, logprobs, _ = self._payload(row)
+        tokens, logprobs = _payload(self._rows.chunks(row.id))
         if {len(tokens), len(logprobs)} != {row.num_tokens * rules.TOKEN_BYTES}:
             raise DamageError(
                 f"the chunks of {row.id} hold {len(tokens)} bytes of tokens and "
@@ -159,7 +159,8 @@ class Handlers:
     def _trajectory(
         self, row: Row, prompt_ids: bytes, with_prompt: bool, prompt: bytes
     ) -> m.Trajectory:
-        tokens, logprobs, segment_lengths = self._payload(row)
+        chunks = self._rows.chunks(row.id)
+        tokens, logprobs = _payload(chunks)
         return m.Trajectory(
             trajectory_id=row.id,
             **row.identity._asdict(),
@@ -177,17 +178,11 @@ class Handlers:
             prompt_ids=prompt_ids,
             tokens=tokens,
             logprobs=logprobs,
-            segment_lengths=segment_lengths,
+            segment_lengths=rules.segment_lengths(chunks),
+            spans=rules.spans(row, chunks),
             prompt=prompt if with_prompt else None,
             extras=self._rows.extras(row.id),
         )
-
-    def _payload(self, row: Row) -> tuple[bytes, bytes, tuple[int, ...]]:
-        """All tokens, all log-probs, and the tokens per segment."""
-        chunks = self._rows.chunks(row.id)
-        tokens = b"".join(chunk.tokens for chunk in chunks)
-        logprobs = b"".join(chunk.logprobs for chunk in chunks)
-        return tokens, logprobs, rules.segment_lengths(chunks)
 
     def _put_rewards(self, request: m.PutRewards) -> m.PutRewardsReply:
         return m.PutRewardsReply(results=tuple(map(self._reward_one, request.items)))
@@ -333,7 +328,14 @@ def _open_result(
     )
 
 
+def _payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
+    """All tokens and all log-probs."""
+    tokens = b"".join(chunk.tokens for chunk in chunks)
+    return tokens, b"".join(chunk.logprobs for chunk in chunks)
+
+
 def _fetched_size(row: Row, prompt: bytes, prompt_ids: bytes) -> int:
-    """At least the bytes of the row in a reply."""
+    """At least the bytes of the row in a reply. Each span is of another placement."""
     payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.num_tokens
-    return payload + 4 * len(row.reward_detail or "") + 4096
+    spans = m.SPAN_BYTES * min(row.placement, row.num_tokens)
+    return payload + spans + 4 * len(row.reward_detail or "") + 4096

@@ -19,11 +19,12 @@ import msgspec
 from msgspec import Meta
 
 from laminar.ids import Purpose
-from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer
+from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, Span
 
 MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket, less its envelope
 REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; what is over it is left out
 MAX_ITEMS = 4096  #: items of one request
+SPAN_BYTES = 320  #: more than one span of a trajectory takes in a reply
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Attempt = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -210,7 +211,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     row_index: int
     attempt: int
     placement: int
-    replica: str | None
+    replica: str | None  #: that opened it last
     weight_version: int | None
     version_step: int | None
     temperature: float | None
@@ -225,6 +226,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     tokens: bytes
     logprobs: bytes
     segment_lengths: tuple[int, ...]
+    spans: tuple[Span, ...]  #: who sampled which part of the tokens, in order
     prompt: bytes | None = None  #: for `decode_prompt`
     extras: dict[str, float | str] = {}
 

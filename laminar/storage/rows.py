@@ -75,7 +75,7 @@ class Rows(Protocol):
         """What its reward function gave besides the score."""
 
     def add_chunk(self, row: Row, chunk: Chunk) -> None:
-        """Store a chunk of the row's attempt."""
+        """Store a chunk of the row's attempt; its source is that of the row as it is now."""
 
     def drop_chunks(self, trajectory_id: str) -> None:
         """Forget all chunks."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +50,23 @@ class Stamp(NamedTuple):
     weight_version: int | None
     version_step: int | None
     temperature: float | None
+
+
+class Source(NamedTuple):
+    """Who sampled tokens, and with which weights."""
+
+    replica: str
+    weight_version: int
+    version_step: int  #: the trainer step that made these weights
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a response that have one source; the fields of it come first."""
+
+    replica: str
+    weight_version: int
+    version_step: int
+    num_tokens: int
 
 
 class Row(NamedTuple):
@@ -87,6 +105,13 @@ class Row(NamedTuple):
     def stamp(self) -> Stamp:
         return Stamp(self.weight_version, self.version_step, self.temperature)
 
+    @property
+    def source(self) -> Source:
+        """Of what its placement samples; ValueError for a row that was never opened."""
+        if self.replica is None or self.weight_version is None or self.version_step is None:
+            raise ValueError(f"{self.id} was never opened")
+        return Source(self.replica, self.weight_version, self.version_step)
+
 
 class Chunk(NamedTuple):
     """Consecutive tokens of one segment: int32 and float32 little-endian, of equal number."""
@@ -95,6 +120,11 @@ class Chunk(NamedTuple):
     offset: int  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
+    source: Source | None = None  #: None: it is not stored yet, or was before this was kept
+
+    def repeats(self, other: Chunk) -> bool:
+        """Whether both have the same tokens at the same place, whoever sampled them."""
+        return self._replace(source=None) == other._replace(source=None)
 
 
 class Verdict(NamedTuple):
@@ -180,7 +210,7 @@ def judge_append(row: Row | None, placement: int, chunk: Chunk, stored: Chunk | 
     if row is None or barred is not None:
         return barred or _unknown()
     if is_behind(row, chunk.segment, chunk.offset):
-        if stored == chunk:
+        if stored is not None and stored.repeats(chunk):
             return _REPEAT
         return Verdict("refused", f"{_position(chunk)} overlaps other stored tokens")
     if row.end is not None or row.status != "open":
@@ -309,6 +339,18 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
             lengths.append(0)
         lengths[-1] += len(chunk.tokens) // TOKEN_BYTES
     return tuple(lengths)
+
+
+def spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
+    """Who sampled which part of the row's response, given all of its chunks in order.
+
+    What was stored before chunks had a source counts for whoever opened the row last.
+    """
+    parts = groupby(chunks, lambda chunk: chunk.source or row.source)
+    return tuple(
+        Span._make((*source, sum(len(chunk.tokens) for chunk in part) // TOKEN_BYTES))
+        for source, part in parts
+    )
 
 
 def score_bits(score: float | None) -> bytes | None:

@@ -4,7 +4,8 @@ Gives   SQL text and the column list of `rules.Row`
 
 `prompts` and `meta` are written once; `prompt_ids` has the token ids that were not known then;
 `trajectories` keeps one row per issued trajectory and never removes it; `chunks` holds the tokens
-of its latest attempt, keyed by segment from the first day (a single-turn response is segment 0).
+of its latest attempt, keyed by segment from the first day (a single-turn response is segment 0),
+each with who sampled it: a trajectory may be moved, and then its row names the last one only.
 Only SQL that SQLite 3.24 knows is used: clusters run old systems.
 """
 
@@ -87,6 +88,9 @@ TABLES = (
         tokens BLOB,
         logprobs BLOB,
         file TEXT,
+        replica TEXT,
+        weight_version INTEGER,
+        version_step INTEGER,
         PRIMARY KEY (trajectory_id, attempt, segment, "offset")
     )
     """,
@@ -104,8 +108,13 @@ LATER_TABLE = """
     )
     """
 
-#: Text columns that came later: added to a database that was made without them.
-LATER_COLUMNS = ("extras",)
+#: (table, column, type) that came later: added to a database that was made without them.
+LATER_COLUMNS = (
+    ("trajectories", "extras", "TEXT"),
+    ("chunks", "replica", "TEXT"),
+    ("chunks", "weight_version", "INTEGER"),
+    ("chunks", "version_step", "INTEGER"),
+)
 
 #: Columns of `rules.Row`, in its order. `reward` (readable), `text` and `extras` (what a reward
 #: function gave besides the score, as JSON) are beside them.

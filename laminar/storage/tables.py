@@ -19,7 +19,7 @@ import xxhash
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
 from laminar.storage.rows import PromptKey
-from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source
 from laminar.storage.schema import LATER_COLUMNS, LATER_TABLE, ROW_COLUMNS
 
 _INSERT_ROW = (
@@ -37,7 +37,10 @@ _prompt_ids = msgspec.msgpack.Decoder(_PromptIds)
 
 
 class StoredChunk(NamedTuple):
-    """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs)."""
+    """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs).
+
+    The last three are None where a release that did not have them stored the chunk.
+    """
 
     trajectory_id: str
     attempt: int
@@ -48,7 +51,18 @@ class StoredChunk(NamedTuple):
     tokens: bytes | None
     logprobs: bytes | None
     file: str | None
+    replica: str | None = None
+    weight_version: int | None = None
+    version_step: int | None = None
 
+    @property
+    def source(self) -> Source | None:
+        if self.replica is None or self.weight_version is None or self.version_step is None:
+            return None
+        return Source(self.replica, self.weight_version, self.version_step)
+
+
+_INSERT_CHUNK = f"INSERT INTO chunks VALUES ({', '.join('?' * len(StoredChunk._fields))})"
 
 ALL = 1 << 62  #: above every place and every number of rows
 
@@ -102,12 +116,12 @@ class Tables:
     def add_what_is_missing(self) -> None:
         """What a database of an earlier release lacks."""
         self._db.execute(LATER_TABLE)
-        for name in LATER_COLUMNS:
-            if name not in self._columns():
-                self._db.execute(f"ALTER TABLE trajectories ADD COLUMN {name} TEXT")
+        for table, name, kind in LATER_COLUMNS:
+            if name not in self._columns(table):
+                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
 
-    def _columns(self) -> set[str]:
-        return {found[1] for found in self._db.execute("PRAGMA table_info(trajectories)")}
+    def _columns(self, table: str) -> set[str]:
+        return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
 
     def meta(self) -> dict[str, str]:
         return dict(self._db.execute("SELECT key, value FROM meta"))
@@ -219,7 +233,7 @@ class Tables:
 
     def extras(self, trajectory_id: str) -> Extras:
         """What its reward function gave besides the score; nothing in a database without it."""
-        if "extras" not in self._columns():
+        if "extras" not in self._columns("trajectories"):
             return {}
         sql = "SELECT extras FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
@@ -235,8 +249,8 @@ class Tables:
             tokens = logprobs = None
         count = len(chunk.tokens) // TOKEN_BYTES
         key = (row.id, row.attempt, chunk.segment, chunk.offset)
-        values = (*key, row.placement, count, tokens, logprobs, file)
-        self._db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        values = StoredChunk(*key, row.placement, count, tokens, logprobs, file, *row.source)
+        self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:
         """Forget all chunks; their files are swept at the next start."""
@@ -245,7 +259,7 @@ class Tables:
     def stored_chunks(self, trajectory_id: str) -> list[StoredChunk]:
         """The chunks of a trajectory in order, without what lies in files."""
         sql = 'SELECT * FROM chunks WHERE trajectory_id = ? ORDER BY attempt, segment, "offset"'
-        return [StoredChunk._make(found) for found in self._db.execute(sql, (trajectory_id,))]
+        return [StoredChunk(*found) for found in self._db.execute(sql, (trajectory_id,))]
 
     def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
         """The chunk of the row's attempt that starts at this very offset."""
@@ -254,7 +268,7 @@ class Tables:
             'AND "offset" = ?'
         )
         found = self._db.execute(sql, (row.id, row.attempt, segment, offset)).fetchone()
-        return None if found is None else self.load(StoredChunk._make(found))
+        return None if found is None else self.load(StoredChunk(*found))
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
         return [self.load(stored) for stored in self.stored_chunks(trajectory_id)]
@@ -266,7 +280,7 @@ class Tables:
             data = payload_files.read(self._folder, stored.file)
             half = len(data) // 2
             tokens, logprobs = data[:half], data[half:]
-        return Chunk(stored.segment, stored.offset, tokens, logprobs)
+        return Chunk(stored.segment, stored.offset, tokens, logprobs, stored.source)
 
     def file_names(self) -> set[str]:
         """The payload files that a chunk names."""

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from laminar.storage.rules import Span
 from laminar.training.steps import Ids, TrainSample
 
 
@@ -38,6 +39,7 @@ class MicroBatch:
     """What one forward and backward pass takes; per-token tensors are [tokens] float32."""
 
     sample_ids: tuple[str, ...]  #: of the rows
+    spans: tuple[Span, ...]  #: of all tokens
     rows: TokenRows
     behaviour: Tensor
     advantages: Tensor
@@ -111,6 +113,7 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
     behaviour = np.concatenate([s.logprobs for s in samples]).astype(np.float32)
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
+        spans=tuple(span for s in samples for span in s.spans),
         rows=rows,
         behaviour=torch.from_numpy(behaviour).to(device),
         advantages=per_token([s.advantage for s in samples]),

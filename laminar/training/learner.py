@@ -38,7 +38,6 @@ from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
     by_origin,
-    mismatch_by_origin,
     reward_by_version,
     token_metrics,
 )
@@ -54,6 +53,7 @@ from laminar.training.steps import (
     TrainSample,
     Update,
     ids_digest,
+    sampled_by,
 )
 
 MOVEMENT_ROWS = 8
@@ -122,10 +122,10 @@ class Learner:
         self._set_learning_rate(step)
         ready = with_advantages(samples, self.config.algorithm)
         batch = self._batch(ready)
-        mismatch = mismatch_by_origin(batch.figures, samples)
-        made = {s.weight_version: s.version_step for s in samples}
+        mismatch = batch.figures.mismatch()
+        made = {span.weight_version: span.version_step for s in samples for span in s.spans}
         suspects = self._limits.suspects(mismatch, made, step)
-        left_out = {s.sample_id: s.origin for s in samples if s.origin in suspects}
+        left_out = sampled_by(samples, suspects)
         trained = ready
         if left_out:
             ready = with_advantages(samples, self.config.algorithm, left_out)

@@ -3,9 +3,9 @@
 Reads   the consumed samples and the per-token figures of every micro-batch
 Gives   metrics, the engine mismatch per (replica, version), the reward per version
 
-Tokens are folded to one row per sample as soon as a micro-batch is done. Every figure of a step,
-of a replica or of a length class is then a sum over rows divided by their tokens: never a mean of
-means, which would depend on the split.
+Tokens are folded to one row per sample, and to one sum per (replica, version) that sampled them, as
+soon as a micro-batch is done. Every figure of a step, of a replica or of a length class is then a
+sum divided by its tokens: never a mean of means, which would depend on the split.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from laminar.storage.rules import Span
 from laminar.training.advantages import CONSTANT_SPREAD
 from laminar.training.batching import MicroBatch, by_group
-from laminar.training.steps import Mismatch, Origin, TrainSample
+from laminar.training.steps import Mismatch, Origin, TrainSample, origin_of
 
 Column = NDArray[np.float64]  # one number per sample
 
@@ -46,15 +47,21 @@ EXTRAS_SHOWN = 64
 """A function that gives each answer names of its own is no reason for a megabyte of metrics."""
 #: metrics that are also given by quarter of the samples, shortest responses first
 BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
+#: the means of `Mismatch`, in its order
+MISMATCH_FIGURES = ("abs_diff", "mismatch_kl")
 
 
 class TokenFigures:
-    """Per-token figures of a step, folded to sums and maxima per sample."""
+    """Per-token figures of a step, folded to sums and maxima per sample.
+
+    Those of the mismatch also to sums per origin: a sample may have spans of several.
+    """
 
     def __init__(self) -> None:
         self.sample_ids: list[str] = []
         self._sums: dict[str, list[Column]] = {}
         self._maxima: dict[str, list[Column]] = {}
+        self._origins: dict[Origin, Column] = {}  #: sums of MISMATCH_FIGURES, then tokens
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
         """Take the figures [tokens] of one micro-batch."""
@@ -62,10 +69,27 @@ class TokenFigures:
         counts = micro.rows.counts
         starts = np.cumsum(counts) - counts
         self._sums.setdefault("tokens", []).append(counts.astype(np.float64))
-        for name, values in figures.items():
-            array = values.double().cpu().numpy()
+        arrays = {name: values.double().cpu().numpy() for name, values in figures.items()}
+        for name, array in arrays.items():
             self._sums.setdefault(name, []).append(np.add.reduceat(array, starts))
             self._maxima.setdefault(name, []).append(np.maximum.reduceat(array, starts))
+        self._add_to_origins(micro.spans, [arrays[name] for name in MISMATCH_FIGURES])
+
+    def _add_to_origins(self, spans: Sequence[Span], figures: Sequence[Column]) -> None:
+        """`figures`: per token of these spans."""
+        counts = np.array([span.num_tokens for span in spans])
+        starts = np.cumsum(counts) - counts
+        columns = [*(np.add.reduceat(figure, starts) for figure in figures), counts]
+        for span, sums in zip(spans, np.stack(columns, axis=1), strict=True):
+            origin = origin_of(span)
+            self._origins[origin] = self._origins.get(origin, 0.0) + sums
+
+    def mismatch(self) -> dict[Origin, Mismatch]:
+        """Means over the tokens that an origin has sampled; a masked sample has no figures."""
+        return {
+            origin: Mismatch(float(diff / tokens), float(k3 / tokens), int(tokens))
+            for origin, (diff, k3, tokens) in self._origins.items()
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._maxima
@@ -74,7 +98,7 @@ class TokenFigures:
         """Per sample, in the order of `sample_ids`; name "tokens" counts them."""
         parts = self._sums[name]
         if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]  # once: every origin asks for its rows
+            parts[:] = [np.concatenate(parts)]  # once: every quarter asks for its rows
         return parts[0]
 
     def mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
@@ -155,26 +179,6 @@ def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
         )
         for name in names
     }
-
-
-def mismatch_by_origin(
-    figures: TokenFigures, samples: Sequence[TrainSample]
-) -> dict[Origin, Mismatch]:
-    """Of the samples that have figures: a masked one has none."""
-    by_id = {s.sample_id: s for s in samples}
-    rows: dict[Origin, list[int]] = {}
-    for row, sample_id in enumerate(figures.sample_ids):
-        sample = by_id[sample_id]
-        rows.setdefault(sample.origin, []).append(row)
-    found = {}
-    for origin, chosen in rows.items():
-        picked = np.array(chosen, dtype=np.intp)
-        found[origin] = Mismatch(
-            figures.mean("abs_diff", picked),
-            figures.mean("mismatch_kl", picked),
-            int(figures.sums("tokens")[picked].sum()),
-        )
-    return found
 
 
 def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, int]]:

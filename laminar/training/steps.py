@@ -8,7 +8,7 @@ Without torch: the trainer actor, which speaks for the learner, does not load it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from laminar.storage.rules import Span
+
 # Why an update is left out.
 NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
 NON_FINITE = "non-finite-gradient"
@@ -24,7 +26,11 @@ MISMATCH = "mismatch"  #: no row of the batch came from the weights that it name
 
 Ids = NDArray[np.int32]
 Origin = tuple[str, int]
-"""(replica, weight version)."""
+"""(replica, weight version): who sampled tokens, and with what."""
+
+
+def origin_of(span: Span) -> Origin:
+    return span.replica, span.weight_version
 
 
 class ModelLayout(NamedTuple):
@@ -61,9 +67,7 @@ class TrainSample:
     reward: float
     temperature: float  #: of the sampling; above 0
     truncated: bool  #: the engine's finish reason was the length limit
-    weight_version: int
-    version_step: int  #: completed training steps when that version was made
-    replica: str
+    spans: tuple[Span, ...]  #: who sampled which part of the response, in order
     correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
     advantage: float = 0.0
@@ -76,6 +80,12 @@ class TrainSample:
                 f"sample {self.sample_id} has {len(self.logprobs)} log-probs for "
                 f"{len(self.response_ids)} response tokens"
             )
+        counts = [span.num_tokens for span in self.spans]
+        if min(counts, default=0) < 1 or sum(counts) != len(self.response_ids):
+            raise ValueError(
+                f"sample {self.sample_id} has spans of {counts} tokens for "
+                f"{len(self.response_ids)} response tokens"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
@@ -83,9 +93,18 @@ class TrainSample:
             )
 
     @property
-    def origin(self) -> tuple[str, int]:
-        """Replica and weight version."""
-        return self.replica, self.weight_version
+    def weight_version(self) -> int:
+        """The oldest that sampled of it."""
+        return self._oldest.weight_version
+
+    @property
+    def version_step(self) -> int:
+        """Completed training steps when that version was made."""
+        return self._oldest.version_step
+
+    @property
+    def _oldest(self) -> Span:
+        return min(self.spans, key=lambda span: span.version_step)
 
     @property
     def length(self) -> int:
@@ -111,7 +130,7 @@ class StepResult:
     metrics: dict[str, float]
     mismatch: dict[Origin, Mismatch]  #: of the whole batch
     suspects: dict[Origin, Suspect]  #: whose rows were left out
-    left_out: dict[str, Origin]  #: by sample id
+    left_out: dict[str, tuple[Origin, ...]]  #: by sample id: the suspects that sampled of it
     num_tokens: int  #: response tokens consumed
     digest: str  #: xxh3_128 of the ids of the samples, in order
 
@@ -124,6 +143,18 @@ class StepResult:
     def skipped_reason(self) -> str | None:
         """Of the first update that was left out."""
         return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
+
+
+def sampled_by(
+    samples: Sequence[TrainSample], suspects: Container[Origin]
+) -> dict[str, tuple[Origin, ...]]:
+    """Sample id -> the suspects that sampled any of it; only of samples that have some."""
+    found = {}
+    for sample in samples:
+        origins = dict.fromkeys(map(origin_of, sample.spans))
+        if named := tuple(origin for origin in origins if origin in suspects):
+            found[sample.sample_id] = named
+    return found
 
 
 def ids_digest(samples: Sequence[TrainSample]) -> str:

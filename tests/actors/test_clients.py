@@ -22,6 +22,7 @@ def row(name: str) -> m.Trajectory:
         attempt=1,
         placement=1,
         replica=None,
+        spans=(),
         weight_version=None,
         version_step=None,
         temperature=None,

@@ -46,39 +46,45 @@ async def trainer(tmp_path: Path) -> AsyncIterator[Trainer]:
         host.end()
 
 
-async def stored(trainer: Trainer, group: int, sibling: int, replica: str, off: float) -> str:
-    """A rewarded row; its engine's log-probs are below the trainer's by `off`."""
+async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, float]) -> str:
+    """A rewarded row, moved from replica to replica, which sample equal parts of it.
+
+    `parts`: a replica, and how far its engine's log-probs are below the trainer's.
+    """
     name, ask = f"0.{group}.{sibling}", trainer.store.ask
-    opening = m.OpenItem(
-        trajectory_id=name,
-        group_id=f"0.{group}",
-        sibling=sibling,
-        purpose="train",
-        row_index=group,
-        attempt=1,
-        placement=1,
-        weight_version=0,
-        version_step=0,
-        replica=replica,
-        temperature=1.0,
-    )
-    prompt = (await ask(m.Open(items=(opening,)), m.OpenReply)).results[0].prompt_ids
-    ids = [*np.frombuffer(prompt, "<i4").tolist(), *RESPONSE]
-    found = (await trainer.learner.score([ids]))[0][-len(RESPONSE) :]
-    scores = np.array(found, "<f4") - np.float32(off)
-    chunk = m.AppendItem(
-        trajectory_id=name,
-        placement=1,
-        offset=0,
-        tokens=np.array(RESPONSE, "<i4").tobytes(),
-        logprobs=scores.tobytes(),
-    )
-    await ask(m.Append(items=(chunk,)), m.AppendReply)
-    whole = m.FinishItem(
-        trajectory_id=name, placement=1, finish_reason="length", num_tokens=len(RESPONSE)
-    )
+    scores, count = np.zeros(0, "<f4"), len(RESPONSE) // len(parts)
+    for placement, (replica, off) in enumerate(parts, 1):
+        opening = m.OpenItem(
+            trajectory_id=name,
+            group_id=f"0.{group}",
+            sibling=sibling,
+            purpose="train",
+            row_index=group,
+            attempt=1,
+            placement=placement,
+            weight_version=0,
+            version_step=0,
+            replica=replica,
+            temperature=1.0,
+        )
+        prompt = (await ask(m.Open(items=(opening,)), m.OpenReply)).results[0].prompt_ids
+        if not len(scores):
+            ids = [*np.frombuffer(prompt, "<i4").tolist(), *RESPONSE]
+            scores = np.array((await trainer.learner.score([ids]))[0][-len(RESPONSE) :], "<f4")
+        offset = (placement - 1) * count
+        part = slice(offset, offset + count)
+        chunk = m.AppendItem(
+            trajectory_id=name,
+            placement=placement,
+            offset=offset,
+            tokens=np.array(RESPONSE[part], "<i4").tobytes(),
+            logprobs=(scores[part] - np.float32(off)).tobytes(),
+        )
+        await ask(m.Append(items=(chunk,)), m.AppendReply)
+    who = {"trajectory_id": name, "placement": len(parts)}
+    whole = m.FinishItem(**who, finish_reason="length", num_tokens=len(RESPONSE))
     await ask(m.Finish(items=(whole,)), m.FinishReply)
-    reward = m.RewardItem(trajectory_id=name, placement=1, score=float(sibling), reason="ok")
+    reward = m.RewardItem(**who, score=float(sibling), reason="ok")
     await ask(m.PutRewards(items=(reward,)), m.PutRewardsReply)
     return name
 
@@ -100,11 +106,13 @@ async def test_the_probe_is_text_of_the_run_and_the_weights_score_it(trainer: Tr
 async def test_a_replica_with_other_weights_is_named_before_its_rows_are_trained(
     trainer: Trainer,
 ) -> None:
-    """In the event and in the trainer's book; the rows of the other one are trained."""
+    """In the event and in the trainer's book; the rows of the other one are trained, and it is not
+    blamed for one that it has finished."""
+    well, sick = ("rollout-0", 0.0), ("rollout-1", 0.5)
     rows = [
-        await stored(trainer, group, sibling, replica, off)
-        for group, (replica, off) in enumerate([("rollout-0", 0.0), ("rollout-1", 0.5)])
-        for sibling in range(2)
+        await stored(trainer, group, sibling, *parts)
+        for group, pair in enumerate([([well], [well]), ([sick], [sick, well])])
+        for sibling, parts in enumerate(pair)
     ]
     batch = tuple(map(TrajectoryId, rows))
     command = cmd.TrainStep(to="trainer-0", step=0, version=1, trajectories=batch)

@@ -99,7 +99,8 @@ def test_a_store_that_is_gone_or_no_database_is_a_problem(copy: Path, cli: Cli) 
 def test_a_stamp_that_is_not_what_was_dispatched_is_found(copy: Path, column: str) -> None:
     """A replica that names other weights than it was told to use: staleness and the correction of
     off-policy data would be wrong, and nothing else."""
-    execute(copy, f"UPDATE trajectories SET {column} = {column} + 1 WHERE id = '0.1.1'")
+    for table, name in (("trajectories", "id"), ("chunks", "trajectory_id")):
+        execute(copy, f"UPDATE {table} SET {column} = {column} + 1 WHERE {name} = '0.1.1'")
     (problem,) = audit(copy).problems
     assert "0.1.1" in problem and "weights (version, step)" in problem
 

@@ -7,6 +7,7 @@ import sqlite3
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar.analysis.samples import Choice, Sample, find_samples
@@ -143,6 +144,9 @@ def test_everything_about_one_answer(run: Path) -> None:
         "version": 10,
         "version_step": 0,
         "replica": "rollout-1",
+        "spans": [
+            {"replica": "rollout-1", "weight_version": 10, "version_step": 0, "num_tokens": 1}
+        ],
         "status": "trained",
     }
     (cut,) = find_samples(run, Choice(step=3, worst=1), decode)
@@ -158,6 +162,26 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
     with sqlite3.connect(run_dir / "store.sqlite") as store:
         store.execute("ALTER TABLE trajectories DROP COLUMN extras")
     assert [sample.extras for sample in find_samples(run_dir, Choice(step=3), decode)] == [{}, {}]
+
+
+def test_an_answer_that_was_moved_is_shown_with_who_sampled_what(tmp_path: Path) -> None:
+    run_dir = made_store(tmp_path)
+    database = Database(run_dir / "store.sqlite")
+    for placement, replica in enumerate(("rollout-1", "rollout-2"), 1):
+        item = open_("0.1", 2, 0)
+        item = msgspec.structs.replace(item, placement=placement, replica=replica)
+        chunk = m.AppendItem(
+            trajectory_id="0.1.2",
+            placement=placement,
+            offset=placement - 1,
+            tokens=b"\7\0\0\0" * placement,
+            logprobs=b"\0\0\0\0" * placement,
+        )
+        database.handle_batch([m.Open(items=(item,)), m.Append(items=(chunk,))])
+    database.close()
+    (sample,) = find_samples(run_dir, Choice(name="0.1.2"), decode)
+    told = "  3 tokens, by version 10 (made by 0 steps) on rollout-1 (1), rollout-2 (2)"
+    assert told in list(lines(sample))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +211,7 @@ def test_a_run_at_work_is_not_held_up(tmp_path: Path) -> None:
 
 def test_what_was_written_cannot_steer_the_terminal(run: Path) -> None:
     (sample,) = find_samples(run, Choice(name="0.0.1"), decode)
-    told = "\n".join(lines(Sample(sample.row, "two\nlines", decode([9]), "yes", {})))
+    told = "\n".join(lines(Sample(sample.row, "two\nlines", decode([9]), "yes", {}, ())))
     assert "\x1b" not in told and "| \\x1b[2J" in told and "| two\n    | lines" in told
     assert "reward FAILED: error, KeyError: 'x' (reward.py:4)" in told
 

@@ -61,6 +61,24 @@ def test_a_database_from_before_there_were_extras_is_written_on(path):
     database.close()
 
 
+def test_chunks_from_before_they_had_a_source_count_for_who_opened_the_row_last(path):
+    database = filled(path)
+    answers(database, open_("0.1.0"), append("0.1.0", (1, 2)))
+    database.close()
+    with sqlite3.connect(path) as old:
+        for column in ("replica", "weight_version", "version_step"):
+            old.execute(f"ALTER TABLE chunks DROP COLUMN {column}")
+    old.close()
+    assert books.check_integrity(path) == []
+    database = Database(path)
+    answers(database, open_("0.1.0", 2, replica="rollout-1"))
+    answers(database, append("0.1.0", (3,), offset=2, placement=2))
+    answers(database, open_("0.1.0", 3, replica="rollout-2"))
+    assert fetched(database, "0.1.0").spans == (("rollout-2", 5, 4, 2), ("rollout-1", 5, 4, 1))
+    database.close()
+    assert books.check_integrity(path) == []
+
+
 LIFE = [
     open_("0.1.0"),
     append("0.1.0", (1, 2, 3)),
@@ -131,6 +149,40 @@ def test_a_restart_discards_the_tokens_and_says_how_many(database, path):
     assert third.tokens_lost == 5
     ended = one(database, end("0.1.0", placement=4))
     assert (ended.answer, ended.num_tokens, ended.tokens_lost) == ("ok", 0, 5)
+
+
+def test_what_is_fetched_says_who_sampled_which_part(database):
+    """A chunk is of who held the placement when it came, also if another one sends it again; who
+    opens a whole response has sampled nothing of it."""
+    answers(
+        database,
+        open_("0.1.0", replica="rollout-a"),
+        append("0.1.0", (1, 2)),
+        append("0.1.0", (3,), offset=2),
+        open_("0.1.0", 2, replica="rollout-b"),
+        append("0.1.0", (3,), offset=2, placement=2),
+        append("0.1.0", tuple(range(10_000)), offset=3, placement=2),
+        append("0.1.0", (4,), segment=1, placement=2),
+    )
+    spans = (("rollout-a", 5, 4, 3), ("rollout-b", 5, 4, 10_001))
+    assert fetched(database, "0.1.0").spans == spans
+    answers(database, finish("0.1.0", 10_004, placement=2), open_("0.1.0", 3, replica="rollout-c"))
+    found = fetched(database, "0.1.0")
+    assert (found.spans, found.replica) == (spans, "rollout-c")
+    assert found.spans == m.decode_reply(m.encode(reply_with(found))).trajectories[0].spans
+
+
+def reply_with(found: m.Trajectory) -> m.FetchReply:
+    return m.FetchReply(trajectories=(found,))
+
+
+def test_of_an_attempt_that_was_started_over_no_span_is_left(database):
+    answers(database, open_("0.1.0", replica="rollout-a"), append("0.1.0", (1, 2, 3)))
+    again = open_("0.1.0", 2, attempt=2, replica="rollout-b", weight_version=8, version_step=7)
+    answers(database, again)
+    assert fetched(database, "0.1.0").spans == ()
+    answers(database, append("0.1.0", (4, 5), placement=2))
+    assert fetched(database, "0.1.0").spans == (("rollout-b", 8, 7, 2),)
 
 
 def test_append_refuses_gaps_and_other_bytes(database, path):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.storage import messages as m
+from laminar.storage.rules import Span
 from laminar.testing.store_samples import append, end, finish, open_, prompt, reward
 
 REQUESTS = [
@@ -114,6 +115,11 @@ def test_the_size_limit_holds_both_ways():
         m.encode(m.Append(items=(item,)))
     with pytest.raises(m.StoreWireError, match="limit"):
         m.decode_reply(bytes(m.MESSAGE_LIMIT + 1))
+
+
+def test_no_span_takes_more_than_a_reply_has_room_for():
+    largest = Span("\U0001f600" * 64, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+    assert len(msgspec.msgpack.encode(largest)) < m.SPAN_BYTES
 
 
 @pytest.mark.parametrize("data", [b"", b"\x91" * 100_000, b"\x81\xa1\xff\x01", b"\xc1"])

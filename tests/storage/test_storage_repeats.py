@@ -32,7 +32,15 @@ CHUNKS = st.sampled_from(
     ]
 )
 REQUESTS = st.one_of(
-    st.builds(open_, NAMES, PLACEMENTS, st.integers(1, 2), weight_version=st.integers(5, 6)),
+    st.builds(
+        lambda name, at, attempt, version: open_(
+            name, at, attempt, weight_version=version, replica=f"rollout-{at - 1}"
+        ),
+        NAMES,
+        PLACEMENTS,
+        st.integers(1, 2),
+        st.integers(5, 6),
+    ),
     st.builds(
         lambda name, chunk, at: append(name, placement=at, **chunk), NAMES, CHUNKS, PLACEMENTS
     ),

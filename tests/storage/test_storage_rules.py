@@ -25,6 +25,7 @@ ASKED = Row(
     temperature=0.7,
 )
 HELD = ASKED._replace(segments=1, segment_tokens=2, num_tokens=2)
+OTHER = rules.Source("rollout-7", 5, 4)
 CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2))
 
 
@@ -254,6 +255,15 @@ def test_segment_lengths():
     third = Chunk(1, 0, ints(1), floats(-1))
     assert rules.segment_lengths([first, second, third]) == (4, 1)
     assert rules.segment_lengths([]) == ()
+
+
+def test_spans_join_what_one_source_sampled_in_a_row():
+    """Chunks without a source count for the row's; one that comes back has a span of its own."""
+    parts = [(2, None), (1, HELD.source), (3, OTHER), (1, OTHER), (1, HELD.source)]
+    chunks = [Chunk(0, 0, ints(*range(n)), b"", source) for n, source in parts]
+    found = rules.spans(HELD, chunks)
+    assert found == ((*HELD.source, 3), (*OTHER, 4), (*HELD.source, 1))
+    assert rules.spans(HELD, []) == ()
 
 
 @pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])

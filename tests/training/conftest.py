@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from laminar.config import Config, resolve
+from laminar.storage.rules import Span
 from laminar.training.model import LoadedPolicy
 from laminar.training.steps import TrainSample
 
@@ -78,9 +79,18 @@ def make_config() -> Callable[..., Config]:
 
 @pytest.fixture
 def make_samples() -> Callable[..., list[TrainSample]]:
-    """Random samples: groups x siblings of mixed lengths, temperatures and behaviour."""
+    """Random samples: groups x siblings of mixed lengths, temperatures and behaviour.
 
-    def build(groups: int = 3, siblings: int = 4, seed: int = 0, **fields: Any) -> list[Any]:
+    Each has one span: of the source that is given, or of one of two replicas and two versions.
+    """
+
+    def build(
+        groups: int = 3,
+        siblings: int = 4,
+        seed: int = 0,
+        source: tuple[str, int, int] | None = None,
+        **fields: Any,
+    ) -> list[Any]:
         rng = np.random.default_rng(seed)
         found = []
         for g in range(groups):
@@ -96,10 +106,9 @@ def make_samples() -> Callable[..., list[TrainSample]]:
                     "reward": float(rng.random()),
                     "temperature": (0.7, 1.0, 1.3)[k % 3],
                     "truncated": k == 1,
-                    "weight_version": 3 + k % 2,
-                    "version_step": 3 + k % 2,
-                    "replica": f"rollout-{g % 2}",
                 }
+                found_source = source or (f"rollout-{g % 2}", 3 + k % 2, 3 + k % 2)
+                values["spans"] = (Span(*found_source, length),)
                 found.append(TrainSample(**(values | fields)))
         return found
 

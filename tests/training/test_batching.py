@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar.storage.rules import Span
 from laminar.training.batching import (
     collate,
     micro_batches,
@@ -82,6 +83,9 @@ def test_collate_repeats_what_belongs_to_a_sample(make_samples: Samples) -> None
         ({"response_ids": np.zeros(0, np.int32)}, "empty prompt or response"),
         ({"logprobs": np.zeros(99, np.float32)}, "99 log-probs"),
         ({"temperature": 0.0}, "greedy"),
+        ({"spans": ()}, r"spans of \[\] tokens"),
+        ({"spans": (Span("a", 1, 1, 99),)}, r"spans of \[99\] tokens"),
+        ({"spans": (Span("a", 1, 1, 0), Span("b", 1, 1, 12))}, r"spans of \[0, 12\] tokens"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_is_refused(

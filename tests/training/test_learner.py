@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
+from laminar.storage.rules import Span
 from laminar.training.learner import Learner
 from laminar.training.metrics import EXTRAS_SHOWN, reward_by_version
 from laminar.training.model import LoadedPolicy
-from laminar.training.steps import NO_SIGNAL, NON_FINITE
+from laminar.training.steps import NO_SIGNAL, NON_FINITE, origin_of
 
 Make = Callable[..., Any]
 
@@ -274,7 +275,8 @@ def test_staleness_is_also_given_by_length(
         ids = np.resize(s.response_ids, i + 1).astype(np.int32)
         logprobs = np.resize(s.logprobs, i + 1).astype(np.float32)
         made = 2 if i >= 6 else 5
-        samples.append(replace(s, response_ids=ids, logprobs=logprobs, version_step=made))
+        spans = (Span("rollout-0", made, made, i + 1),)
+        samples.append(replace(s, response_ids=ids, logprobs=logprobs, spans=spans))
     found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
     name = "training/off_policy/trajectory_staleness/length_q"
     assert [found[f"{name}{quarter}"] for quarter in (1, 2, 3, 4)] == [0.0, 0.0, 0.0, 3.0]
@@ -315,7 +317,7 @@ def test_mismatch_is_kept_by_replica_and_version(
         replace(
             s,
             logprobs=np.array(t[len(s.prompt_ids) - 1 :], np.float32)
-            - np.float32(offset[s.replica]),
+            - np.float32(offset[s.spans[0].replica]),
         )
         for s, t in zip(samples, true, strict=True)
     ]
@@ -326,9 +328,7 @@ def test_mismatch_is_kept_by_replica_and_version(
         assert figure.mean_abs_diff == pytest.approx(off, abs=1e-5)
         assert figure.mean_k3 == pytest.approx(np.exp(off) - 1 - off, abs=1e-5)
         assert figure.tokens == sum(
-            len(s.response_ids)
-            for s in samples
-            if (s.replica, s.weight_version) == (replica, version)
+            len(s.response_ids) for s in samples if origin_of(s.spans[0]) == (replica, version)
         )
 
 
@@ -345,7 +345,9 @@ def test_figures_by_length_are_means_over_the_tokens_of_a_quarter(
         score = learner.score([[*s.prompt_ids.tolist(), *ids.tolist()]])[0]
         exact = np.array(score[len(s.prompt_ids) - 1 :], np.float32)
         far = exact - (2.0 if i >= 6 else 0.0)
-        samples.append(replace(s, response_ids=ids, logprobs=far, reward=float(i % 4 >= 2)))
+        spans = (s.spans[0]._replace(num_tokens=i + 1),)
+        reward = float(i % 4 >= 2)
+        samples.append(replace(s, response_ids=ids, logprobs=far, spans=spans, reward=reward))
     found = learner.train_step(samples, 0).metrics
     quarters = [found[f"actor/pg_clipfrac/length_q{q}"] for q in (1, 2, 3, 4)]
     assert quarters == [0.0, 0.0, 0.0, 1.0]

@@ -368,6 +368,7 @@ def test_a_masked_sequence_has_no_gradient_and_stays_in_the_counts(
             s,
             response_ids=np.tile(s.response_ids, 3),
             logprobs=np.tile(s.logprobs, 3),
+            spans=s.spans * 3,
         )
         if s.truncated
         else s

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from laminar.storage.rules import Span
 from laminar.training.learner import Learner
 from laminar.training.mismatch import (
     FEW_TOKENS,
@@ -19,11 +20,12 @@ from laminar.training.mismatch import (
     MismatchLimits,
     rounding_of,
 )
-from laminar.training.steps import MISMATCH, Mismatch, Suspect, TrainSample
+from laminar.training.steps import MISMATCH, Mismatch, Origin, Suspect, TrainSample, origin_of
 
 Make = Callable[..., Any]
 LIMIT = {"algorithm.rollout_correction.mismatch_limit": 1e-3, "optim.lr": 1e-2}
 SICK = ("rollout-1", 4)
+WELL = ("rollout-0", 4)
 
 
 def honest(learner: Learner, samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -36,11 +38,30 @@ def honest(learner: Learner, samples: Sequence[TrainSample]) -> list[TrainSample
     return found
 
 
-def sickened(samples: Sequence[TrainSample], off: float = 0.3) -> list[TrainSample]:
-    return [
-        replace(s, logprobs=s.logprobs - np.float32(off)) if s.origin == SICK else s
-        for s in samples
-    ]
+def sickened(
+    samples: Sequence[TrainSample], off: float = 0.3, sick: Origin = SICK
+) -> list[TrainSample]:
+    """The log-probs of what this origin has sampled are off, wherever it was finished."""
+    found = []
+    for s in samples:
+        offs = [off if origin_of(span) == sick else 0.0 for span in s.spans]
+        per_token = np.repeat(np.float32(offs), [span.num_tokens for span in s.spans])
+        found.append(replace(s, logprobs=s.logprobs - per_token))
+    return found
+
+
+def is_sick(sample: TrainSample) -> bool:
+    return SICK in map(origin_of, sample.spans)
+
+
+def moved(sample: TrainSample, *origins: Origin) -> TrainSample:
+    """The same response, sampled by these in turns of equal length."""
+    parts = np.array_split(sample.response_ids, len(origins))
+    spans = (
+        Span(*origin, sample.version_step, len(part))
+        for origin, part in zip(origins, parts, strict=True)
+    )
+    return replace(sample, spans=tuple(span for span in spans if span.num_tokens))
 
 
 def weights(learner: Learner) -> list[torch.Tensor]:
@@ -64,15 +85,15 @@ def test_a_step_is_what_it_would_be_had_the_bad_rows_never_been_in_the_batch(
     with_them, without = (Learner(config, make_policy(0)) for _ in range(2))
     samples = honest(with_them, make_samples(groups=4))
     found = with_them.train_step(sickened(samples), 4)
-    expected = without.train_step([s for s in samples if s.origin != SICK], 4)
+    expected = without.train_step([s for s in samples if not is_sick(s)], 4)
     assert all(map(torch.equal, weights(with_them), weights(without)))
     assert found.updates == expected.updates and found.changed
     assert found.metrics["actor/entropy"] == expected.metrics["actor/entropy"]
-    assert list(found.suspects) == [SICK] and set(found.left_out.values()) == {SICK}
-    assert set(found.left_out) == {s.sample_id for s in samples if s.origin == SICK}
+    assert list(found.suspects) == [SICK]
+    assert found.left_out == {s.sample_id: (SICK,) for s in samples if is_sick(s)}
     assert found.suspects[SICK].diff == pytest.approx(0.3, abs=1e-4)
     assert found.metrics["mismatch/left_out"] == len(found.left_out)
-    assert found.mismatch.keys() == {s.origin for s in samples}
+    assert found.mismatch.keys() == {origin_of(s.spans[0]) for s in samples}
     assert found.digest != expected.digest, "it was consumed"
 
 
@@ -82,13 +103,54 @@ def test_a_batch_of_bad_rows_only_changes_nothing(
     learner = Learner(make_config(LIMIT | {"optim.weight_decay": 0.1}), make_policy())
     learner.train_step(honest(learner, make_samples(seed=1)), 4)
     before = weights(learner)
-    samples = make_samples(replica=SICK[0], weight_version=SICK[1], version_step=5)
+    samples = make_samples(source=(*SICK, 5))
     result = learner.train_step(sickened(honest(learner, samples)), 5)
     assert (result.changed, result.skipped_reason) == (False, MISMATCH)
     assert all(map(torch.equal, weights(learner), before))
     assert len(result.left_out) == len(samples) and result.metrics["mismatch/moved"] == 0
     assert all(math.isfinite(v) for v in result.metrics.values())
-    assert learner.train_step(honest(learner, make_samples(version_step=5)), 6).left_out == {}
+    honest_ones = honest(learner, make_samples(source=("rollout-0", 5, 5)))
+    assert learner.train_step(honest_ones, 6).left_out == {}
+
+
+@pytest.mark.parametrize("minis", [1, 2])
+def test_a_bad_source_is_found_and_not_who_finished_its_rows(
+    minis: int, make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """It has sampled the first half of some rows; the other replica has sampled the rest of them,
+    and whole rows, which are trained."""
+    keys = {"algorithm.ppo_mini_batch_size": 4 // minis, "data.train_batch_size": 4}
+    with_them, without = (Learner(make_config(LIMIT | keys), make_policy(0)) for _ in range(2))
+    samples = honest(with_them, make_samples(groups=4, source=(*WELL, 4)))
+    parted = [moved(s, SICK, WELL) if i % 3 == 0 else s for i, s in enumerate(samples)]
+    found = with_them.train_step(sickened(parted), 4)
+    assert list(found.suspects) == [SICK]
+    assert found.left_out == {s.sample_id: (SICK,) for s in parted if is_sick(s)} != {}
+    assert found.suspects[SICK].diff == pytest.approx(0.3, abs=1e-4)
+    assert found.mismatch[WELL].mean_abs_diff < 1e-5
+    for origin in (SICK, WELL):
+        spans = [span for s in parted for span in s.spans if origin_of(span) == origin]
+        assert found.mismatch[origin].tokens == sum(span.num_tokens for span in spans)
+    without.train_step([s for s in parted if not is_sick(s)], 4)
+    assert all(map(torch.equal, weights(with_them), weights(without)))
+
+
+def test_a_row_that_two_bad_sources_sampled_names_both(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """Only the second sampled another row; one between them in the first is no suspect."""
+    other = ("rollout-2", 4)
+    learner = Learner(make_config(LIMIT), make_policy())
+    samples = honest(learner, make_samples(groups=2, siblings=2, source=(*WELL, 4)))
+    longest = max(range(4), key=lambda i: len(samples[i].response_ids))
+    parted = [moved(s, SICK, WELL, other) if i == longest else s for i, s in enumerate(samples)]
+    parted[longest - 1] = moved(parted[longest - 1], other)
+    found = learner.train_step(sickened(sickened(parted), sick=other), 4)
+    assert found.left_out == {
+        parted[longest].sample_id: (SICK, other),
+        parted[longest - 1].sample_id: (other,),
+    }
+    assert set(found.suspects) == {SICK, other}
 
 
 @pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-2])
@@ -97,11 +159,14 @@ def test_rows_may_be_as_far_off_as_the_trainer_has_moved_since(
 ) -> None:
     """Three steps late, whatever a step is; rows of the newest weights may not."""
     learner = Learner(make_config(LIMIT | {"optim.lr": lr}), make_policy())
-    old = honest(learner, make_samples(version_step=0, weight_version=0))
+    old = honest(learner, make_samples(source=("rollout-0", 0, 0)))
     for step in range(3):
-        fresh = make_samples(seed=step + 1, version_step=step, weight_version=step)
+        fresh = make_samples(seed=step + 1, source=("rollout-0", step, step))
         assert learner.train_step(honest(learner, fresh), step).left_out == {}
-    newest = [replace(s, weight_version=3, version_step=3) for s in old]
+    newest = [
+        replace(s, spans=(Span(f"rollout-{i % 2}", 3, 3, len(s.response_ids)),))
+        for i, s in enumerate(old)
+    ]
     ids = [replace(s, sample_id=f"x{s.sample_id}", group_id=f"x{s.group_id}") for s in newest]
     result = learner.train_step([*old, *ids], 3)
     drift = result.mismatch["rollout-0", 0].mean_abs_diff

@@ -66,9 +66,9 @@ class SimTrainer(Idle):
         self.world.checks.training.batch_fetched(step, samples)
         duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
         await self.work(duration + self.world.faults.long_step_s())
-        origins = dict.fromkeys(sample.origin for sample in samples)
+        origins = dict.fromkeys(steps.origin_of(span) for s in samples for span in s.spans)
         suspects = {o: steps.Suspect(1.0, 0.5) for o in origins if self._differs()}
-        left_out = {s.sample_id: s.origin for s in samples if s.origin in suspects}
+        left_out = steps.sampled_by(samples, suspects)
         reason = steps.NO_SIGNAL if self.chance.random() < UNCHANGED else None
         reason = steps.MISMATCH if len(left_out) == len(samples) else reason
         self.step = step + 1

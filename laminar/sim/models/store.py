@@ -115,7 +115,7 @@ class MemoryDatabase:
         return self._extras.get(trajectory_id, {})
 
     def add_chunk(self, row: Row, chunk: Chunk) -> None:
-        self._chunks.setdefault(row.id, []).append(chunk)
+        self._chunks.setdefault(row.id, []).append(chunk._replace(source=row.source))
 
     def drop_chunks(self, trajectory_id: str) -> None:
         self._chunks.pop(trajectory_id, None)
