@@ -175,6 +175,7 @@ class Checks(Protocol):
     bodies: dict[str, list[bytes]]
     boots: dict[tuple[str, int], tuple[str, int]]
     failure: tuple[int, list[str]]
+    leases: Any
     prompts: Any
     training: Any
     node_reports: Any

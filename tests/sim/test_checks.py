@@ -19,10 +19,12 @@ from laminar.core.scores import bits_of
 from laminar.engines.protocol import WeightSource
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
 from laminar.ids import TrajectoryId
 from laminar.sim.checks import final_checks
 from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.checks.stored import reported_is_stored
+from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED
 from laminar.sim.models.replica import ReplicaEngine, Weights
 from laminar.sim.models.tokens import tokens_of
 from laminar.sim.run import run_seed
@@ -135,6 +137,40 @@ def test_failure_without_a_loss() -> None:
     state.failure, state.exit_code = "store-0 is lost: it is said", 1
     name = broken(lambda: final_checks.failure_has_a_reason(world, state))
     assert name == "failure_has_a_reason"
+
+
+def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
+    """The run fails for the reason that it had before; nobody can write what had no end by then."""
+    with World(calm(**SMALL), 3) as world:
+        world.begin()
+        while not world.rows:
+            world.scheduler.step()
+        world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=True))
+        world.processes["store-0"].die(EXIT_FAILED)
+        while not world.finished:
+            world.scheduler.step()
+        assert broken(lambda: final_checks.judge(world)) == "books_are_closed"
+        world.coverage.hit("fault:lost-store")
+        assert final_checks.judge(world)
+
+
+def test_start_that_waits_for_a_relay_which_nobody_starts_again() -> None:
+    """It and its node die before the coordinator has heard of it: no fence tells of that."""
+    with World(calm(**SMALL), 3) as world:
+        world.begin()
+        world.network.cut("relay-0", COORDINATOR, +1)
+        while not all(child.boot for child in world.children_of("node-0")):
+            world.scheduler.step()
+        world.faults.lose_node(world.processes["node-0"])
+        world.processes["relay-0"].die(EXIT_KILLED)
+        while not world.finished:
+            world.scheduler.step()
+        state = world.coordinator.state
+        assert state is not None and "missing trainer, relay" in state.failure
+        assert final_checks.judge(world)
+        state.failure = "not started within 120000 ms: missing store"
+        name = broken(lambda: final_checks.failure_has_a_reason(world, state))
+        assert name == "failure_has_a_reason"
 
 
 def test_state_that_the_log_does_not_lead_to() -> None:

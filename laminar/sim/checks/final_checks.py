@@ -58,7 +58,8 @@ def _store_lost(world: World, state: State) -> bool:
     """No process could write the ends."""
     _, lost = world.checks.failure
     gone = "store" in state.failure or any(name.startswith("store") for name in lost)
-    return gone or "fault:lost-node" in world.coverage.counts
+    struck = world.coverage.counts  # perhaps after the failure
+    return gone or "fault:lost-store" in struck or "fault:lost-node" in struck
 
 
 def failure_has_a_reason(world: World, state: State) -> None:
@@ -71,7 +72,7 @@ def failure_has_a_reason(world: World, state: State) -> None:
     replicas_gone = "no replica is left" in state.failure
     poisoned = world.coordinator.exits.gave_up(state.failure)
     known = named or drained or replicas_gone or poisoned or _struck(world, state)
-    known = known or _rewards_failed(world, state)
+    known = known or _rewards_failed(world, state) or _could_not_start(world, state)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
 
@@ -97,6 +98,12 @@ def _struck(world: World, state: State) -> bool:
         return False
     words = ("not started", "never joined", *(process.name for process in world.faults.doomed()))
     return any(word in state.failure for word in words)
+
+
+def _could_not_start(world: World, state: State) -> bool:
+    """It waited for a process that had died, as its node had, before anybody had heard of it."""
+    roles = world.checks.leases.not_started_again
+    return "not started" in state.failure and any(role in state.failure for role in roles)
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:

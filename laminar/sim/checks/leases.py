@@ -1,6 +1,7 @@
 """Checks of who is given up: after a whole lease of silence, and a machine not while it speaks.
 
-Reads   when a process was heard; what the coordinator says of silence
+Reads   when a process was heard; what the coordinator says of silence; who lives
+Gives   for final_checks.py: which nodes are silent, and whom no node starts again
 Raises  Violation
 """
 
@@ -27,6 +28,8 @@ class Leases:
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
         self.silent_nodes: dict[str, None] = {}
+        #: roles on the first machine, when the time for the start was over
+        self.not_started_again: list[str] = []
 
     def coordinator_started(self, machine: Machine) -> None:
         """A successor has recovered."""
@@ -53,7 +56,17 @@ class Leases:
             self.silent_nodes[event.node] = None
         elif isinstance(event, ev.NodeHeard):
             self.silent_nodes.pop(event.node, None)
+        elif isinstance(event, ev.TimerFired) and event.timer == keys.START:
+            self._note_dead()
         self._note_members(state)
+
+    def _note_dead(self) -> None:
+        """Who is dead on the machine of the store, and whose node is: nobody starts it again."""
+        processes = self._world.processes
+        node = processes[processes["store-0"].node]
+        children = () if node.alive else self._world.children_of(node.name)
+        dead = [child.role for child in children if not child.alive]
+        self.not_started_again = [role for role in dead if role != "rollout"]
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
         """lease_ran_out: only who was silent for a lease is given up, or said to be silent."""
