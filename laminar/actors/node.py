@@ -6,7 +6,8 @@ Emits   ProcessExited, once per actor that ended
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
 again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
 them. A child that ends with the code of a user's mistake is never started again: the same mistake
-would meet it.
+would meet it. One that the coordinator does not take, while the run ends, say, is tried again after
+longer and longer pauses, and however often: nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ GRACE_S = 10.0
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
 RESTARTED_ROLES = ("rollout", "relay")
+TAKEN_S = 10.0
+"""Who is refused ends sooner than this after its start, or had been taken before."""
+PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 10.0
+"""Before a process that was not taken is started again; doubled each time."""
 
 
 class ChildProcess(Protocol):
@@ -68,6 +73,7 @@ class Child:
     role: str
     process: ChildProcess | None = None
     restarts: int = 0
+    refusals: int = 0  #: in a row
 
 
 class Node:
@@ -126,8 +132,12 @@ class Node:
         self.host.spawn(self._watch(child, process))
 
     async def _watch(self, child: Child, process: ChildProcess) -> None:
+        began_ns = self.host.now_ns()
         code = await process.wait()
-        may = child.role in RESTARTED_ROLES and child.restarts < self._restarts_max
+        lived_s = (self.host.now_ns() - began_ns) / 1e9
+        refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
+        often = child.restarts >= self._restarts_max and not refused
+        may = child.role in RESTARTED_ROLES and not often
         restarting = (
             may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
         )
@@ -136,8 +146,18 @@ class Node:
         )
         self.host.emit(exited, actor=child.name, code=code, restarting=restarting)
         if restarting:
-            child.restarts += 1
+            await self._before_restart(child, refused=refused)
             await self._launch(child)
+
+    async def _before_restart(self, child: Child, *, refused: bool) -> None:
+        """Count this end; return when it may be started again."""
+        if not refused:
+            child.restarts, child.refusals = child.restarts + 1, 0
+            return
+        pause_s = min(PAUSE_MIN_S * 2 ** min(child.refusals, 10), PAUSE_MAX_S)
+        child.refusals += 1
+        self.host.log.info("not-taken", actor=child.name, pause_s=pause_s)
+        await self.host.pause(pause_s)
 
     @property
     def _restarts_max(self) -> int:

@@ -116,6 +116,39 @@ async def test_who_ends_again_and_again_is_started_max_restarts_times(machine: M
     assert [exited.boot_id for exited in exits] == [p.boot_id for p in machine.started]
 
 
+async def test_who_is_refused_is_started_again_after_a_pause_that_doubles(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as it takes: nothing is wrong with it. Anything else is tried again at once."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(machine.host, "pause", pause)
+    refused, failed = exit_codes.COORDINATOR_ABSENT, exit_codes.FAILED
+    codes = [*[refused] * 6, failed, refused]
+    for count, code in enumerate(codes, 1):
+        machine.started[-1].end(code)
+        await until(lambda: len(machine.started) == count + 1)  # noqa: B023
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 1.0]
+    assert all(exited.restarting for exited in machine.host.all(ev.ProcessExited))
+
+
+async def test_who_was_in_the_run_before_it_was_refused_is_started_again_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still for longer than its lease, say; and that often it may."""
+    monkeypatch.setattr(node_module, "TAKEN_S", 0.0)
+    restarts = machine.host.config.recovery.max_restarts
+    for count in range(restarts + 1):
+        await until(lambda: len(machine.started) == count + 1)  # noqa: B023
+        machine.started[-1].end(exit_codes.COORDINATOR_ABSENT)
+        await machine.host.wait(ev.ProcessExited, count + 1)
+    exits = machine.host.all(ev.ProcessExited)
+    assert [exited.restarting for exited in exits] == [True] * restarts + [False]
+
+
 async def test_who_stalls_writes_its_stacks_and_is_killed_and_started_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.core.statuses import Phase
 from laminar.sim.faults.faults import (
     FATAL_ROLES,
     KINDS,
@@ -16,7 +17,9 @@ from laminar.sim.faults.faults import (
 )
 from laminar.sim.faults.random_faults import EXITS, RECURRING, SILENCES, STORE
 from laminar.sim.faults.targeted_faults import TARGETED
+from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.run import Outcome, run_seed
+from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.world import World
 from laminar.testing.sim_worlds import calm, config
 
@@ -133,6 +136,29 @@ def test_loss_of_what_a_run_needs_ends_it(role: str) -> None:
         if any(process.name in outcome.failure for process in world.faults.doomed()):
             return  # others end before it strikes
     raise AssertionError("it never struck")
+
+
+def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> None:
+    """Everything is done; whoever joins is refused, and its node tries again, and again."""
+    with World(calm(max_restarts=2, nodes=1, num_eval=0, **SMALL), 3) as world:
+        world.begin()
+
+        def until(phase: Phase) -> None:
+            while world.coordinator.state is None or world.coordinator.state.phase != phase:
+                world.scheduler.step()
+
+        until(Phase.EXPORTING)
+        world.database.full = True
+        until(Phase.ENDING)
+        world.processes["relay-0"].die(EXIT_KILLED)
+        full_until_ns = world.scheduler.now + 10 * SECOND
+        while world.scheduler.now < full_until_ns:
+            world.scheduler.step()
+        world.database.full = False
+        until(Phase.ENDED)
+        state = world.coordinator.state
+        assert state is not None and not state.failure
+        assert 4 <= world.processes["relay-0"].boot <= 6
 
 
 def test_nothing_goes_wrong_after_the_faults() -> None:
