@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.dtype": ("auto", "float32", "bfloat16"),
     "trainer.logger": ("tensorboard", "wandb", "prometheus"),
     "weights.dtype": ("auto", "float32", "bfloat16"),
+    "repack.policy": ("gain", "best-fit", "off"),
 }
 
 #: Smallest legal value of the numbers that have one.
@@ -57,6 +58,8 @@ MINIMA: dict[str, float] = {
     "rollout.groups_per_version": 0,
     "rollout.progress_interval_ms": 10,
     "rollout.threads": 1,
+    "rollout.decode_budget_ms": 0,
+    "rollout.max_batch": 0,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.vllm.tensor_parallel_size": 1,
@@ -96,6 +99,9 @@ MINIMA: dict[str, float] = {
     "coordinator.start_timeout_s": 1,
     "coordinator.log_keep_mb": 0,
     "coordinator.disk_wait_s": 0,
+    "repack.interval_ms": 1,
+    "repack.release_ms": 1,
+    "repack.prefill_tokens_per_step": 1,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
     "recovery.coordinator_restart_ms": 0,

@@ -82,6 +82,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
+    #: a decode step may take so long; how many sequences that allows is measured; 0: no limit
+    decode_budget_ms: int = 0
+    max_batch: int = 0  #: the most sequences of a decode step when work is packed; 0: as measured
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
 
@@ -195,6 +198,17 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     disk_wait_s: float = 300.0  #: a run waits so long for room on a full disk, then it ends
 
 
+class RepackConfig(Section, frozen=True, kw_only=True):
+    """Stragglers of several replicas go on on few, the others take the newest weights."""
+
+    policy: str = "off"  #: gain: where it pays | best-fit: wherever it fits | off
+    interval_ms: int = 5_000  #: between two looks; besides, whenever weights are published
+    release_ms: int = (
+        2_000  #: to hand tokens over; after that a trajectory moves without the newest
+    )
+    prefill_tokens_per_step: int = 512  #: tokens prefilled in the time of one decode step
+
+
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: int = 10_000  #: lost work waits so long for its version, then starts over
     max_restarts: int = 3  #: of one actor, by its node
@@ -216,6 +230,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    repack: RepackConfig = RepackConfig()
     recovery: RecoveryConfig = RecoveryConfig()
 
     @property

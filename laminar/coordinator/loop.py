@@ -19,11 +19,13 @@ import secrets
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from laminar.analysis.story import last_lines
 from laminar.config import Config, ConfigError, dumps
+from laminar.config.tree import RepackConfig
 from laminar.coordinator.background import Forked
 from laminar.coordinator.ending import ReplayDiffers
 from laminar.coordinator.strategy import StrategyWorker
@@ -58,6 +60,18 @@ STALL_MS = 120_000
 large model on a CPU stays below it)."""
 
 
+def repack_settings(repack: RepackConfig) -> dict[str, Any]:
+    """Nothing of it while it is off: such a run decides as it did before there was repack."""
+    if repack.policy == "off":
+        return {}
+    return {
+        "repack_policy": repack.policy,
+        "repack_interval_ms": repack.interval_ms,
+        "repack_release_ms": repack.release_ms,
+        "repack_prefill_tokens": repack.prefill_tokens_per_step,
+    }
+
+
 def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions depend on."""
     return Settings(
@@ -83,6 +97,7 @@ def settings_of(config: Config) -> Settings:
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
         rules=NEW_RUN,
+        **repack_settings(config.repack),
     )
 
 

@@ -47,12 +47,14 @@ def groups_wanted(state: State) -> int:
 
 
 def serving(state: State, replica: Replica) -> bool:
-    """Alive, with weights, not loading others."""
-    return replica.version >= 0 and not replica.loading and state.actor_alive(replica.name)
+    """Alive, with weights, not loading others, not being emptied."""
+    busy = replica.loading or replica.given
+    return replica.version >= 0 and not busy and state.actor_alive(replica.name)
 
 
 def room(replica: Replica) -> int:
-    return replica.capacity - len(replica.running)
+    """For so many more trajectories; what is kept for others is taken."""
+    return replica.capacity - len(replica.running) - len(replica.incoming)
 
 
 def refusal(state: State, replica: Replica) -> str:

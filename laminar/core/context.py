@@ -29,6 +29,7 @@ class Context:
         self.stamped = stamped
         self.commands: list[Command] = []
         self.endings: list[Ending] = []  #: decided for this event, sent together after all else
+        self.repack_due = False  #: it is time to look for replicas in their tail
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
         self._touched_all = False
 

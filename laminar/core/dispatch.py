@@ -96,6 +96,8 @@ def _place(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     assign(state, trajectory, replica.name)
     trajectory.version, trajectory.step = replica.version, replica.step
     replica.running[trajectory.id] = trajectory.placement
+    if state.settings.repack_policy:
+        replica.asked = ctx.next_command_id
     replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
     ctx.command(
         cmd.GenerateTrajectory(
@@ -134,8 +136,46 @@ def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     load_changed(state, replica)
 
 
+def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
+    """What a replica has let go of goes on where room is kept for it, under a new placement."""
+    state = ctx.state
+    _take_out(ctx, trajectory)
+    moved = move(trajectory, "hand over")
+    assert moved, trajectory
+    del destination.incoming[trajectory.id]
+    trajectory.destination = ""
+    trajectory.placement += 1
+    _place(ctx, trajectory, destination)
+    load_changed(state, destination)
+
+
+def started_elsewhere(ctx: Context, trajectory: Trajectory) -> None:
+    """The replica that gave it away waits for it no longer: it started, was lost, or has ended."""
+    state, name = ctx.state, trajectory.source
+    trajectory.source = ""
+    destination = state.replicas.get(trajectory.destination)
+    trajectory.destination = ""
+    if destination is not None and trajectory.id in destination.incoming:
+        del destination.incoming[trajectory.id]
+        load_changed(state, destination)
+        ctx.touch(destination.name)
+    source = state.replicas.get(name)
+    if source is not None and trajectory.id in source.given:
+        del source.given[trajectory.id]
+        if not source.given:
+            ctx.done(keys.release(name))
+            replica_changed(state, source)
+            ctx.touch(name)
+
+
 def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
     """The trajectory no longer runs on its replica (finished, lost, or ended)."""
+    _take_out(ctx, trajectory)
+    if trajectory.source:
+        started_elsewhere(ctx, trajectory)
+
+
+def _take_out(ctx: Context, trajectory: Trajectory) -> None:
     ctx.done(keys.generate(trajectory.id))
     replica = ctx.state.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:

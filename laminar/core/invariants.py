@@ -55,6 +55,30 @@ def trajectory_in_one_place(state: State) -> None:
             raise AssertionError(trajectory)
 
 
+def moves_are_whole(state: State) -> None:
+    """What is handed over has one source, which does nothing else, and room kept at one place."""
+    for trajectory in state.trajectories.values():
+        releasing = trajectory.status == TrajectoryStatus.RELEASING
+        _require(releasing or not trajectory.destination, trajectory)
+        if releasing:
+            _require(trajectory.source == trajectory.replica, trajectory)
+            _require(keys.release(trajectory.replica) in state.commands, trajectory)
+        source = state.replicas.get(trajectory.source)
+        if source is not None and trajectory.id in source.given:
+            _require(releasing or trajectory.status == TrajectoryStatus.DISPATCHED, trajectory)
+        elif releasing:
+            raise AssertionError(trajectory, source)
+    for replica in state.replicas.values():
+        _require(room(replica) >= 0, replica)
+        if replica.given:
+            _require(not replica.loading and not replica.incoming, replica)
+            _require(set(replica.running) <= set(replica.given), replica)
+        for trajectory_id in replica.incoming:
+            coming = state.trajectories[trajectory_id]
+            _require(not replica.loading and coming.version == replica.version, coming, replica)
+            _require(coming.destination == replica.name, coming, replica)
+
+
 def staleness_within_bound(state: State) -> None:
     """The inequality of core/admission.py holds, and nothing trained was older than allowed."""
     settings = state.settings
@@ -266,6 +290,7 @@ def _require(condition: bool, *details: object) -> None:
 ALL: tuple[Callable[[State], None], ...] = (
     ledger_balances,
     trajectory_in_one_place,
+    moves_are_whole,
     staleness_within_bound,
     commands_have_living_owners,
     relay_chain_is_path,

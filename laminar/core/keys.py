@@ -48,6 +48,10 @@ def forward(relay: str) -> CommandKey:
     return CommandKey(f"forward:{relay}")
 
 
+def release(replica: str) -> CommandKey:
+    return CommandKey(f"release:{replica}")
+
+
 def restart(actor: str) -> CommandKey:
     return CommandKey(f"restart:{actor}")
 
@@ -65,6 +69,7 @@ class TimerKind(StrEnum):
     START = "start"  #: all actors and the first weights
     WEIGHTS = "weights"  #: the publication of what the trainer has made
     BATCH_WAIT = "batch-wait"  #: the group that the next batch needs most
+    REPACK = "repack"  #: the next look for replicas in their tail
     RESUME = "resume"  #: a replica with the version of lost work
     PROGRESS = "progress"  #: of a replica
     REJOIN = "rejoin"  #: of an actor that is started again
@@ -86,6 +91,7 @@ def _timer(kind: TimerKind, subject: str) -> TimerName:
 START = TimerName(TimerKind.START)
 WEIGHTS = TimerName(TimerKind.WEIGHTS)
 BATCH_WAIT = TimerName(TimerKind.BATCH_WAIT)
+REPACK = TimerName(TimerKind.REPACK)
 
 
 def resume(trajectory_id: str) -> TimerName:

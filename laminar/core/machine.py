@@ -20,6 +20,7 @@ from __future__ import annotations
 from laminar.core import (  # whose handlers register themselves
     buffering,  # noqa: F401
     groups,
+    handover,  # noqa: F401
     keys,
     lifecycle,  # noqa: F401
     membership,  # noqa: F401
@@ -78,7 +79,7 @@ class Machine:
             ctx.ignore("impossible")
         else:
             handling.handler(ctx, event)
-            if handling.planned:
+            if handling.planned or ctx.anybody_touched:
                 plan(ctx)
                 groups.send_endings(ctx)
         return ctx.commands

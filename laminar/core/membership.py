@@ -300,6 +300,8 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         capacity=event.max_num_seqs,
         progress_ns=ctx.stamped.time_ns,
     )
+    if state.settings.repack_policy:
+        replica.max_batch, replica.kv_capacity = event.max_batch, event.kv_capacity_tokens
     add_replica(state, replica)
     if replica.relay not in state.relays and keys.rejoin(replica.relay) not in state.timers:
         ctx.set_timer(keys.rejoin(replica.relay), state.settings.start_timeout_ms)

@@ -2,7 +2,7 @@
 
 Reads   state, the replicas that were touched
 Writes  through the modules that it asks, in this order: lost work, rewards without a replica,
-        evaluation, new groups, pulls, batches, the phase of the run
+        evaluation, new groups, pulls, repack, batches, the phase of the run
 Emits   whatever they decide
 
 When all replicas are touched, only those are looked at for which something can come of it: the
@@ -20,6 +20,7 @@ from laminar.core import (
     buffering,
     dispatch,
     evaluation,
+    handover,
     lifecycle,
     recovery,
     weights,
@@ -38,6 +39,8 @@ def plan(ctx: Context) -> None:
     """Decide until nothing is left to decide."""
     for _ in range(PLAN_ROUNDS_MAX):
         _plan_replicas(ctx)
+        if ctx.repack_due:
+            handover.plan(ctx)
         if not (buffering.choose_batch(ctx) or lifecycle.plan(ctx) or ctx.anybody_touched):
             return
     raise AssertionError("the planner found no fixpoint")
@@ -108,20 +111,25 @@ def _share_out_groups(ctx: Context, touched: list[Replica], all_touched: bool) -
     """New groups one at a time to the emptiest replica that admits and has room."""
     state = ctx.state
     others = _Others(state, {r.name: None for r in touched}) if all_touched else None
-    queue = [(len(r.running), i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
+    queue = [(_load(r), i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
     heapify(queue)
     while True:
         while queue and not _takes_group(state, touched[queue[0][1]]):
             heappop(queue)  # a new group never makes another one admissible
         other = others.least() if others is not None else None
-        if other is not None and not (queue and queue[0][0] <= len(other.running)):
+        if other is not None and not (queue and queue[0][0] <= _load(other)):
             dispatch.new_group(ctx, other)
         elif queue:
             replica = touched[queue[0][1]]
             dispatch.new_group(ctx, replica)
-            heapreplace(queue, (len(replica.running), queue[0][1]))
+            heapreplace(queue, (_load(replica), queue[0][1]))
         else:
             return
+
+
+def _load(replica: Replica) -> int:
+    """Trajectories that run there or come."""
+    return len(replica.running) + len(replica.incoming)
 
 
 def _takes_group(state: State, replica: Replica) -> bool:

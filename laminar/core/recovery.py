@@ -47,6 +47,8 @@ def replica_lost(ctx: Context, name: str) -> None:
             groups.drop_sibling(ctx, trajectory, DropReason.QUARANTINED)
         else:
             lose(ctx, trajectory_id)
+    for trajectory_id in replica.incoming:
+        state.trajectories[trajectory_id].destination = ""  # its source lets go of it all the same
     indexes.remove_replica(state, replica)
     for trajectory in _generated_on(state, name):
         ctx.done(groups.score_key(state, trajectory))

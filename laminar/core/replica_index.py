@@ -27,14 +27,19 @@ class Kind(NamedTuple):
     behind: bool  #: the relay of its machine has a newer version
     satisfied: bool  #: it took its share of new groups
     failed_loads: int
+    emptied: bool  #: it gives away what it runs
 
     @property
     def serving(self) -> bool:
-        return self.version >= 0 and not self.loading
+        return self.version >= 0 and not self.loading and not self.emptied
 
 
-Load = tuple[int, int]  #: trajectories that run there, and capacity
+Load = tuple[int, int]  #: trajectories that run there or come, and capacity
 _Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
+
+
+def _load(replica: Replica) -> Load:
+    return len(replica.running) + len(replica.incoming), replica.capacity
 
 
 class ReplicaIndex:
@@ -76,14 +81,15 @@ class ReplicaIndex:
             relay is not None and relay.newest > replica.version,
             replica.took >= state.settings.groups_per_version,
             replica.failed_loads,
+            bool(replica.given),
         )
-        self._move(replica.name, (kind, (len(replica.running), replica.capacity)))
+        self._move(replica.name, (kind, _load(replica)))
 
     def update_load(self, replica: Replica) -> None:
         """Only what it runs has changed."""
         standing = self._standing.get(replica.name)
         if standing is not None:
-            self._move(replica.name, (standing[0], (len(replica.running), replica.capacity)))
+            self._move(replica.name, (standing[0], _load(replica)))
 
     def _move(self, name: str, standing: tuple[Kind, Load] | None) -> None:
         before = self._standing.get(name)

@@ -54,8 +54,15 @@ TROUBLE_NOT_KEPT = Rule(
     "a relay's entry in the state has the kind of the last trouble that it reported",
     "it has not: no decision asks for it, and the report itself is in the log",
 )
-RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT)
-LOGIC_VERSION = 2
+REPACK = Rule(
+    "repack",
+    3,
+    "a trajectory stays where it is until its replica is lost or a batch waits for it",
+    "stragglers are packed on few replicas; what that needs is kept in the state",
+    setting="repack_policy",
+)
+RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT, REPACK)
+LOGIC_VERSION = 3
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""
 NEW_RUN = tuple(rule.name for rule in RULES if not rule.setting)
 """What a run that begins now logs in `Settings.rules`."""

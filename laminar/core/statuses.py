@@ -28,6 +28,7 @@ class TrajectoryStatus(StrEnum):
     RUNNING = "running"
     GENERATED = "generated"
     REWARDED = "rewarded"
+    RELEASING = "releasing"
     LOST = "lost"
     ENDING = "ending"
 

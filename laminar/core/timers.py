@@ -7,7 +7,7 @@ Emits   through those who had set it: restarts, drops, the end of the run
 
 from __future__ import annotations
 
-from laminar.core import indexes, keys, lifecycle, membership, recovery, relays
+from laminar.core import handover, indexes, keys, lifecycle, membership, recovery, relays
 from laminar.core.context import Context
 from laminar.core.keys import CommandKey, TimerKind, TimerName
 from laminar.core.registry import LOSES_ACTOR, handles
@@ -30,6 +30,8 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
         lifecycle.fail(ctx, f"the relay did not publish the weights of step {state.completed}", 1)
     elif kind == TimerKind.BATCH_WAIT:
         recovery.batch_wait_expired(ctx)
+    elif kind == TimerKind.REPACK:
+        handover.interval_over(ctx)
     elif kind == TimerKind.RESUME:
         indexes.end_wait(state, TrajectoryId(subject))
         ctx.touch_all()
@@ -58,6 +60,8 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         membership.restart_expired(ctx, command)
     elif isinstance(command, cmd.ForwardWeights):
         relays.link_expired(ctx, command.to, command.successor)
+    elif isinstance(command, cmd.ReleaseTrajectories):
+        handover.release_expired(ctx, command)
     elif command.to in state.replicas:
         ctx.restart(command.to, f"{what} was not done in time")
     else:

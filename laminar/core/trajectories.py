@@ -13,7 +13,7 @@ from laminar.core import dispatch, evaluation, groups, recovery, reward_errors
 from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.rules import HELD_OUT_FIGURES, applies
-from laminar.core.state import State, Trajectory
+from laminar.core.state import Replica, State, Trajectory
 from laminar.core.transitions import UNFINISHED, move
 from laminar.core.validation import anything, is_count
 from laminar.events import commands as cmd
@@ -24,14 +24,37 @@ from laminar.ids import Purpose, TrajectoryId
 _EXPONENT = 0x7FF << 52  #: all ones in the float64 of an infinity or a NaN
 
 
-@handles(ev.TrajectoryStarted, valid=anything, planned=False)
+def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
+    told = (event.tokens_resumed, event.prompt_tokens)
+    return not state.settings.repack_policy or all(map(is_count, told))
+
+
+@handles(
+    ev.TrajectoryStarted,
+    valid=_started_counts,
+    leads_to=(cmd.PullWeights, cmd.GenerateTrajectory, cmd.PinVersion),
+    planned=False,
+)
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory, event.placement)
     if trajectory is None or not move(trajectory, "started"):
-        ctx.ignore("old-placement")
+        return ctx.ignore("old-placement")
+    if ctx.state.settings.repack_policy:
+        trajectory.prompt_tokens = event.prompt_tokens
+        trajectory.progress = event.tokens_resumed
+        if trajectory.source and trajectory.source != ctx.stamped.peer:
+            dispatch.started_elsewhere(ctx, trajectory)
 
 
-@handles(ev.TokenProgress, valid=anything, planned=False)
+def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
+    """An older log, which kept none of these, may have any number of them."""
+    told = (event.kv_used_tokens, event.kv_capacity_tokens, event.waiting, event.max_batch)
+    return not state.settings.repack_policy or all(
+        map(is_count, (*told, event.tokens_total, *event.lengths.values()))
+    )
+
+
+@handles(ev.TokenProgress, valid=_gauge_counts, planned=False)
 def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     """A gauge: the last value wins; more tokens than before is progress."""
     replica = ctx.state.replicas.get(ctx.stamped.peer)
@@ -40,6 +63,22 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     if event.tokens_total != replica.tokens_total:
         replica.tokens_total = event.tokens_total
         replica.progress_ns = ctx.stamped.time_ns
+    if ctx.state.settings.repack_policy:
+        _keep_gauges(ctx.state, replica, event)
+
+
+def _keep_gauges(state: State, replica: Replica, event: ev.TokenProgress) -> None:
+    """For repack; nothing is planned because of them."""
+    replica.kv_capacity = event.kv_capacity_tokens or replica.kv_capacity
+    replica.kv_used, replica.waiting, replica.as_of = (
+        event.kv_used_tokens,
+        event.waiting,
+        event.as_of,
+    )
+    replica.max_batch = event.max_batch or replica.max_batch
+    for trajectory_id, tokens in event.lengths.items():
+        if trajectory_id in replica.running:
+            state.trajectories[trajectory_id].progress = tokens
 
 
 def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
@@ -60,6 +99,9 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     dispatch.leave_engine(ctx, trajectory)
     state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
     trajectory.num_tokens = event.num_tokens
+    if state.settings.repack_policy:
+        state.finished += 1
+        state.finished_tokens += event.num_tokens
     together = groups.scorable(state, trajectory)
     if together:
         groups.score(ctx, together, ctx.stamped.peer)

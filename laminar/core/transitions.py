@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from laminar.core.state import Group, State, Trajectory
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 
-DISPATCHED, RUNNING, GENERATED, REWARDED, LOST, ENDING = TrajectoryStatus
+DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING = TrajectoryStatus
 
 
 Status = TypeVar("Status", bound=str)
@@ -36,9 +36,16 @@ TRAJECTORY_MOVES = {
     (GENERATED, "rewarded"): REWARDED,
     (DISPATCHED, "lose"): LOST,
     (RUNNING, "lose"): LOST,
+    (DISPATCHED, "release"): RELEASING,
+    (RUNNING, "release"): RELEASING,
+    (RELEASING, "started"): RELEASING,  # said before the replica was told to release it
+    (RELEASING, "finished"): GENERATED,
+    (RELEASING, "hand over"): DISPATCHED,
+    (RELEASING, "lose"): LOST,
     (LOST, "dispatch"): DISPATCHED,
     (DISPATCHED, "end"): ENDING,
     (RUNNING, "end"): ENDING,
+    (RELEASING, "end"): ENDING,
     (GENERATED, "end"): ENDING,
     (REWARDED, "end"): ENDING,
     (LOST, "end"): ENDING,
@@ -50,6 +57,7 @@ TRAJECTORY = Table(
         RUNNING: "the engine has it",
         GENERATED: "every token is durable, the reward is missing",
         REWARDED: "waits for the rest of its group and for a batch",
+        RELEASING: "its replica hands its tokens over; it goes on on another one",
         LOST: "its replica is gone; it needs a new placement",
         ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
     },
@@ -148,8 +156,8 @@ VERSION = Table(
 )
 TABLES: tuple[Table[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
 
-IN_ENGINE = (DISPATCHED, RUNNING)
-UNFINISHED = (DISPATCHED, RUNNING, GENERATED, LOST)
+IN_ENGINE = (DISPATCHED, RUNNING, RELEASING)
+UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST)
 
 
 def move(trajectory: Trajectory, trigger: str) -> bool:

@@ -12,7 +12,7 @@ from the relay of its own machine and from no other; what that has evicted, from
 
 from __future__ import annotations
 
-from laminar.core import evaluation, indexes, keys, lifecycle, publishing, relays
+from laminar.core import evaluation, handover, indexes, keys, lifecycle, publishing, relays
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import ENDS_RUN, handles
@@ -70,6 +70,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     if news:
         evaluation.version_published(ctx, event.version, event.step, previous_step)
         _expect_everywhere(ctx)
+        handover.weights_published(ctx)
 
 
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
@@ -244,8 +245,9 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
 
 
 def _can_pull(state: State, replica: Replica) -> bool:
-    """Alive, empty, not loading; and not one that waits to be restarted for rejecting weights."""
-    busy = replica.running or replica.loading
+    """Alive, empty, not loading, in no hand-over; and not one that waits to be restarted for
+    rejecting weights."""
+    busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
     return not busy and not given_up and state.actor_alive(replica.name)
 

@@ -121,6 +121,10 @@ class Settings(
     #: to each held-out prompt; 0: one, of which only right or wrong is kept, and one that was lost
     #: three times is wrong
     eval_answers: int = 0
+    repack_policy: str = ""  #: gain | best-fit; empty: trajectories are not repacked
+    repack_interval_ms: int = 0
+    repack_release_ms: int = 0  #: for a replica to hand over what it gives away
+    repack_prefill_tokens: int = 0  #: prefilled in the time of one decode step
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
 

@@ -148,6 +148,14 @@ class AbortTrajectories(Command, frozen=True, kw_only=True):
     items: tuple[Placed, ...]
 
 
+@carried_out_by(Role.ROLLOUT)
+class ReleaseTrajectories(Command, frozen=True, kw_only=True):
+    """Stop generating these placements, hand all their tokens to the store, and say so: they go on
+    on another replica of the same version (repack)."""
+
+    items: tuple[Placed, ...]
+
+
 class Ending(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):

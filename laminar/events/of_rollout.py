@@ -21,6 +21,8 @@ class ReplicaReady(Event, frozen=True, kw_only=True):
 
     max_num_seqs: int  #: trajectories that it takes at a time, running or waiting for a slot
     kv_capacity_tokens: int
+    #: the most sequences whose decode step stays within its latency budget (B); 0: not said
+    max_batch: int = 0
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
@@ -66,6 +68,7 @@ class TrajectoryStarted(Event, frozen=True, kw_only=True):
     trajectory: TrajectoryId
     placement: int
     tokens_resumed: int
+    prompt_tokens: int = 0  #: 0: not said
 
 
 @reported_by(Role.ROLLOUT)
@@ -82,6 +85,11 @@ class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
     preempted: int = 0  #: sequences that gave their cache up to others and began again
     prefix_cache_queries: int = 0  #: tokens looked up in the prefix cache; 0 without one
     prefix_cache_hits: int = 0  #: tokens found there
+    max_batch: int = 0  #: as in replica-ready, measured since; 0: not said
+    #: highest id of a command to generate of which, and of all before it, the engine knows
+    as_of: int = 0
+    #: sampled tokens of each trajectory here; only while nothing waits and few run
+    lengths: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.GenerateTrajectory,))
@@ -92,6 +100,13 @@ class TrajectoryFinished(Event, frozen=True, kw_only=True):
     placement: int
     num_tokens: int  #: sampled tokens, prompt excluded
     finish_reason: FinishReason
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.ReleaseTrajectories,))
+class TrajectoriesReleased(Event, frozen=True, kw_only=True):
+    """What the command names is generated here no longer, and the store has every token of it."""
+
+    command_id: int
 
 
 @reported_by(

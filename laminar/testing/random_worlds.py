@@ -65,6 +65,17 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     )
     faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
     faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
+    if policy := (repack := random.Random(f"repack {seed}")).choice(["", "gain", "best-fit"]):
+        world.max_batch = repack.choice([group_size, world.capacity])
+        world.kv_capacity = repack.choice([50, 1_000])
+        world.faults.slow_release = repack.choice([0, 0.3])
+        world.settings = msgspec.structs.replace(
+            world.settings,
+            repack_policy=policy,
+            repack_interval_ms=repack.choice([200, 2_000]),
+            repack_release_ms=2_000,
+            repack_prefill_tokens=repack.choice([1, 500]),
+        )
     permille = choose([500, 1000]) if faults.fail_reward else -1
     answers = random.Random(f"answers {seed}").choice([0, 1, 3])
     world.settings = msgspec.structs.replace(

@@ -51,6 +51,7 @@ class World(Actors):
         self.random = random.Random(seed)
         self.machine = Machine()
         self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
+        self.max_batch, self.kv_capacity = 0, 100  #: of every replica; repack needs the first
         self.now = 0
         self.seq = 0
         self.queue: list[tuple[int, int, Process, Any, int]] = []

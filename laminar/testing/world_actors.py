@@ -18,9 +18,12 @@ from laminar.events.base import Command, Event, Settings
 from laminar.ids import TrajectoryId
 from laminar.testing.world_faults import FaultyProcesses
 from laminar.testing.world_parts import (
+    GAUGE_S,
+    PROMPT_TOKENS,
     SILENCE_S,
     Die,
     Finish,
+    Gauge,
     Kill,
     Load,
     Lose,
@@ -43,6 +46,8 @@ class Actors(FaultyProcesses):
     now: int
     seq: int
     capacity: int
+    max_batch: int
+    kv_capacity: int
     num_train: int
     num_eval: int
     step_of: dict[int, int]
@@ -70,6 +75,8 @@ class Actors(FaultyProcesses):
         }
         if process.role in events:
             self.later(process, self.random.uniform(0, 1), events[process.role])
+        if process.role == "rollout" and self.settings.repack_policy:
+            self.later(process, 1 + GAUGE_S, Gauge())
 
     def obey(self, command: Command, command_id: int) -> None:
         """A command reaches its process, if that is there."""
@@ -189,11 +196,12 @@ class Actors(FaultyProcesses):
         self.later(process, self.random.uniform(0.01, 0.2), Load(command))
 
     def _do_GenerateTrajectory(
-        self, process: Process, command: cmd.GenerateTrajectory, _: int
+        self, process: Process, command: cmd.GenerateTrajectory, command_id: int
     ) -> None:
         assert process.version == command.version, (process, command)
         assert len(process.work) < self.capacity, "over capacity"
         row = self._open(command)
+        process.as_of = command_id
         process.work[command.trajectory] = command.placement
         finish = Finish(command.trajectory, command.placement)
         if row.generated:  # by a replica that died before it could say so
@@ -202,6 +210,7 @@ class Actors(FaultyProcesses):
             trajectory=command.trajectory,
             placement=command.placement,
             tokens_resumed=row.num_tokens,
+            prompt_tokens=PROMPT_TOKENS,
         )
         self.later(process, 0.001, started)
         if self.random.random() < self.faults.hang:
@@ -253,6 +262,30 @@ class Actors(FaultyProcesses):
             if process.work.get(item.trajectory, item.placement + 1) <= item.placement:
                 del process.work[item.trajectory]
 
+    def _do_ReleaseTrajectories(
+        self, process: Process, command: cmd.ReleaseTrajectories, command_id: int
+    ) -> None:
+        self._do_AbortTrajectories(process, cmd.AbortTrajectories(to="", items=command.items), 0)
+        slow = self.random.random() < self.faults.slow_release
+        seconds = self.random.uniform(0.0, 5.0 if slow else 0.5)
+        self.later(process, seconds, ev.TrajectoriesReleased(command_id=command_id))
+
+    def _tell_gauges(self, process: Process) -> None:
+        """What repack is planned by."""
+        self.later(process, GAUGE_S, Gauge())
+        lengths = {TrajectoryId(t): self.rows[t].num_tokens for t in process.work}
+        gauge = ev.TokenProgress(
+            tokens_total=self.seq,
+            kv_used_tokens=PROMPT_TOKENS * len(process.work) + sum(lengths.values()),
+            running=len(process.work),
+            waiting=0,
+            kv_capacity_tokens=self.kv_capacity,
+            max_batch=self.max_batch,
+            as_of=process.as_of,
+            lengths=lengths,
+        )
+        self.gauge(process, gauge)
+
     def _do_EndTrajectories(
         self, process: Process, command: cmd.EndTrajectories, command_id: int
     ) -> None:
@@ -284,6 +317,8 @@ class Actors(FaultyProcesses):
             self._publish(item.version, item.step)
         elif isinstance(item, Load):
             self._load(process, item.command)
+        elif isinstance(item, Gauge):
+            self._tell_gauges(process)
         elif isinstance(item, Finish):
             self._finish(process, item)
         elif isinstance(item, Kill):

@@ -90,6 +90,7 @@ class Faults:
     lose_relay_every_s: float = 0.0  #: the same for relays
     damaged_chunk: float = 0.0  #: a transfer between relays has a trouble to report
     wrong_bytes: float = 0.0  #: a relay ends up with a version of another digest
+    slow_release: float = 0.0  #: a replica takes long to hand over what it gives away
     deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
     lose_machine_at_s: float = 0.0  #: the last machine is lost and stays lost, 0: never
     silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
@@ -128,6 +129,7 @@ class Process:
     successor: str = ""  #: of a relay
     held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
+    as_of: int = 0  #: id of the last command to generate
 
     @property
     def boot_id(self) -> str:
@@ -209,6 +211,15 @@ class Load:
     """A replica maps the relay's slot."""
 
     command: cmd.PullWeights
+
+
+GAUGE_S = 0.5
+PROMPT_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A replica tells of its engine."""
 
 
 @dataclass(frozen=True)

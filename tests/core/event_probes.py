@@ -251,6 +251,13 @@ def _relay_linked(state: State, peer: str) -> Iterator[Event]:
         yield ev.RelayLinked(command_id=outstanding.command_id, successor="")
 
 
+def _trajectories_released(state: State, peer: str) -> Iterator[Event]:
+    yield ev.TrajectoriesReleased(command_id=1)
+    outstanding = state.commands.get(f"release:{peer}")
+    if outstanding is not None:
+        yield ev.TrajectoriesReleased(command_id=outstanding.command_id)
+
+
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
     newest = state.next_version - 1
     step = newest - 1 if newest == state.exported else newest
@@ -318,6 +325,7 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,
     ev.RelayLinked: _relay_linked,
+    ev.TrajectoriesReleased: _trajectories_released,
     ev.ReplicaReady: _replica_ready,
     ev.WeightsLoaded: _weights_loaded,
     ev.VersionGone: _version_gone,

@@ -1,0 +1,127 @@
+"""Hand-over: what a replica gives away is let go there, goes to the store, goes on elsewhere.
+
+Reads   TrajectoriesReleased, the plan of core/repack.py
+Writes  trajectory statuses and placements, replica.given, replica.incoming
+Emits   ReleaseTrajectories, GenerateTrajectory, AbortTrajectories
+
+Room is kept at the destination from the order on. The source takes nothing and loads nothing until
+everything that it gave away has started elsewhere, or has ended. A source that does not answer in
+time is not restarted: its work goes on without the tokens that it has not handed over.
+"""
+
+from __future__ import annotations
+
+from laminar.core import keys, repack
+from laminar.core.context import Context
+from laminar.core.dispatch import lose, place_released
+from laminar.core.indexes import load_changed, replica_changed
+from laminar.core.registry import handles
+from laminar.core.repack import Move
+from laminar.core.state import State, Trajectory
+from laminar.core.statuses import Phase, TrajectoryStatus
+from laminar.core.tails import released_max, tails
+from laminar.core.transitions import move
+from laminar.core.validation import anything
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+
+
+def weights_published(ctx: Context) -> None:
+    """There is something newer to take: look now, and then every interval."""
+    if ctx.state.settings.repack_policy and keys.REPACK not in ctx.state.timers:
+        _look(ctx)
+
+
+def interval_over(ctx: Context) -> None:
+    _look(ctx)
+
+
+def _look(ctx: Context) -> None:
+    if not _runs(ctx.state):
+        return
+    ctx.set_timer(keys.REPACK, ctx.state.settings.repack_interval_ms)
+    ctx.repack_due = True
+
+
+def _runs(state: State) -> bool:
+    return state.phase == Phase.RUNNING and not state.draining
+
+
+def plan(ctx: Context) -> None:
+    """Empty the replicas for which that pays; the oldest versions first."""
+    state = ctx.state
+    ctx.repack_due = False
+    if not _runs(state):
+        return
+    gain = state.settings.repack_policy == "gain"
+    left = released_max(state) if gain else len(state.replicas)
+    found = tails(state)
+    for version in sorted(found):
+        prefill_tokens = state.settings.repack_prefill_tokens if gain else 0
+        moves = repack.plan(found[version], left, prefill_tokens)
+        left -= len(moves)
+        for planned in moves:
+            _release(ctx, planned)
+
+
+def _release(ctx: Context, planned: Move) -> None:
+    """Order the source to let go of all that it runs, and keep room for it."""
+    state = ctx.state
+    source, destination = state.replicas[planned.source], state.replicas[planned.destination]
+    items = []
+    for trajectory_id, placement in source.running.items():
+        trajectory = state.trajectories[trajectory_id]
+        moved = move(trajectory, "release")
+        assert moved, trajectory
+        trajectory.source, trajectory.destination = source.name, destination.name
+        trajectory.moves += 1
+        source.given[trajectory_id] = None
+        destination.incoming[trajectory_id] = None
+        items.append(cmd.Placed(trajectory=trajectory_id, placement=placement))
+    ctx.command(
+        cmd.ReleaseTrajectories(to=source.name, items=tuple(items)),
+        key=keys.release(source.name),
+        timeout_ms=state.settings.repack_release_ms,
+    )
+    replica_changed(state, source)
+    load_changed(state, destination)
+
+
+@handles(
+    ev.TrajectoriesReleased,
+    valid=anything,
+    leads_to=(cmd.GenerateTrajectory, cmd.AbortTrajectories, cmd.PullWeights),
+)
+def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
+    """The store has every token: all of it goes on at its destination."""
+    key = keys.release(ctx.stamped.peer)
+    outstanding = ctx.state.commands.get(key)
+    if outstanding is None or outstanding.command_id != event.command_id:
+        return ctx.ignore("late")
+    ctx.done(key)
+    _hand_over(ctx, outstanding.command)
+
+
+def release_expired(ctx: Context, command: cmd.ReleaseTrajectories) -> None:
+    """What the source has not handed over by now is sampled again."""
+    ctx.done(keys.release(command.to))
+    _hand_over(ctx, command)
+    ctx.command(cmd.AbortTrajectories(to=command.to, items=command.items))
+
+
+def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
+    """What has ended meanwhile stays where it ended; whose destination is gone is lost work."""
+    assert isinstance(command, cmd.ReleaseTrajectories)
+    for item in command.items:
+        trajectory = ctx.state.trajectories.get(item.trajectory)
+        if trajectory is None or trajectory.placement != item.placement:
+            continue
+        if trajectory.status == TrajectoryStatus.RELEASING:
+            _goes_on(ctx, trajectory)
+
+
+def _goes_on(ctx: Context, trajectory: Trajectory) -> None:
+    destination = ctx.state.replicas.get(trajectory.destination)
+    if destination is None or trajectory.id not in destination.incoming:
+        return lose(ctx, trajectory.id)
+    place_released(ctx, trajectory, destination)

@@ -1,0 +1,125 @@
+"""Tails: which replicas run only stragglers, what these hold, and how many could take new work.
+
+Reads   replicas with their gauges, trajectories, groups, relays, the staleness bound
+Writes  nothing
+Gives   tails (Standing by version), released_max
+
+A replica is in its tail when it takes no new group, nothing waits for a slot as of the last command
+that it was given, and it runs fewer than a decode step has room for. It follows from the state each
+time; nothing is latched.
+"""
+
+from __future__ import annotations
+
+from laminar.core import groups
+from laminar.core.admission import bound_allows, groups_wanted, room
+from laminar.core.indexes import indexes_of
+from laminar.core.repack import Standing
+from laminar.core.replica_index import Kind
+from laminar.core.state import Replica, State, Trajectory
+from laminar.ids import Purpose
+
+MOVES_MAX = 3
+"""Of one trajectory. In a trial none gained by more."""
+
+
+def tails(state: State) -> dict[int, list[Standing]]:
+    """Of every version, its replicas in their tail, in the order of state.replicas."""
+    index = indexes_of(state).replicas
+    found: dict[int, list[Standing]] = {}
+    refusing = index.of(lambda kind: kind.serving and _refuses(state, kind))
+    for number in sorted(index.numbers_of(refusing)):
+        replica = index.replicas[number]
+        if _only_stragglers(replica):
+            found.setdefault(replica.version, []).append(_standing(state, replica))
+    return found
+
+
+def _refuses(state: State, kind: Kind) -> bool:
+    """As core/admission.py refuses new groups, but for the end of the run."""
+    if groups_wanted(state) <= 0 or (kind.satisfied and kind.behind):
+        return True
+    return not bound_allows(state, kind.step + state.settings.max_staleness)
+
+
+def _only_stragglers(replica: Replica) -> bool:
+    knows = replica.as_of >= replica.asked and not replica.waiting
+    return knows and 0 < len(replica.running) + len(replica.incoming) < replica.max_batch
+
+
+def _standing(state: State, replica: Replica) -> Standing:
+    there = [state.trajectories[t] for t in (*replica.running, *replica.incoming)]
+    left = [expected_left(state, trajectory) for trajectory in there]
+    return Standing(
+        name=replica.name,
+        kv_tokens=sum(t.prompt_tokens + t.progress for t in there),
+        growth_tokens=sum(left),
+        longest=max(left),
+        running=len(there),
+        room=room(replica),
+        kv_capacity=replica.kv_capacity,
+        max_batch=replica.max_batch,
+        movable=not replica.incoming
+        and _can_take_new_work(state, replica)
+        and _may_move(state, there),
+    )
+
+
+def expected_left(state: State, trajectory: Trajectory) -> int:
+    """Tokens that it is expected to sample yet: as many as its finished siblings had on average,
+    else all that have finished; what is longer than that already, half as much again."""
+    group = state.groups[trajectory.group]
+    siblings = [t.num_tokens for t in groups.members(state, group.id) if t.num_tokens]
+    if siblings:
+        mean = sum(siblings) // len(siblings)
+    else:
+        mean = state.finished_tokens // max(state.finished, 1)
+    return max(mean - trajectory.progress, trajectory.progress // 2, 1)
+
+
+def _may_move(state: State, trajectories: list[Trajectory]) -> bool:
+    """Not what has been moved because a batch waited for it, what may have killed a replica, what
+    has been moved often, or held-out answers."""
+    return all(
+        not t.waits
+        and not t.deaths
+        and t.moves < MOVES_MAX
+        and state.groups[t.group].purpose == Purpose.TRAIN
+        for t in trajectories
+    )
+
+
+def _can_take_new_work(state: State, replica: Replica) -> bool:
+    """The newest version is at its relay, and no evaluation waits for the one that it has."""
+    evaluation = state.evaluation
+    evaluated = (
+        evaluation is not None and evaluation.queue and evaluation.version == replica.version
+    )
+    return replica.version < state.newest == state.newest_for(replica) and not evaluated
+
+
+def released_max(state: State) -> int:
+    """How many replicas could get their share of new groups on the newest version now.
+
+    Those that are empty or load get theirs first.
+    """
+    settings = state.settings
+    admitted = min(groups_wanted(state), _within_bound(state))
+    index = indexes_of(state).replicas
+    busy = dict.fromkeys(index.empty(list(index.kinds)))
+    busy |= dict.fromkeys(index.numbers_of(index.of(lambda kind: kind.loading)))
+    return max(admitted // settings.groups_per_version - len(busy), 0)
+
+
+def _within_bound(state: State) -> int:
+    """New groups of the newest version that the staleness bound admits now."""
+    deadline = state.newest_step + state.settings.max_staleness
+    per_step, within = state.settings.groups_per_step, 0
+    left = per_step * (deadline - state.chosen + 1) - sum(
+        count for d, count in state.deadlines.items() if d <= deadline
+    )
+    within = sum(count for d, count in state.deadlines.items() if d <= deadline)
+    for later in sorted(d for d in state.deadlines if d > deadline):
+        within += state.deadlines[later]
+        left = min(left, per_step * (later - state.chosen + 1) - within)
+    return left
