@@ -54,7 +54,7 @@ def serving(state: State, replica: Replica) -> bool:
 
 def room(replica: Replica) -> int:
     """For so many more trajectories; what is kept for others is taken."""
-    return replica.capacity - len(replica.running) - len(replica.incoming)
+    return replica.capacity - replica.load
 
 
 def refusal(state: State, replica: Replica) -> str:

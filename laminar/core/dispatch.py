@@ -17,7 +17,7 @@ from laminar.core import keys
 from laminar.core.admission import room
 from laminar.core.context import Context
 from laminar.core.indexes import add_lost, assign, load_changed, remove_lost, replica_changed
-from laminar.core.state import Group, Replica, State, Trajectory
+from laminar.core.state import Group, Progress, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.events import commands as cmd
 from laminar.ids import GroupId, Purpose, TrajectoryId
@@ -96,8 +96,9 @@ def _place(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     assign(state, trajectory, replica.name)
     trajectory.version, trajectory.step = replica.version, replica.step
     replica.running[trajectory.id] = trajectory.placement
-    if state.settings.repack_policy:
-        replica.asked = ctx.next_command_id
+    if replica.packing is not None:
+        replica.packing.asked = ctx.next_command_id
+        state.progress.setdefault(trajectory.id, Progress())
     replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
     ctx.command(
         cmd.GenerateTrajectory(
@@ -143,18 +144,19 @@ def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -
     moved = move(trajectory, "hand over")
     assert moved, trajectory
     del destination.incoming[trajectory.id]
-    trajectory.destination = ""
+    state.progress[trajectory.id].destination = ""
     trajectory.placement += 1
     _place(ctx, trajectory, destination)
     load_changed(state, destination)
 
 
-def started_elsewhere(ctx: Context, trajectory: Trajectory) -> None:
+def end_move(ctx: Context, trajectory: Trajectory) -> None:
     """The replica that gave it away waits for it no longer: it started, was lost, or has ended."""
-    state, name = ctx.state, trajectory.source
-    trajectory.source = ""
-    destination = state.replicas.get(trajectory.destination)
-    trajectory.destination = ""
+    state, progress = ctx.state, ctx.state.progress.get(trajectory.id)
+    if progress is None or not progress.source:
+        return
+    name, destination = progress.source, state.replicas.get(progress.destination)
+    progress.source = progress.destination = ""
     if destination is not None and trajectory.id in destination.incoming:
         del destination.incoming[trajectory.id]
         load_changed(state, destination)
@@ -171,8 +173,7 @@ def started_elsewhere(ctx: Context, trajectory: Trajectory) -> None:
 def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
     """The trajectory no longer runs on its replica (finished, lost, or ended)."""
     _take_out(ctx, trajectory)
-    if trajectory.source:
-        started_elsewhere(ctx, trajectory)
+    end_move(ctx, trajectory)
 
 
 def _take_out(ctx: Context, trajectory: Trajectory) -> None:

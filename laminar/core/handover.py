@@ -73,8 +73,9 @@ def _release(ctx: Context, planned: Move) -> None:
         trajectory = state.trajectories[trajectory_id]
         moved = move(trajectory, "release")
         assert moved, trajectory
-        trajectory.source, trajectory.destination = source.name, destination.name
-        trajectory.moves += 1
+        progress = state.progress[trajectory_id]
+        progress.source, progress.destination = source.name, destination.name
+        progress.moves += 1
         source.given[trajectory_id] = None
         destination.incoming[trajectory_id] = None
         items.append(cmd.Placed(trajectory=trajectory_id, placement=placement))
@@ -90,7 +91,7 @@ def _release(ctx: Context, planned: Move) -> None:
 @handles(
     ev.TrajectoriesReleased,
     valid=anything,
-    leads_to=(cmd.GenerateTrajectory, cmd.AbortTrajectories, cmd.PullWeights),
+    leads_to=(cmd.GenerateTrajectory, cmd.AbortTrajectories),
 )
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
     """The store has every token: all of it goes on at its destination."""
@@ -121,7 +122,7 @@ def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
 
 
 def _goes_on(ctx: Context, trajectory: Trajectory) -> None:
-    destination = ctx.state.replicas.get(trajectory.destination)
+    destination = ctx.state.replicas.get(ctx.state.progress[trajectory.id].destination)
     if destination is None or trajectory.id not in destination.incoming:
         return lose(ctx, trajectory.id)
     place_released(ctx, trajectory, destination)

@@ -281,6 +281,7 @@ def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
     """It has ended; it is handed back and forgotten."""
     by_replica = indexes_of(state).trajectories
     trajectory = state.trajectories.pop(trajectory_id)
+    state.progress.pop(trajectory_id, None)
     del by_replica[trajectory.replica][trajectory_id]
     return trajectory
 

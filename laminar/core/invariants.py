@@ -57,26 +57,25 @@ def trajectory_in_one_place(state: State) -> None:
 
 def moves_are_whole(state: State) -> None:
     """What is handed over has one source, which does nothing else, and room kept at one place."""
-    for trajectory in state.trajectories.values():
+    for name, progress in state.progress.items():
+        trajectory = state.trajectories[name]
         releasing = trajectory.status == TrajectoryStatus.RELEASING
-        _require(releasing or not trajectory.destination, trajectory)
+        _require(releasing or not progress.destination, trajectory, progress)
+        _require(releasing == (progress.source == trajectory.replica != ""), trajectory, progress)
         if releasing:
-            _require(trajectory.source == trajectory.replica, trajectory)
             _require(keys.release(trajectory.replica) in state.commands, trajectory)
-        source = state.replicas.get(trajectory.source)
-        if source is not None and trajectory.id in source.given:
-            _require(releasing or trajectory.status == TrajectoryStatus.DISPATCHED, trajectory)
-        elif releasing:
-            raise AssertionError(trajectory, source)
+            _require(name in state.replicas[progress.source].given, trajectory)
     for replica in state.replicas.values():
         _require(room(replica) >= 0, replica)
         if replica.given:
             _require(not replica.loading and not replica.incoming, replica)
             _require(set(replica.running) <= set(replica.given), replica)
-        for trajectory_id in replica.incoming:
-            coming = state.trajectories[trajectory_id]
+        for name in replica.given:
+            _require(state.progress[name].source == replica.name, name, replica)
+        for name in replica.incoming:
+            coming = state.trajectories[name]
             _require(not replica.loading and coming.version == replica.version, coming, replica)
-            _require(coming.destination == replica.name, coming, replica)
+            _require(state.progress[name].destination == replica.name, coming, replica)
 
 
 def staleness_within_bound(state: State) -> None:

@@ -26,7 +26,7 @@ from laminar.core.indexes import (
     master_relay,
 )
 from laminar.core.registry import ENDS_RUN, LOSES_ACTOR, handles
-from laminar.core.state import Actor, Replica, State
+from laminar.core.state import Actor, Packing, Replica, State
 from laminar.core.statuses import Phase
 from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
 from laminar.events import commands as cmd
@@ -301,7 +301,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         progress_ns=ctx.stamped.time_ns,
     )
     if state.settings.repack_policy:
-        replica.max_batch, replica.kv_capacity = event.max_batch, event.kv_capacity_tokens
+        replica.packing = Packing(max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens)
     add_replica(state, replica)
     if replica.relay not in state.relays and keys.rejoin(replica.relay) not in state.timers:
         ctx.set_timer(keys.rejoin(replica.relay), state.settings.start_timeout_ms)

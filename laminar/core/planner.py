@@ -111,25 +111,20 @@ def _share_out_groups(ctx: Context, touched: list[Replica], all_touched: bool) -
     """New groups one at a time to the emptiest replica that admits and has room."""
     state = ctx.state
     others = _Others(state, {r.name: None for r in touched}) if all_touched else None
-    queue = [(_load(r), i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
+    queue = [(r.load, i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
     heapify(queue)
     while True:
         while queue and not _takes_group(state, touched[queue[0][1]]):
             heappop(queue)  # a new group never makes another one admissible
         other = others.least() if others is not None else None
-        if other is not None and not (queue and queue[0][0] <= _load(other)):
+        if other is not None and not (queue and queue[0][0] <= other.load):
             dispatch.new_group(ctx, other)
         elif queue:
             replica = touched[queue[0][1]]
             dispatch.new_group(ctx, replica)
-            heapreplace(queue, (_load(replica), queue[0][1]))
+            heapreplace(queue, (replica.load, queue[0][1]))
         else:
             return
-
-
-def _load(replica: Replica) -> int:
-    """Trajectories that run there or come."""
-    return len(replica.running) + len(replica.incoming)
 
 
 def _takes_group(state: State, replica: Replica) -> bool:

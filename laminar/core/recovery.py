@@ -48,7 +48,7 @@ def replica_lost(ctx: Context, name: str) -> None:
         else:
             lose(ctx, trajectory_id)
     for trajectory_id in replica.incoming:
-        state.trajectories[trajectory_id].destination = ""  # its source lets go of it all the same
+        state.progress[trajectory_id].destination = ""  # its source lets go of it all the same
     indexes.remove_replica(state, replica)
     for trajectory in _generated_on(state, name):
         ctx.done(groups.score_key(state, trajectory))

@@ -39,7 +39,7 @@ _Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
 
 
 def _load(replica: Replica) -> Load:
-    return len(replica.running) + len(replica.incoming), replica.capacity
+    return replica.load, replica.capacity
 
 
 class ReplicaIndex:

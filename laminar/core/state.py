@@ -52,6 +52,32 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
 
 
+class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of one replica, for repack: its engine as it was last told, and what is handed over."""
+
+    max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
+    kv_capacity: int = 0  #: tokens
+    kv_used: int = 0  #: tokens
+    waiting: int = 0  #: for a slot in the engine
+    as_of: int = 0  #: highest id of a command to generate that these figures know of
+    asked: int = 0  #: id of the last command to generate that it was given
+    #: trajectories that it gives away and that have not started elsewhere: it takes no work and
+    #: loads nothing until there are none
+    given: dict[TrajectoryId, None] = {}
+    #: room is kept for these, which other replicas give away
+    incoming: dict[TrajectoryId, None] = {}
+
+
+class Progress(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of one trajectory, for repack: how far it is, and between which replicas it moves."""
+
+    prompt_tokens: int = 0
+    sampled: int = 0  #: tokens, as they were last told; the ledger counts Trajectory.num_tokens
+    moves: int = 0  #: times that it was given away
+    source: str = ""  #: replica that gives it away, until it has started elsewhere
+    destination: str = ""  #: replica with room kept for it; empty: none, or that one is gone
+
+
 class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One inference engine. It serves one weight version at a time."""
 
@@ -68,18 +94,20 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens_total: int = 0
     progress_ns: int = 0  #: when it last sampled, loaded or took work
     failed_loads: int = 0
-    # With repack only:
-    max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
-    kv_capacity: int = 0  #: tokens
-    kv_used: int = 0  #: tokens, as it was last told
-    waiting: int = 0  #: for a slot in the engine, likewise
-    as_of: int = 0  #: highest command to generate that the last gauge knows of
-    asked: int = 0  #: id of the last command to generate that it was given
-    #: trajectories that it gives away and that have not started elsewhere: it takes no work and
-    #: loads nothing until there are none
-    given: dict[TrajectoryId, None] = {}
-    #: room is kept for these, which other replicas give away
-    incoming: dict[TrajectoryId, None] = {}
+    packing: Packing | None = None  #: what repack needs to know; None without repack
+
+    @property
+    def given(self) -> dict[TrajectoryId, None]:
+        return self.packing.given if self.packing is not None else {}
+
+    @property
+    def incoming(self) -> dict[TrajectoryId, None]:
+        return self.packing.incoming if self.packing is not None else {}
+
+    @property
+    def load(self) -> int:
+        """Trajectories that run here, or for which room is kept."""
+        return len(self.running) + len(self.incoming)
 
 
 class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -117,12 +145,6 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     correct: bool = False
     deaths: int = 0  #: replicas that died while they ran it
     waits: int = 0  #: times that a batch gave up waiting for it
-    # With repack only:
-    prompt_tokens: int = 0
-    progress: int = 0  #: tokens sampled, as they were last told; the ledger counts num_tokens
-    moves: int = 0  #: times that it was given away
-    source: str = ""  #: replica that gives it away, until it has started elsewhere
-    destination: str = ""  #: replica with room kept for it; empty: none, or that one is gone
     restart: bool = False  #: lost work that must begin again from the prompt
 
 
@@ -258,6 +280,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: None: nothing was scored yet
     warnings: dict[str, str] = {}  #: of bad learning, text by kind, in the order they came
+    #: of open trajectories, with repack only
+    progress: dict[TrajectoryId, Progress] = {}
     finished: int = 0  #: trajectories generated to their end, and
     finished_tokens: int = 0  #: their tokens; both with repack only
     staleness_sum: int = 0  #: over trained trajectories

@@ -43,22 +43,27 @@ def _refuses(state: State, kind: Kind) -> bool:
 
 
 def _only_stragglers(replica: Replica) -> bool:
-    knows = replica.as_of >= replica.asked and not replica.waiting
-    return knows and 0 < len(replica.running) + len(replica.incoming) < replica.max_batch
+    packing = replica.packing
+    if packing is None or packing.waiting or packing.as_of < packing.asked:
+        return False
+    return 0 < replica.load < packing.max_batch
 
 
 def _standing(state: State, replica: Replica) -> Standing:
+    packing = replica.packing
+    assert packing is not None, replica
     there = [state.trajectories[t] for t in (*replica.running, *replica.incoming)]
+    held = [state.progress[t.id] for t in there]
     left = [expected_left(state, trajectory) for trajectory in there]
     return Standing(
         name=replica.name,
-        kv_tokens=sum(t.prompt_tokens + t.progress for t in there),
+        kv_tokens=sum(p.prompt_tokens + p.sampled for p in held),
         growth_tokens=sum(left),
         longest=max(left),
         running=len(there),
         room=room(replica),
-        kv_capacity=replica.kv_capacity,
-        max_batch=replica.max_batch,
+        kv_capacity=packing.kv_capacity,
+        max_batch=packing.max_batch,
         movable=not replica.incoming
         and _can_take_new_work(state, replica)
         and _may_move(state, there),
@@ -74,7 +79,8 @@ def expected_left(state: State, trajectory: Trajectory) -> int:
         mean = sum(siblings) // len(siblings)
     else:
         mean = state.finished_tokens // max(state.finished, 1)
-    return max(mean - trajectory.progress, trajectory.progress // 2, 1)
+    sampled = state.progress[trajectory.id].sampled
+    return max(mean - sampled, sampled // 2, 1)
 
 
 def _may_move(state: State, trajectories: list[Trajectory]) -> bool:
@@ -83,7 +89,7 @@ def _may_move(state: State, trajectories: list[Trajectory]) -> bool:
     return all(
         not t.waits
         and not t.deaths
-        and t.moves < MOVES_MAX
+        and state.progress[t.id].moves < MOVES_MAX
         and state.groups[t.group].purpose == Purpose.TRAIN
         for t in trajectories
     )

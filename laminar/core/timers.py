@@ -17,7 +17,11 @@ from laminar.events import events as ev
 from laminar.ids import TrajectoryId
 
 
-@handles(ev.TimerFired, valid=anything, leads_to=(*LOSES_ACTOR, cmd.RestartActor))
+@handles(
+    ev.TimerFired,
+    valid=anything,
+    leads_to=(*LOSES_ACTOR, cmd.RestartActor, cmd.ReleaseTrajectories),
+)
 def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
     state = ctx.state

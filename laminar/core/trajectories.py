@@ -13,7 +13,7 @@ from laminar.core import dispatch, evaluation, groups, recovery, reward_errors
 from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.rules import HELD_OUT_FIGURES, applies
-from laminar.core.state import Replica, State, Trajectory
+from laminar.core.state import Packing, State, Trajectory
 from laminar.core.transitions import UNFINISHED, move
 from laminar.core.validation import anything, is_count
 from laminar.events import commands as cmd
@@ -32,18 +32,18 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
 @handles(
     ev.TrajectoryStarted,
     valid=_started_counts,
-    leads_to=(cmd.PullWeights, cmd.GenerateTrajectory, cmd.PinVersion),
+    leads_to=(cmd.PullWeights,),
     planned=False,
 )
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory, event.placement)
     if trajectory is None or not move(trajectory, "started"):
         return ctx.ignore("old-placement")
-    if ctx.state.settings.repack_policy:
-        trajectory.prompt_tokens = event.prompt_tokens
-        trajectory.progress = event.tokens_resumed
-        if trajectory.source and trajectory.source != ctx.stamped.peer:
-            dispatch.started_elsewhere(ctx, trajectory)
+    progress = ctx.state.progress.get(trajectory.id)
+    if progress is not None:
+        progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
+        if progress.source != ctx.stamped.peer:
+            dispatch.end_move(ctx, trajectory)
 
 
 def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
@@ -63,22 +63,19 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     if event.tokens_total != replica.tokens_total:
         replica.tokens_total = event.tokens_total
         replica.progress_ns = ctx.stamped.time_ns
-    if ctx.state.settings.repack_policy:
-        _keep_gauges(ctx.state, replica, event)
+    if replica.packing is not None:
+        _keep_gauges(replica.packing, event)
+        for trajectory_id, tokens in event.lengths.items():
+            if trajectory_id in replica.running:
+                ctx.state.progress[trajectory_id].sampled = tokens
 
 
-def _keep_gauges(state: State, replica: Replica, event: ev.TokenProgress) -> None:
+def _keep_gauges(packing: Packing, event: ev.TokenProgress) -> None:
     """For repack; nothing is planned because of them."""
-    replica.kv_capacity = event.kv_capacity_tokens or replica.kv_capacity
-    replica.kv_used, replica.waiting, replica.as_of = (
-        event.kv_used_tokens,
-        event.waiting,
-        event.as_of,
-    )
-    replica.max_batch = event.max_batch or replica.max_batch
-    for trajectory_id, tokens in event.lengths.items():
-        if trajectory_id in replica.running:
-            state.trajectories[trajectory_id].progress = tokens
+    packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
+    packing.max_batch = event.max_batch or packing.max_batch
+    packing.kv_used, packing.waiting = event.kv_used_tokens, event.waiting
+    packing.as_of = event.as_of
 
 
 def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:

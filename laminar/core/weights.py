@@ -45,6 +45,7 @@ def _published(state: State, event: ev.WeightsPublished) -> bool:
         cmd.ExportModel,
         cmd.PinVersion,
         cmd.RestartActor,
+        cmd.ReleaseTrajectories,
     ),
 )
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:

@@ -44,7 +44,9 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         train_s=choose([0.1, 1, 5]),
     )
     faults.leave_out = random.Random(f"left out {seed}").choice([0, 0, 0.1, 0.6])
-    replicas = choose([1, 2, 3])
+    repack = random.Random(f"repack {seed}")
+    policy = repack.choice(["", "gain", "best-fit"])
+    replicas = choose([1, 2, 3]) + (repack.choice([1, 3]) if policy else 0)
     nodes = choose(range(1, replicas + 1))
     faults.lose_relay_every_s = choose([0, 0, 6, 20])
     if nodes > 1:
@@ -65,7 +67,7 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     )
     faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
     faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
-    if policy := (repack := random.Random(f"repack {seed}")).choice(["", "gain", "best-fit"]):
+    if policy:
         world.max_batch = repack.choice([group_size, world.capacity])
         world.kv_capacity = repack.choice([50, 1_000])
         world.faults.slow_release = repack.choice([0, 0.3])
@@ -98,6 +100,8 @@ def check_failed(world: World) -> None:
     if world.now < world.faults.fatal_at_s * SECOND:
         return check_end(world)  # it was over before
     state, ledger = world.state, world.state.ledger
+    if state.exported >= 0 and not state.failure:
+        return check_end(world)  # it had all that it needed
     first = state.drained_for or world.faults.fatal_role
     assert first in state.failure and state.exit_code == 1
     if world.faults.fatal_role != "store":

@@ -275,7 +275,7 @@ class Actors(FaultyProcesses):
         self.later(process, GAUGE_S, Gauge())
         lengths = {TrajectoryId(t): self.rows[t].num_tokens for t in process.work}
         gauge = ev.TokenProgress(
-            tokens_total=self.seq,
+            tokens_total=process.sampled,
             kv_used_tokens=PROMPT_TOKENS * len(process.work) + sum(lengths.values()),
             running=len(process.work),
             waiting=0,
@@ -356,6 +356,7 @@ class Actors(FaultyProcesses):
         if self.random.random() < self.faults.refuse_sibling:
             return self.say(process, self._failed(item.trajectory, item.placement, "bad-logprobs"))
         row.num_tokens, row.generated = 10, True
+        process.sampled += 10
         if self.random.random() < 0.1:
             progress = ev.TokenProgress(
                 tokens_total=self.seq, kv_used_tokens=0, running=len(process.work), waiting=0

@@ -130,6 +130,7 @@ class Process:
     held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
     as_of: int = 0  #: id of the last command to generate
+    sampled: int = 0  #: tokens
 
     @property
     def boot_id(self) -> str:
