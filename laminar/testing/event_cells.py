@@ -17,7 +17,7 @@ PHASES = (
     "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
 )  # fmt: skip
 LIVENESS = ("alive", "fenced", "unknown")
-STATUSES = ("dispatched", "running", "generated", "rewarded", "lost", "ending")
+STATUSES = ("dispatched", "running", "generated", "rewarded", "releasing", "lost", "ending")
 
 
 class Cell(NamedTuple):

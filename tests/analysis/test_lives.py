@@ -35,6 +35,7 @@ def check(life: Life, trajectory: Trajectory) -> None:
     if trajectory.status in (
         TrajectoryStatus.DISPATCHED,
         TrajectoryStatus.RUNNING,
+        TrajectoryStatus.RELEASING,
         TrajectoryStatus.LOST,
     ):
         assert (last.number, last.attempt) == (trajectory.placement, trajectory.attempt)

@@ -58,16 +58,18 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
 
 class Sampler:
     """Chooses situations, a third of them in the phase `running`, and most of those with work that
-    is lost, a question to the strategy, relays to connect, a batch in training, or a silent node;
-    keeps the verdicts."""
+    is lost or handed over, a question to the strategy, relays to connect, a batch in training, or a
+    silent node; keeps the verdicts."""
 
     def __init__(self, situations: int, seed: int) -> None:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
         self._left = dict.fromkeys((p for p in PHASES if p != Phase.RUNNING), rare)
+        self._left[Phase.STARTING] *= 2  # for all roles to have joined in some of them
         kinds = (Phase.RUNNING, "silent", "lost", "asking", "linking", "training")
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
+        self._left["releasing"] = situations // 40 + 1  # seldom met
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -81,6 +83,8 @@ class Sampler:
         kind = state.phase
         if kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
             kind = "silent"
+        elif kind == Phase.RUNNING and any(key.startswith("release:") for key in state.commands):
+            kind = "releasing"
         elif kind == Phase.RUNNING and (state.lost or "propose" in state.commands):
             kind = "lost" if state.lost else "asking"
         elif kind == Phase.RUNNING and any(key.startswith("forward:") for key in state.commands):

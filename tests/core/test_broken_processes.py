@@ -185,6 +185,10 @@ class BrokenWorld(World):
             del process.work[next(iter(process.work))]
         super()._do_GenerateTrajectory(process, command, command_id)
 
+    def _do_PullWeights(self, process: Process, command: cmd.PullWeights, command_id: int) -> None:
+        process.work.clear()  # it may have lied about what it has released
+        super()._do_PullWeights(process, command, command_id)
+
     def _lie(self) -> None:
         liars = [a for a in self.state.actors.values() if a.alive and a.role != "node"]
         if not liars:

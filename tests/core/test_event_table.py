@@ -53,9 +53,9 @@ def test_trajectories_follow_their_table(verdicts: Verdicts) -> None:
     """Seen from outside: which event about a trajectory of which status may change anything."""
     started, finished, failed, rewarded = TRAJECTORY_EVENTS
     legal = {
-        started: {"dispatched"},
-        finished: {"dispatched", "running"},
-        failed: {"dispatched", "running", "generated", "lost"},
+        started: {"dispatched", "releasing"},
+        finished: {"dispatched", "running", "releasing"},
+        failed: {"dispatched", "running", "generated", "releasing", "lost"},
         rewarded: {"generated"},
     }
     for cell, found in verdicts.items():

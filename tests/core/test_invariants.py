@@ -14,6 +14,7 @@ from laminar.core.state import Evaluation, State
 from laminar.events import commands as cmd
 from laminar.ids import TrajectoryId
 from laminar.testing.bench import Bench
+from tests.core.test_handover import moving
 
 FIRST = TrajectoryId("0.0.0")
 
@@ -52,6 +53,21 @@ def group_disappears(state: State) -> None:
 def runs_twice(state: State) -> None:
     one, two, *_ = state.replicas.values()
     two.running[FIRST] = one.running[FIRST]
+
+
+def handed_over() -> State:
+    """rollout-0 gives a trajectory away to rollout-1."""
+    return moving().state
+
+
+def comes_to_nobody(state: State) -> None:
+    next(iter(state.progress.values())).destination = "rollout-0"
+
+
+def given_away_by_nobody(state: State) -> None:
+    packing = state.replicas["rollout-0"].packing
+    assert packing is not None
+    packing.given.clear()
 
 
 def runs_under_an_old_placement(state: State) -> None:
@@ -196,6 +212,8 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     head_that_is_not_fed: invariants.every_wait_has_an_owner,
     trainer_without_a_relay: invariants.every_wait_has_an_owner,
     relay_ahead: invariants.versions_monotonic,
+    comes_to_nobody: invariants.moves_are_whole,
+    given_away_by_nobody: invariants.moves_are_whole,
     holder_forgotten: invariants.indexes_are_true,
     answer_without_a_score: invariants.evaluation_adds_up,
     answer_counted_as_wrong: invariants.evaluation_adds_up,
@@ -205,8 +223,8 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damage_is_found(damage: Callable[[State], None]) -> None:
-    state = working()
     invariant = DAMAGES[damage]
+    state = handed_over() if invariant is invariants.moves_are_whole else working()
     invariant(state)
     damage(state)
     with pytest.raises(AssertionError):
