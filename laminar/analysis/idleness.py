@@ -24,7 +24,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
-NO_DATA, RUN_ENDING = "no-data", "run-ending"
+NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
 """As admission.refusal says it."""
 
 
@@ -122,6 +122,9 @@ def _detail(state: State, replica: Replica | None, reason: str) -> str:
     if reason == NO_DATA:
         left = sum(state.deadlines.values())
         return f"the run needs no further group: {left} are on their way into the last batches"
+    if reason == REPACKED:
+        count = len(replica.given)
+        return f"{count} of the trajectories that it gave away have not started elsewhere yet"
     if reason == RUN_ENDING:
         phase = "draining on request" if state.draining else state.phase
         return f"the run is {phase}"

@@ -76,6 +76,11 @@ class Moves:
         self._waited = self._waited or _timer(stamped) == keys.resume(self.name)
 
     def _reason(self, before: Placement, after: Placement, state: State) -> str:
+        if self._lost is not None and _given_away(self._lost):
+            return (
+                f"{before.replica} ran only a few long answers and could take new work with newer "
+                f"weights, and {after.replica} had v{after.version} and kept room for it (repack)"
+            )
         if after.attempt == before.attempt:
             return f"{after.replica} had v{after.version}, with which it was begun, and room"
         if self._restart:
@@ -116,7 +121,8 @@ class Moves:
         at, before, after = self._moments.said, move.before, move.after
         assert before.left is not None
         yield f"Placement {after.number}:"
-        yield f"  {before.replica} lost it at {at(before.left)}: {said(move.lost)}."
+        how = "gave it away" if _given_away(move.lost) else "lost it"
+        yield f"  {before.replica} {how} at {at(before.left)}: {said(move.lost)}."
         waited_s = (after.dispatched.unix_ns - before.left.unix_ns) / 1e9
         if move.placed is move.lost:
             yield f"  {after.replica} got it at once, by the same event."
@@ -155,6 +161,12 @@ class Moves:
         yield f"It ended as {how}{step} at {self._moments.said(life.ending)}."
         if self._again:
             yield f"The evaluation ran its prompt again as {self._again}."
+
+
+def _given_away(stamped: Stamped) -> bool:
+    """By repack: the replica has let go of it, or has not done so in time."""
+    expired = keys.deadline(keys.release(""))
+    return isinstance(stamped.event, ev.TrajectoriesReleased) or _timer(stamped).startswith(expired)
 
 
 def _timer(stamped: Stamped) -> str:

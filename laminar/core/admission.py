@@ -65,6 +65,8 @@ def refusal(state: State, replica: Replica) -> str:
     """
     if state.phase != Phase.RUNNING or state.draining:
         return "run-ending"
+    if replica.given:
+        return "repacked"
     if not serving(state, replica):
         return "not-serving"
     if groups_wanted(state) <= 0:

@@ -17,7 +17,7 @@ from laminar.core.dispatch import lose, place_released
 from laminar.core.indexes import load_changed, replica_changed
 from laminar.core.registry import handles
 from laminar.core.repack import Move
-from laminar.core.state import State, Trajectory
+from laminar.core.state import Trajectory
 from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.core.tails import released_max, tails
 from laminar.core.transitions import move
@@ -26,33 +26,19 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 
 
-def weights_published(ctx: Context) -> None:
-    """There is something newer to take: look now, and then every interval."""
-    if ctx.state.settings.repack_policy and keys.REPACK not in ctx.state.timers:
-        _look(ctx)
-
-
-def interval_over(ctx: Context) -> None:
-    _look(ctx)
-
-
-def _look(ctx: Context) -> None:
-    if not _runs(ctx.state):
+def look(ctx: Context) -> None:
+    """Newer weights are out, or the interval is over: plan now, and again after an interval."""
+    state = ctx.state
+    if not state.settings.repack_policy or state.phase != Phase.RUNNING or state.draining:
         return
-    ctx.set_timer(keys.REPACK, ctx.state.settings.repack_interval_ms)
+    ctx.set_timer(keys.REPACK, state.settings.repack_interval_ms)
     ctx.repack_due = True
-
-
-def _runs(state: State) -> bool:
-    return state.phase == Phase.RUNNING and not state.draining
 
 
 def plan(ctx: Context) -> None:
     """Empty the replicas for which that pays; the oldest versions first."""
     state = ctx.state
     ctx.repack_due = False
-    if not _runs(state):
-        return
     gain = state.settings.repack_policy == "gain"
     left = released_max(state) if gain else len(state.replicas)
     found = tails(state)

@@ -118,14 +118,9 @@ def released_max(state: State) -> int:
 
 
 def _within_bound(state: State) -> int:
-    """New groups of the newest version that the staleness bound admits now."""
-    deadline = state.newest_step + state.settings.max_staleness
-    per_step, within = state.settings.groups_per_step, 0
-    left = per_step * (deadline - state.chosen + 1) - sum(
-        count for d, count in state.deadlines.items() if d <= deadline
-    )
-    within = sum(count for d, count in state.deadlines.items() if d <= deadline)
-    for later in sorted(d for d in state.deadlines if d > deadline):
-        within += state.deadlines[later]
-        left = min(left, per_step * (later - state.chosen + 1) - within)
-    return left
+    """New groups of the newest version that the staleness bound admits now; no group that there is
+    has a later deadline than theirs."""
+    settings = state.settings
+    deadline = state.newest_step + settings.max_staleness
+    unchosen = sum(state.deadlines.values())
+    return settings.groups_per_step * (deadline - state.chosen + 1) - unchosen

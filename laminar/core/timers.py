@@ -35,7 +35,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.BATCH_WAIT:
         recovery.batch_wait_expired(ctx)
     elif kind == TimerKind.REPACK:
-        handover.interval_over(ctx)
+        handover.look(ctx)
     elif kind == TimerKind.RESUME:
         indexes.end_wait(state, TrajectoryId(subject))
         ctx.touch_all()

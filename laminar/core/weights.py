@@ -71,7 +71,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     if news:
         evaluation.version_published(ctx, event.version, event.step, previous_step)
         _expect_everywhere(ctx)
-        handover.weights_published(ctx)
+        handover.look(ctx)
 
 
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:

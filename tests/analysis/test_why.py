@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.idleness import DOWN, NO_DATA, NO_WEIGHTS, PULLING, RUN_ENDING
+from laminar.analysis.idleness import DOWN, NO_DATA, NO_WEIGHTS, PULLING, REPACKED, RUN_ENDING
 from laminar.analysis.why import why
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.config import ConfigError
@@ -177,6 +177,44 @@ def test_a_batch_moves_what_is_slow_to_a_free_replica(answer: Ask) -> None:
     assert "timer-fired timer=batch-wait" in lines[3]
     assert lines[5].startswith("  It resumed: rollout-1 had v0")
     assert "It was not opened there." in lines[5]
+
+
+def test_a_move_by_repack_says_who_gave_it_away_and_why(answer: Ask) -> None:
+    """Two replicas with a straggler each; one gives its own to the other and loads version 1."""
+    bench = pair(
+        capacity=8,
+        groups_per_step=2,
+        groups_per_version=1,
+        max_staleness=2,
+        repack_policy="best-fit",
+        repack_interval_ms=1_000,
+        repack_release_ms=2_000,
+    )
+    stragglers = [sorted(replica.running)[-1] for replica in bench.state.replicas.values()]
+    for name in list(bench.state.trajectories):
+        opened(bench, name, 0)
+        if name not in stragglers:
+            bench.finish(name)
+            bench.reward(name)
+    bench.train(publish=False)
+    for name in bench.names:
+        there = bench.replica(name)
+        assert there.packing is not None
+        gauge = ev.TokenProgress(
+            tokens_total=9, kv_used_tokens=9, running=len(there.running), waiting=0,
+            kv_capacity_tokens=1_000, max_batch=8, as_of=there.packing.asked,
+        )  # fmt: skip
+        bench.say(name, gauge)
+    bench.publish(1, 1)
+    source = next(r for r in bench.state.replicas.values() if r.given)
+    moved = next(iter(source.given))
+    number = bench.state.commands[f"release:{source.name}"].command_id
+    bench.say(source.name, ev.TrajectoriesReleased(command_id=number))
+    opened(bench, moved, 9)
+    lines = answer(bench, moved)
+    assert lines[0] == f"{moved} moved once."
+    assert any(f"{source.name} gave it away at" in line for line in lines)
+    assert any("kept room for it (repack). It went on from 9 tokens" in line for line in lines)
 
 
 def test_moved_more_than_once(answer: Ask) -> None:
@@ -508,6 +546,15 @@ def test_of_the_command_line(made: Path, cli: Cli) -> None:
 def test_every_reason_is_explained() -> None:
     """By the names that the coordinator and the answers use."""
     document = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
-    reasons = (DOWN, PULLING, NO_WEIGHTS, NO_DATA, RUN_ENDING, STALENESS_BOUND, "draining")
+    reasons = (
+        DOWN,
+        PULLING,
+        NO_WEIGHTS,
+        NO_DATA,
+        RUN_ENDING,
+        REPACKED,
+        STALENESS_BOUND,
+        "draining",
+    )
     assert [reason for reason in reasons if f"| `{reason}` |" not in document] == []
     assert [wait for wait in ("groups", "publish", "strategy") if f"`{wait}`" not in document] == []

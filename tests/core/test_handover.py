@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from laminar.core.admission import refusal
 from laminar.core.state import Packing
 from laminar.core.statuses import TrajectoryStatus
+from laminar.core.tails import expected_left
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -244,3 +246,69 @@ def test_run_that_drains_moves_nothing_more() -> None:
     bench = Tail()
     bench.own(ev.DrainRequested(reason="SIGINT"))
     assert not releases(bench.publish(1, 1))
+
+
+def two_moving() -> Tail:
+    """rollout-1 is to give 0.2.1 and 0.3.1 away to rollout-2; a batch has waited for the others."""
+    bench = Tail(repack_policy="best-fit")
+    bench.trajectory("0.0.1").waits = bench.trajectory("0.4.1").waits = 1
+    assert releases(bench.publish(1, 1)) == [("rollout-1", ["0.2.1", "0.3.1"])]
+    return bench
+
+
+def test_source_waits_for_all_that_it_gave_away() -> None:
+    bench = two_moving()
+    bench.say("rollout-1", bench.released("rollout-1"))
+    assert refusal(bench.state, bench.replica("rollout-1")) == "repacked"
+    bench.say("rollout-2", bench.begun("0.2.1"))
+    assert bench.pull_of("rollout-1") is None
+    bench.say("rollout-2", bench.begun("0.3.1"))
+    assert bench.pull_of("rollout-1") is not None
+
+
+def test_what_ends_while_it_is_released_is_not_handed_over() -> None:
+    bench = two_moving()
+    bench.finish("0.2.1")
+    generated = only(cmd.GenerateTrajectory, bench.say("rollout-1", bench.released("rollout-1")))
+    assert [c.trajectory for c in generated] == ["0.3.1"]
+
+
+def test_what_is_dropped_and_forgotten_while_it_is_released_is_not_handed_over() -> None:
+    bench = two_moving()
+    bench.fail("0.2.1")
+    bench.write_ends()
+    assert TrajectoryId("0.2.1") not in bench.state.trajectories
+    generated = only(cmd.GenerateTrajectory, bench.say("rollout-1", bench.released("rollout-1")))
+    assert [c.trajectory for c in generated] == ["0.3.1"]
+
+
+def test_source_that_is_gone_is_waited_for_by_nobody() -> None:
+    """Also when another process has its name by then."""
+    for back in (False, True):
+        bench = moving()
+        bench.say(SOURCE, bench.released())
+        bench.kill(SOURCE)
+        if back:
+            bench.come_back(SOURCE)
+        bench.say(DESTINATION, bench.begun(MOVED))
+        assert bench.trajectory(MOVED).status == TrajectoryStatus.RUNNING
+        assert not bench.state.progress[TrajectoryId(MOVED)].source
+
+
+def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
+    bench = Tail()
+    state, trajectory = bench.state, bench.trajectory(MOVED)
+    bench.trajectory("0.0.0").num_tokens = 0
+    state.finished, state.finished_tokens = 4, 400
+    state.progress[trajectory.id].sampled = 30
+    assert expected_left(state, trajectory) == 70
+    state.progress[trajectory.id].sampled = 300
+    assert expected_left(state, trajectory) == 150
+
+
+def test_no_look_is_taken_when_the_run_drains() -> None:
+    bench = moving()
+    assert "repack" in bench.state.timers
+    bench.own(ev.DrainRequested(reason="SIGINT"))
+    bench.wait(INTERVAL_MS)
+    assert "repack" not in bench.state.timers
