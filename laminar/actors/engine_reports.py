@@ -1,6 +1,6 @@
 """What a replica tells of its engine while it works: a gauge per interval, and its steps.
 
-Reads   EngineStats and step records of the engine
+Reads   EngineStats and step records of the engine, what runs here
 Writes  engine steps, for the timeline
 Emits   TokenProgress
 """
@@ -8,23 +8,52 @@ Emits   TokenProgress
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import msgspec
 import numpy as np
 
 from laminar.actors.host import Host
+from laminar.actors.openings import Openings
+from laminar.actors.running import Running
+from laminar.config import Config
+from laminar.config.tree import RolloutConfig
+from laminar.engines.decode_speed import DecodeSpeed, sequences_within
 from laminar.engines.protocol import ReplicaEngine
 from laminar.events import events as ev
+from laminar.ids import TrajectoryId
+
+GAUGES_PER_S_MAX = 500
+"""Of a whole run: each is a record of the coordinator's log."""
+
+
+def gauge_interval_s(config: Config) -> float:
+    """Between two gauges of a replica."""
+    replicas = config.rollout.replicas * config.run.nodes
+    return max(config.rollout.progress_interval_ms / 1000, replicas / GAUGES_PER_S_MAX)
+
+
+def largest_batch(rollout: RolloutConfig) -> int:
+    """The most sequences of a decode step when work is packed, as far as the settings say."""
+    return min(rollout.max_batch or rollout.max_num_seqs, rollout.max_num_seqs)
 
 
 class EngineReports:
     """Of one engine, for as long as its process lives."""
 
     def __init__(
-        self, host: Host, engine: ReplicaEngine, keep_steps: Callable[[bytes], None]
+        self,
+        host: Host,
+        engine: ReplicaEngine,
+        keep_steps: Callable[[bytes], None],
+        running: Mapping[str, Running],
+        openings: Openings,
     ) -> None:
         """`keep_steps`: as ReplicaParts has it."""
         self._host, self._engine, self._keep_steps = host, engine, keep_steps
+        self._running, self._openings = running, openings
+        self._speed = DecodeSpeed()
+        self._repacked = host.config.repack.policy != "off"
         self.tokens_total = 0  #: sampled, also those of what has been aborted since
 
     async def report(self, interval_s: float) -> None:
@@ -34,7 +63,8 @@ class EngineReports:
         while True:
             due = max(due + interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            self._host.gauge(self._progress())
+            gauge = self._progress()
+            self._host.gauge(self._with_tail(gauge) if self._repacked else gauge)
             self.write_steps()
 
     def _progress(self) -> ev.TokenProgress:
@@ -50,10 +80,31 @@ class EngineReports:
             prefix_cache_hits=stats.prefix_cache_hits,
         )
 
+    def _with_tail(self, gauge: ev.TokenProgress) -> ev.TokenProgress:
+        """What repack is planned by; the lengths only while this may be a tail."""
+        max_batch = self._max_batch()
+        tail = not gauge.waiting and gauge.running <= max_batch
+        lengths = {TrajectoryId(t): running.sampled for t, running in self._running.items()}
+        return msgspec.structs.replace(
+            gauge,
+            max_batch=max_batch,
+            as_of=self._openings.as_of,
+            lengths=lengths if tail else {},
+        )
+
+    def _max_batch(self) -> int:
+        """As given; else as many as decode within the budget, by the steps so far."""
+        rollout = self._host.config.rollout
+        if rollout.max_batch or not rollout.decode_budget_ms:
+            return largest_batch(rollout)
+        budget_ns = rollout.decode_budget_ms * 1e6
+        return sequences_within(self._speed.points(), budget_ns, rollout.max_num_seqs)
+
     def write_steps(self) -> None:
         """(start, end, sequences, tokens) of every engine step, as rows of four int64."""
         records = self._engine.drain_steps()
         if records:
+            self._speed.add(records)
             rows = np.array(records, dtype="<i8")
             rows[:, :2] += self._host.clock_offset_ns
             self._keep_steps(rows.tobytes())

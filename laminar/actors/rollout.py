@@ -1,8 +1,10 @@
 """The rollout actor: one replica. Generates, hands tokens to the store, scores, pulls weights.
 
-Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories; the relay's slots
+Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories, ReleaseTrajectories;
+        the relay's slots
 Writes  tokens, log-probs and rewards (through the store)
-Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TokenProgress, WeightsLoaded, ...
+Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TrajectoriesReleased,
+        TokenProgress, WeightsLoaded, ...
 
 Store first, event second: no event names a payload that is not durable. Tokens go to the store in
 the rhythm of progress, and at once when a response ends.
@@ -15,14 +17,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from laminar import ids
 from laminar.actors.clients import RelayClient, StoreClient
-from laminar.actors.engine_reports import EngineReports
+from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
+from laminar.actors.openings import Openings, Ordered, temperature_of
+from laminar.actors.release import release
 from laminar.actors.running import Running, request_id
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
@@ -31,7 +36,6 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import FailureReason, FinishReason
-from laminar.ids import Purpose
 from laminar.storage import messages as m
 
 FINISH_DELAY_S = 0.002
@@ -73,8 +77,7 @@ class Rollout:
         disk_wait_s = self.config.coordinator.disk_wait_s
         self.store = StoreClient(host.client("store-0"), disk_wait_s)
         self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
-        #: the store has not answered yet, or has not been asked
-        self.opening: dict[str, cmd.GenerateTrajectory] = {}
+        self.openings = Openings(self.config.rollout, self.store, self._opened)
         self.running: dict[str, Running] = {}
         self._interval_s = self.config.rollout.progress_interval_ms / 1000
         self._flush_lock = asyncio.Lock()
@@ -83,7 +86,9 @@ class Rollout:
     async def start(self) -> None:
         rollout, parts = self.config.rollout, self.parts
         self.engine = await parts.start_engine(self._engine_seed(), self._on_deltas)
-        self.engine_reports = EngineReports(self.host, self.engine, parts.keep_steps)
+        self.engine_reports = EngineReports(
+            self.host, self.engine, parts.keep_steps, self.running, self.openings
+        )
         self.stop_ids = parts.stop_ids
         self.loader = WeightLoader(self.host, self.relay, self.engine, parts.weights)
         self.scorer = Scorer(self.host, self.store, parts.rewards, parts.decode)
@@ -91,12 +96,16 @@ class Rollout:
         await self.relay.start()
         self.host.spawn(self.scorer.start())  # needed when the first response has ended
         self.host.spawn(self._engine_ends())
-        self.host.spawn(self.engine_reports.report(self._interval_s))
+        self.host.spawn(self.engine_reports.report(gauge_interval_s(self.config)))
         self.host.spawn(self._keep_tokens())
         stats = self.engine.stats()
         # One group waits in front of the engine, so that its slots never wait for the coordinator.
         taken = rollout.max_num_seqs + rollout.group_size
-        ready = ev.ReplicaReady(max_num_seqs=taken, kv_capacity_tokens=stats.kv_capacity_tokens)
+        ready = ev.ReplicaReady(
+            max_num_seqs=taken,
+            kv_capacity_tokens=stats.kv_capacity_tokens,
+            max_batch=largest_batch(rollout),
+        )
         self.host.emit(ready)
 
     def _engine_seed(self) -> int:
@@ -114,11 +123,11 @@ class Rollout:
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         """Commands that arrived together: all openings are one request to the store."""
-        opening: list[tuple[cmd.Order, cmd.GenerateTrajectory]] = []
+        opening: list[Ordered] = []
         for order, command in orders:
             if isinstance(command, cmd.GenerateTrajectory):
                 self._let_go(command.trajectory, command.placement)
-                self.opening[command.trajectory] = command
+                self.openings.expect(order, command)
                 opening.append((order, command))
             elif isinstance(command, cmd.ScoreTrajectories):
                 self.host.spawn(self.scorer.score(order, command))
@@ -127,39 +136,21 @@ class Rollout:
                 self.host.spawn(self.loader.pull(order, command))
             elif isinstance(command, cmd.AbortTrajectories):
                 self._abort(order, command)
+            elif isinstance(command, cmd.ReleaseTrajectories):
+                self._release(order, command)
         if opening:
-            self.host.spawn(self._open(opening))
+            self.host.spawn(self.openings.open(opening))
 
     # --- starting a trajectory ------------------------------------------------------------------
-
-    async def _open(self, opening: list[tuple[cmd.Order, cmd.GenerateTrajectory]]) -> None:
-        """Fence the replicas that had these trajectories, learn how far they got, and go on from
-        there."""
-        wanted = {command.trajectory: (order, command) for order, command in opening}
-        while wanted := {t: pair for t, pair in wanted.items() if self._is_opening(pair[1])}:
-            items = tuple(open_item(c, self._temperature(c.purpose)) for _, c in wanted.values())
-            reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
-            for result in reply.results:
-                order, command = wanted.pop(ids.TrajectoryId(result.trajectory_id))
-                if self._is_opening(command):
-                    del self.opening[command.trajectory]
-                    self._opened(order, command, result)
-
-    def _is_opening(self, command: cmd.GenerateTrajectory) -> bool:
-        """False once it was taken back."""
-        return self.opening.get(command.trajectory) is command
-
-    def _temperature(self, purpose: str) -> float:
-        rollout = self.config.rollout
-        return rollout.val_kwargs.temperature if purpose == Purpose.EVAL else rollout.temperature
 
     def _opened(
         self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
         facts = {"event_seq": order.cause, "trajectory": command.trajectory}
         if result.answer == "open":
-            self._generate(order, command, result)
-        elif result.answer in ("generated", "rewarded"):  # only the report was lost
+            return self._generate(order, command, result)
+        self.openings.settled(order)
+        if result.answer in ("generated", "rewarded"):  # only the report was lost
             reason = result.finish_reason or STOP
             self._report_finished(command, order.cause, result.num_tokens, reason)
         elif result.answer == "refused":
@@ -175,6 +166,7 @@ class Rollout:
                 f"{command.trajectory} is to be generated by version {command.version}, and the "
                 f"engine serves {self.loader.version}"
             )
+        prompt_ids = tuple(np.frombuffer(result.prompt_ids, dtype="<i4").tolist())
         done = np.frombuffer(result.tokens, dtype="<i4").tolist()
         running = Running(command, order.cause, stored=len(done))
         self.running[command.trajectory] = running
@@ -183,6 +175,7 @@ class Rollout:
                 trajectory=command.trajectory,
                 placement=command.placement,
                 tokens_resumed=len(done),
+                prompt_tokens=len(prompt_ids),
             ),
             event_seq=order.cause,
             trajectory=command.trajectory,
@@ -191,18 +184,32 @@ class Rollout:
         limit = self.config.data.max_response_length
         if done and (done[-1] in self.stop_ids or len(done) >= limit):
             running.finish_reason = STOP if done[-1] in self.stop_ids else LENGTH
+            self.openings.settled(order)
             return self._finish_soon()
         request = GenerateRequest(
             request_id=request_id(command),
-            prompt_ids=tuple(np.frombuffer(result.prompt_ids, dtype="<i4").tolist()),
+            prompt_ids=prompt_ids,
             done_ids=tuple(done),
             max_new_tokens=limit,
-            temperature=self._temperature(command.purpose),
+            temperature=temperature_of(self.config.rollout, command.purpose),
             seed=command.seed,
             stop_ids=self.stop_ids,
         )
         # The engine has it from here on: an abort or a load that comes next comes after it.
-        self.engine.add(request).add_done_callback(_taken)
+        self.engine.add(request).add_done_callback(partial(self._taken, order))
+
+    def _taken(self, order: cmd.Order, added: asyncio.Future[None]) -> None:
+        """What the engine refuses ends the process: EngineError."""
+        if not added.cancelled():
+            added.result()
+            self.openings.settled(order)
+
+    # --- what is wanted here no longer ----------------------------------------------------------
+
+    def _release(self, order: cmd.Order, command: cmd.ReleaseTrajectories) -> None:
+        for item in command.items:
+            self.openings.take_back(item.trajectory, item.placement)
+        self.host.spawn(release(self.host, self.engine, self.running, self._flush, order, command))
 
     def _abort(self, order: cmd.Order, command: cmd.AbortTrajectories) -> None:
         for item in command.items:
@@ -211,9 +218,7 @@ class Rollout:
 
     def _let_go(self, trajectory: str, placement: int) -> None:
         """Forget a trajectory under this placement and older ones."""
-        opening = self.opening.get(trajectory)
-        if opening is not None and opening.placement <= placement:
-            del self.opening[trajectory]
+        self.openings.take_back(trajectory, placement)
         running = self.running.get(trajectory)
         if running is not None and running.command.placement <= placement:
             del self.running[trajectory]
@@ -221,7 +226,7 @@ class Rollout:
 
     def _let_go_of_all(self) -> None:
         """A pull means that nothing is wanted here; an abort that was lost must not block it."""
-        self.opening.clear()
+        self.openings.take_back_all()
         for running in self.running.values():
             self.engine.abort(request_id(running.command))
         self.running.clear()
@@ -252,10 +257,9 @@ class Rollout:
         self._finish_due = False
         self.host.spawn(self._flush(everything=False))
 
-    async def _flush(self, *, everything: bool) -> None:
-        """Hand over new tokens (of what has ended, or of everything), then what has ended."""
-        if not any(r.tokens or r.finish_reason for r in self.running.values()):
-            return
+    async def _flush(self, *, everything: bool = True) -> None:
+        """Hand over new tokens (of what has ended, or of everything), then what has ended. The
+        store has acknowledged all of it, and what was on its way, when this returns."""
         async with self._flush_lock:
             chosen = [r for r in self.running.values() if everything or r.finish_reason]
             chunks = [r.take_chunk() for r in chosen if r.tokens]
@@ -351,30 +355,7 @@ class Rollout:
         """The tokens so far into the store, in the rhythm of the gauges."""
         while True:
             await asyncio.sleep(self._interval_s)
-            await self._flush(everything=True)
+            await self._flush()
 
     async def _engine_ends(self) -> None:
         await asyncio.shield(self.engine.failed)
-
-
-def _taken(added: asyncio.Future[None]) -> None:
-    """What the engine refuses ends the process: EngineError."""
-    if not added.cancelled():
-        added.result()
-
-
-def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
-    """What its replica asks of the store before it generates."""
-    return m.OpenItem(
-        trajectory_id=command.trajectory,
-        group_id=command.group,
-        sibling=command.sibling,
-        purpose=command.purpose,
-        row_index=command.row_index,
-        attempt=command.attempt,
-        placement=command.placement,
-        weight_version=command.version,
-        version_step=command.version_step,
-        replica=command.to,
-        temperature=temperature,
-    )

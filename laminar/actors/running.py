@@ -25,6 +25,11 @@ class Running:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     finish_reason: str | None = None
 
+    @property
+    def sampled(self) -> int:
+        """Tokens so far, earlier replicas' included."""
+        return self.stored + len(self.tokens)
+
     def take_chunk(self) -> m.AppendItem:
         """Everything sampled since the last chunk."""
         item = m.AppendItem(

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from laminar.actors.rollout import open_item
+from laminar.actors.openings import open_item
 from laminar.actors.store import end_item
 from laminar.analysis.trainer_book import ids_digest
 from laminar.core.scores import float_of

@@ -46,6 +46,7 @@ class FakeHost:
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
         self.ordered_to_stop = False
+        self.clock_offset_ns = 0
         self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
         self.telemetry = Telemetry()

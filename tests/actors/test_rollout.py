@@ -8,160 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from laminar.actors.engine_reports import EngineReports
-from laminar.actors.rollout import Rollout
-from laminar.actors.system.replica import RealParts
-from laminar.engines.protocol import (
-    LENGTH,
-    STOP,
-    EngineStats,
-    GenerateRequest,
-    StepRecord,
-    TokenDelta,
-)
-from laminar.events import commands as cmd
+from laminar.engines.protocol import LENGTH, STOP
 from laminar.events import events as ev
-from laminar.ids import GroupId, TrajectoryId
-from laminar.rundir import TIMELINE_DIR
 from laminar.storage import messages as m
-from tests.actors.parts import FakeHost, until
-
-END_ID = 7
-T = TrajectoryId("0.1.0")
-SAMPLING = (
-    "rollout.temperature=0.7", "rollout.val_kwargs.temperature=0.3", "data.max_response_length=6"
-)  # fmt: skip
-
-
-class HeldStore:
-    """Keeps every request until the test answers it."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, asyncio.Future[Any]]] = []
-
-    async def ask(self, request: Any, answer: type) -> Any:
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.asked.append((request, reply))
-        return await reply
-
-    async def next(self, kind: type) -> tuple[Any, asyncio.Future[Any]]:
-        """The oldest request of this kind that nobody has answered."""
-        await until(lambda: any(isinstance(request, kind) for request, _ in self.asked))
-        found = next(pair for pair in self.asked if isinstance(pair[0], kind))
-        self.asked.remove(found)
-        return found
-
-    async def answer_open(self, answer: str = "open", **facts: Any) -> m.Open:
-        request, reply = await self.next(m.Open)
-        results = [
-            m.OpenResult(trajectory_id=item.trajectory_id, answer=answer, **facts)  # type: ignore[arg-type]
-            for item in request.items
-        ]
-        reply.set_result(m.OpenReply(results=tuple(results)))
-        return request  # type: ignore[no-any-return]
-
-    async def answer(self, kind: type, answer: str) -> None:
-        """The same answer for every item of an Append or a Finish."""
-        request, reply = await self.next(kind)
-        results = [
-            m.Result(trajectory_id=item.trajectory_id, answer=answer, reason="told so")  # type: ignore[arg-type]
-            for item in request.items
-        ]
-        replies: dict[type, Any] = {m.Append: m.AppendReply, m.Finish: m.FinishReply}
-        reply.set_result(replies[kind](results=tuple(results)))
-
-
-class FakeEngine:
-    """Jobs are done in the order in which they were given, as the engine's thread does."""
-
-    def __init__(self) -> None:
-        self.running: set[str] = set()
-        self.added: list[str] = []
-        self.requests: list[GenerateRequest] = []
-
-    def _done(self, value: Any = None) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.set_result(value)
-        return future
-
-    def add(self, request: GenerateRequest) -> asyncio.Future[Any]:
-        self.running.add(request.request_id)
-        self.added.append(request.request_id)
-        self.requests.append(request)
-        return self._done()
-
-    def abort(self, request_id: str) -> asyncio.Future[Any]:
-        found = request_id in self.running
-        self.running.discard(request_id)
-        return self._done(found)
-
-    def stats(self) -> EngineStats:
-        return EngineStats(50, 900, len(self.running), 2, 3, 400, 100)
-
-    def drain_steps(self) -> list[StepRecord]:
-        return []
-
-
-class FakeLoader:
-    """Serves another version as soon as it is told to."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine, self.version = engine, 1
-        self.pulled: list[set[str]] = []  #: what ran at each load
-
-    async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
-        self.pulled.append(set(self.engine.running))
-        self.version = command.version
-
-
-class Replica:
-    """A rollout that has started, with version 1 in its engine."""
-
-    def __init__(self, run_dir: Path) -> None:
-        (run_dir / TIMELINE_DIR).mkdir()
-        self.host = FakeHost(run_dir, "rollout-0", *SAMPLING)
-        self.rollout = Rollout(self.host, RealParts(self.host))  # type: ignore[arg-type]
-        self.store, self.engine = HeldStore(), FakeEngine()
-        self.loader = FakeLoader(self.engine)
-        parts = {"store": self.store, "engine": self.engine, "loader": self.loader}
-        for name, part in parts.items():
-            setattr(self.rollout, name, part)
-        self.rollout.stop_ids = frozenset({END_ID})
-        self.rollout.engine_reports = EngineReports(self.host, self.engine, lambda rows: None)
-        self._commands = 0
-
-    def tell(self, *commands: Any) -> None:
-        """Commands that arrive together."""
-        orders = []
-        for command in commands:
-            self._commands += 1
-            orders.append((cmd.Order(command_id=self._commands, cause=1, command=command), command))
-        self.rollout.handle(orders)
-
-    async def runs(self, placement: int = 1) -> None:
-        """The trajectory is opened and generates."""
-        self.tell(generate(placement))
-        await self.store.answer_open()
-        await until(lambda: f"{T}@{placement}" in self.engine.running)
-
-    def sampled(self, placement: int, *tokens: int, finish_reason: str | None = None) -> None:
-        delta = TokenDelta(f"{T}@{placement}", list(tokens), [-0.5] * len(tokens), finish_reason)
-        self.rollout._on_deltas([delta])
-
-    async def settled(self) -> None:
-        """Everything that could follow has followed."""
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not self.host.failures, self.host.failures
-
-    def reports(self) -> list[str]:
-        return [type(event).__name__ for event in self.host.events]
+from tests.actors.held_replica import END_ID, Replica, T, abort, generate, ids, pull
+from tests.actors.parts import until
 
 
 @pytest_asyncio.fixture
@@ -170,37 +26,6 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     yield made
     made.host.end()
     made.host.telemetry.drain(60)
-
-
-def generate(
-    placement: int = 1, version: int = 1, purpose: str = "train"
-) -> cmd.GenerateTrajectory:
-    return cmd.GenerateTrajectory(
-        to="rollout-0",
-        trajectory=T,
-        group=GroupId("0.1"),
-        sibling=0,
-        purpose=purpose,
-        row_index=1,
-        attempt=1,
-        placement=placement,
-        version=version,
-        version_step=version + 10,
-        seed=5,
-    )
-
-
-def ids(*values: int) -> bytes:
-    return np.array(values, "<i4").tobytes()
-
-
-def abort(placement: int = 1) -> cmd.AbortTrajectories:
-    placed = cmd.Placed(trajectory=T, placement=placement)
-    return cmd.AbortTrajectories(to="rollout-0", items=(placed,))
-
-
-def pull(version: int = 2) -> cmd.PullWeights:
-    return cmd.PullWeights(to="rollout-0", version=version, exact=False, purpose="newer")
 
 
 async def test_what_is_opened_runs_and_is_reported(replica: Replica) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from laminar.actors.clients import StoreClient
-from laminar.actors.rollout import Rollout
+from laminar.actors.openings import Openings
 from laminar.actors.store import Store
 from laminar.core.scores import bits_of
 from laminar.engines.protocol import WeightSource
@@ -217,8 +217,9 @@ def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's answer comes after the abort and the pull, and the replica does not look."""
 
-    def planted(rollout: Rollout, command: cmd.GenerateTrajectory) -> bool:
-        rollout.opening[command.trajectory] = command
+    def planted(openings: Openings, command: cmd.GenerateTrajectory) -> bool:
+        order = cmd.Order(command_id=0, cause=0, command=command)
+        openings._waiting[command.trajectory] = (order, command)
         return True
 
     ask = StoreClient.ask
@@ -230,7 +231,7 @@ def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) 
         return reply
 
     monkeypatch.setattr(StoreClient, "ask", late)
-    monkeypatch.setattr(Rollout, "_is_opening", planted)
+    monkeypatch.setattr(Openings, "_is_wanted", planted)
     swarm = config("replica-dies", events_max=8_000)
     outcomes = (run_seed(swarm, seed) for seed in range(20))
     found = next(outcome for outcome in outcomes if outcome.invariant)

@@ -1,0 +1,105 @@
+"""Opening in the store what is to be generated: older placements are fenced, the tokens so far come
+back.
+
+Reads   orders of GenerateTrajectory, the answers of the store
+Gives   each answer to `opened`; as_of, how far the engine knows of its orders
+
+What is taken back is neither opened nor handed on, whatever the store answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from laminar.actors.clients import StoreClient
+from laminar.config.tree import RolloutConfig
+from laminar.events import commands as cmd
+from laminar.ids import Purpose
+from laminar.storage import messages as m
+
+Ordered = tuple[cmd.Order, cmd.GenerateTrajectory]
+
+
+class Openings:
+    """Of one replica."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        store: StoreClient,
+        opened: Callable[[cmd.Order, cmd.GenerateTrajectory, m.OpenResult], None],
+    ) -> None:
+        """`opened` is told what the store says of each that was not taken back."""
+        self._rollout, self.store, self._opened = rollout, store, opened
+        #: by trajectory; the store has not answered yet, or has not been asked
+        self._waiting: dict[str, Ordered] = {}
+        self._asked = 0  #: highest id of a command to generate
+        self._unsettled: dict[int, None] = {}  #: ids of those that the engine may not know
+
+    @property
+    def as_of(self) -> int:
+        """Highest id of which, and of all before it, the engine has what it will ever get."""
+        return min(self._unsettled, default=self._asked + 1) - 1
+
+    def expect(self, order: cmd.Order, command: cmd.GenerateTrajectory) -> None:
+        """It is to be opened; what takes it back finds it from here on."""
+        self._waiting[command.trajectory] = (order, command)
+        self._unsettled[order.command_id] = None
+        self._asked = max(self._asked, order.command_id)
+
+    def settled(self, order: cmd.Order) -> None:
+        """The engine has what was ordered, or will not get it."""
+        self._unsettled.pop(order.command_id, None)
+
+    def take_back(self, trajectory: str, placement: int) -> None:
+        """It is not wanted under this placement or an older one."""
+        waiting = self._waiting.get(trajectory)
+        if waiting is not None and waiting[1].placement <= placement:
+            self.settled(self._waiting.pop(trajectory)[0])
+
+    def take_back_all(self) -> None:
+        for order, _ in self._waiting.values():
+            self.settled(order)
+        self._waiting.clear()
+
+    async def open(self, ordered: list[Ordered]) -> None:
+        """Until the store has answered for all that were not taken back."""
+        wanted: dict[str, Ordered] = {command.trajectory: (o, command) for o, command in ordered}
+        while wanted := {t: pair for t, pair in wanted.items() if self._is_wanted(pair[1])}:
+            items = tuple(self._item(command) for _, command in wanted.values())
+            reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
+            for result in reply.results:
+                order, command = wanted.pop(result.trajectory_id)
+                if self._is_wanted(command):
+                    del self._waiting[command.trajectory]
+                    self._opened(order, command, result)
+
+    def _is_wanted(self, command: cmd.GenerateTrajectory) -> bool:
+        """False once it was taken back."""
+        waiting = self._waiting.get(command.trajectory)
+        return waiting is not None and waiting[1] is command
+
+    def _item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
+        return open_item(command, temperature_of(self._rollout, command.purpose))
+
+
+def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
+    """What its replica asks of the store before it generates."""
+    return m.OpenItem(
+        trajectory_id=command.trajectory,
+        group_id=command.group,
+        sibling=command.sibling,
+        purpose=command.purpose,
+        row_index=command.row_index,
+        attempt=command.attempt,
+        placement=command.placement,
+        weight_version=command.version,
+        version_step=command.version_step,
+        replica=command.to,
+        temperature=temperature,
+    )
+
+
+def temperature_of(rollout: RolloutConfig, purpose: str) -> float:
+    """What an answer is sampled with."""
+    return rollout.val_kwargs.temperature if purpose == Purpose.EVAL else rollout.temperature
