@@ -51,6 +51,17 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     max_restarts: Ints = 100  #: of one replica by its node
 
 
+class RepackConfig(Section, frozen=True, kw_only=True):
+    """Stragglers are packed on few replicas; drawn by itself, whatever else a world has."""
+
+    policy: Words = ("", "gain", "best-fit")  #: empty: off
+    interval_ms: Ints = (200, 2_000)
+    release_ms: Ints = (200, 2_000)
+    prefill_tokens_per_step: Ints = (1, 500)
+    max_batch: Ints = (2, 8, 0)  #: sequences of a decode step; 0: as many as an engine runs
+    kv_capacity: Ints = (2_000, 1_000_000)  #: tokens, as an engine reports it
+
+
 class TimeConfig(Section, frozen=True, kw_only=True):
     """How long things take in virtual time."""
 
@@ -102,6 +113,7 @@ class SimConfig(Section, frozen=True, kw_only=True):
     """One file."""
 
     work: WorkConfig = WorkConfig()
+    repack: RepackConfig = RepackConfig()
     time: TimeConfig = TimeConfig()
     log: LogConfig = LogConfig()
     faults: FaultConfig = FaultConfig()

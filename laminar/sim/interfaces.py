@@ -179,6 +179,7 @@ class Checks(Protocol):
     prompts: Any
     training: Any
     node_reports: Any
+    released: Any
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None: ...
 

@@ -19,6 +19,7 @@ from laminar.config.tree import (
     CoordinatorConfig,
     DataConfig,
     RecoveryConfig,
+    RepackConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -69,6 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_every: int
     save_freq: int
     max_ckpt_to_keep: int
+    max_batch: int
+    kv_capacity: int
     checks: CheckConfig
 
     @property
@@ -87,7 +90,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     def pick(value: T | tuple[T, ...], chance: random.Random = chance) -> T:
         return chance.choice(value) if isinstance(value, tuple) else value
 
-    work, time = config.work, config.time
+    work, time, repack = config.work, config.time, config.repack
+    packing = stream(seed, "repack")
     group_size = pick(work.group_size)
     settings = Settings(
         seed=seed,
@@ -112,6 +116,14 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         rules=NEW_RUN,
         eval_answers=pick(work.eval_answers, stream(seed, "answers")),
     )
+    if policy := pick(repack.policy, packing):
+        settings = msgspec.structs.replace(
+            settings,
+            repack_policy=policy,
+            repack_interval_ms=pick(repack.interval_ms, packing),
+            repack_release_ms=pick(repack.release_ms, packing),
+            repack_prefill_tokens=pick(repack.prefill_tokens_per_step, packing),
+        )
     replicas = pick(work.replicas)
     return Scenario(
         seed=seed,
@@ -140,6 +152,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         snapshot_every=pick(config.log.snapshot_every),
         save_freq=pick(work.save_freq),
         max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
+        max_batch=pick(repack.max_batch, packing),
+        kv_capacity=pick(repack.kv_capacity, packing),
         checks=config.checks,
     )
 
@@ -160,7 +174,9 @@ def actor_config(scenario: Scenario) -> Config:
             group_size=settings.group_size,
             max_num_seqs=scenario.slots,
             progress_interval_ms=scenario.progress_ns // MS,
+            max_batch=scenario.max_batch,
         ),
+        repack=RepackConfig(policy=settings.repack_policy or "off"),
         recovery=RecoveryConfig(max_restarts=scenario.max_restarts),
         coordinator=CoordinatorConfig(
             heartbeat_ms=scenario.heartbeat_ns // MS,

@@ -18,6 +18,7 @@ from laminar.sim.config import (
     CheckConfig,
     FaultConfig,
     LogConfig,
+    RepackConfig,
     SimConfig,
     TimeConfig,
     WorkConfig,
@@ -31,6 +32,7 @@ def config(*faults: str, **changes: Any) -> SimConfig:
     menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
     sections = {
         "work": WorkConfig(),
+        "repack": RepackConfig(),
         "time": TimeConfig(),
         "log": LogConfig(),
         "faults": menu if faults else FaultConfig(),

@@ -17,6 +17,7 @@ from laminar.core.machine import HANDLING
 from laminar.core.state import State
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import TRAJECTORY_MOVES
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
@@ -34,8 +35,9 @@ IGNORED_REASONS = (
     "unusable-proposal",
 )  # fmt: skip
 TIMERS = (
-    "batch-wait", "command:forward", "command:propose", "command:pull", "command:restart",
-    "command:score", "command:stop", "progress", "receive", "rejoin", "resume", "start",
+    "batch-wait", "command:forward", "command:propose", "command:pull", "command:release",
+    "command:restart", "command:score", "command:stop", "progress", "receive", "rejoin", "repack",
+    "resume", "start",
 )  # fmt: skip
 """What ends every wait. Those that only a process can miss that a run cannot do without are left
 out: then the run ends."""
@@ -121,6 +123,9 @@ class Coverage:
             self._look_at(getattr(command, "trajectory", ""), state)
             for ending in getattr(command, "endings", ()):
                 self._look_at(ending.trajectory, state)
+            if isinstance(command, cmd.ReleaseTrajectories):
+                for item in command.items:
+                    self._look_at(item.trajectory, state)
         for trajectory in reversed(state.lost):  # the latest first
             if self._statuses.get(trajectory) == TrajectoryStatus.LOST:
                 break
@@ -132,11 +137,10 @@ class Coverage:
         if found is None:
             return
         before = self._statuses.get(trajectory)
-        if before != found.status:
-            self._statuses[trajectory] = found.status
-            name = _MOVE_NAMES.get((before, found.status)) if before else None
-            if name is not None:
-                self.hit(name)
+        self._statuses[trajectory] = found.status
+        name = _MOVE_NAMES.get((before, found.status)) if before else None
+        if name is not None:
+            self.hit(name)
 
     def finish(self, state: State) -> None:
         """What the state itself has counted over the run."""

@@ -32,6 +32,7 @@ from laminar.sim.checks.leases import Leases
 from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.node_reports import NodeReports
 from laminar.sim.checks.prompts import Prompts
+from laminar.sim.checks.released import Released
 from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.checks.training import TrainingChecks
 from laminar.sim.interfaces import Coordinator as SimCoordinator
@@ -61,6 +62,7 @@ class Checks:
         self.node_reports = NodeReports(world)
         self.log_time = LogTime()
         self.training = TrainingChecks(world)
+        self.released = Released()
         self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
         self.boots: dict[Key, tuple[str, int]] = {}
@@ -101,6 +103,7 @@ class Checks:
         self._durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
         reported_is_stored(stamped.event, self.world.rows)
+        self.released.observe(stamped.event, commands, self.world.rows)
         self._learn_fences(stamped, state)
         self.leases.observe(stamped, state)
         self._note_failure(stamped, state)
@@ -130,7 +133,7 @@ class Checks:
         if isinstance(command, cmd.GenerateTrajectory):
             placed = self._placed.setdefault(command.trajectory, [])
             placed.append((stamped.seq, command.placement))
-        elif isinstance(command, cmd.AbortTrajectories):
+        elif isinstance(command, cmd.AbortTrajectories | cmd.ReleaseTrajectories):
             self._taken.update((item.trajectory, item.placement) for item in command.items)
 
     def _invariants(self, stamped: Stamped, state: State) -> None:

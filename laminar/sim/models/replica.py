@@ -45,7 +45,6 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
 from laminar.weights.version.manifest import Manifest
 
-KV_TOKENS = 1_000_000
 DIES_S = 0.1
 """After which a poisonous prompt kills the replica that runs it."""
 
@@ -97,10 +96,14 @@ class ReplicaEngine:
         return self._done()
 
     def abort(self, request_id: str) -> asyncio.Future[bool]:
-        known = request_id in self.clock.sequences
+        self._hand_over()
+        response = self.clock.sequences.get(request_id)
+        if response is not None:
+            assert isinstance(response, Response)
+            self._replica.world.checks.released.stopped(request_id, response.sent)
         self.clock.abort(request_id)
         done: asyncio.Future[bool] = self._loop.create_future()
-        done.set_result(known)
+        done.set_result(response is not None)
         return done
 
     def load(self, source: WeightSource) -> asyncio.Future[None]:
@@ -125,9 +128,10 @@ class ReplicaEngine:
 
     def stats(self) -> EngineStats:
         """What was sampled so far is handed over with it."""
-        self.clock.advance()
         self._hand_over()
-        return EngineStats(0, KV_TOKENS, self.clock.running, self.clock.waiting)
+        clock, capacity = self.clock, self._replica.scenario.kv_capacity
+        held = sum(clock.tokens(sequence) for sequence in clock.sequences.values())
+        return EngineStats(held, capacity, clock.running, clock.waiting)
 
     def drain_steps(self) -> list[StepRecord]:
         return []
@@ -139,6 +143,7 @@ class ReplicaEngine:
     # --- tokens -------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
+        self.clock.advance()
         deltas = []
         for response in self.clock.sequences.values():
             assert isinstance(response, Response)
