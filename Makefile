@@ -25,9 +25,12 @@ quickstart: setup
 
 # TESTS: further arguments of the tests that run side by side, as in TESTS=--ignore=tests/core.
 TESTS :=
+# Bytecode is kept, or each of the many processes would compile Laminar for itself. Of the second part
+# only files that name its mark are collected, whole runs first.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not process and not long" $(TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "process and not long"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not process and not long" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "process and not long" $$(grep -rl --include='*.py' 'mark\.process' tests/run tests)
 
 # All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
 # what CI runs.

@@ -130,7 +130,7 @@ def test_replicas_are_ended(tmp_path: Path) -> None:
 
 def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
     """While it lives nobody moves its directory away; then nothing is left of its processes."""
-    process = start(tmp_path, "trainer.total_training_steps=500")
+    process = start(tmp_path, "trainer.total_training_steps=500", "data.train_batch_size=4")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
     living = {holder.name: holder.pid for holder in holders(tmp_path / "run")}
     again = laminar("train", *arguments(tmp_path), "--move-old")
@@ -149,7 +149,7 @@ def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_supervisor_and_a_coordinator_that_are_killed(tmp_path: Path) -> None:
     """Nobody would start another coordinator: the node gives up, and its actors go with it."""
-    process = start(tmp_path, "trainer.total_training_steps=500")
+    process = start(tmp_path, "trainer.total_training_steps=500", "data.train_batch_size=4")
     until(lambda: status(tmp_path)["step"] >= 1, "step 1")
     living = {holder.name: holder.pid for holder in holders(tmp_path / "run")}
     for name in ("train", "coordinator"):

@@ -28,8 +28,9 @@ def three_machines(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run = train(
         tmp_path_factory.mktemp("three"),
         *THREE,
-        "trainer.total_training_steps=8",
-        "trainer.test_freq=2",
+        "trainer.total_training_steps=6",
+        "trainer.test_freq=3",
+        "data.train_batch_size=8",
         "data.val_size=16",
         "data.dataset_size=2000",
     )

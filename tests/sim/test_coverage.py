@@ -26,7 +26,9 @@ def test_marks_are_merged_by_adding() -> None:
     assert marks.missing() == list(EXPECTED)
 
 
-def test_a_few_runs_hit_more_than_half() -> None:
+def test_a_few_runs_hit_more_than_half_and_keep_every_promise() -> None:
+    """Safety after every event, an end after the faults, a replay that is equal. (Row 1 of the
+    scorecard has a thousand runs.)"""
     marks = Coverage()
     for outcome in run_seeds(config(), range(1, 13), 1):
         assert not outcome.invariant, (outcome.seed, outcome.details)

@@ -23,7 +23,10 @@ from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.world import World
 from laminar.testing.sim_worlds import calm, config
 
-SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
+SMALL = {
+    "replicas": 4, "groups_per_step": 4, "group_size": 2, "total_steps": 3, "num_train": 30,
+    "seconds": 20.0,
+}  # fmt: skip
 
 
 def run(kind: str, seed: int = 3) -> Outcome:
@@ -90,7 +93,7 @@ def test_replicas_that_are_lost_are_replaced() -> None:
 def test_zombies_meet_the_fence() -> None:
     """A replica that nobody hears, or that was paused for longer than its lease, goes on writing
     under a placement that somebody else has raised: the store refuses it."""
-    for seed in (6, 9, 12, 14):  # until one was fenced
+    for seed in (0, 2, 6, 9):  # until one was fenced
         outcome = run_seed(config("replica-paused", "partition-one-way", **SMALL), seed)
         assert not outcome.invariant, outcome.details
         if outcome.coverage.get("store:append-fenced"):
