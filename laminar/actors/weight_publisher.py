@@ -74,12 +74,13 @@ class WeightPublisher:
         self._idle = asyncio.Event()  #: set when a publish is over
 
     async def start(self) -> None:
-        """Wait for the relay and its arena; RpcError if the slots cannot be had."""
+        """Wait for the relay and its arena, until the coordinator's deadline for the start;
+        RpcError if the slots cannot be had."""
         await self.relay.start()
         while self._arena is None:
             try:
                 await self._open()
-            except ArenaError as error:  # the relay that answered is gone by now
+            except (ArenaError, TimeoutError) as error:  # it is gone by now, or not ready yet
                 self.host.log.warning("no-arena", reason=str(error))
                 await self.host.pause(RELAY_CHECK_S)
         self.host.spawn(self._keep_slot())

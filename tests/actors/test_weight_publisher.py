@@ -190,6 +190,27 @@ async def test_an_owed_publish_gives_up_in_time(
     assert not await trainer.publisher.publish_owed(2, 2)
 
 
+async def test_a_relay_that_does_not_answer_yet_is_waited_for(
+    relay: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not ready before a coordinator has said so, which may be away for long."""
+    trainer = Trainer(tmp_path)
+    ask, asked = trainer.publisher.relay.ask, 0
+
+    async def ask_in_time(*request: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            raise TimeoutError("relay-0 did not answer request 1 in time")
+        return await ask(*request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer.publisher.relay, "ask", ask_in_time)
+    await trainer.publisher.start()
+    await trainer.slot_is_there()
+    trainer.host.end()
+    await trainer.publisher.close()
+
+
 async def test_slots_that_cannot_be_had_end_the_start_with_the_relays_sentence(
     tmp_path: Path,
 ) -> None:

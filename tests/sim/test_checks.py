@@ -147,12 +147,33 @@ def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
         while not world.rows:
             world.scheduler.step()
         world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=True))
+        while not (world.coordinator.state and world.coordinator.state.failure):
+            world.scheduler.step()
         world.processes["store-0"].die(EXIT_FAILED)
         while not world.finished:
             world.scheduler.step()
         assert broken(lambda: final_checks.judge(world)) == "books_are_closed"
         world.coverage.hit("fault:lost-store")
         assert final_checks.judge(world)
+
+
+def test_relay_that_dies_too_often_before_it_has_joined() -> None:
+    """No fence tells of that, but the last report of its node does."""
+    with World(calm(max_restarts=0, **SMALL), 3) as world:
+        world.begin()
+        world.network.cut("relay-0", COORDINATOR, +1)
+        relay = world.processes["relay-0"]
+        while not relay.alive:
+            world.scheduler.step()
+        relay.die(EXIT_KILLED)
+        while not world.finished:
+            world.scheduler.step()
+        state = world.coordinator.state
+        assert state is not None and "relay-0 never joined" in state.failure
+        assert final_checks.judge(world)
+        state.failure = "relay-1 never joined"
+        name = broken(lambda: final_checks.failure_has_a_reason(world, state))
+        assert name == "failure_has_a_reason"
 
 
 def test_start_that_waits_for_a_relay_which_nobody_starts_again() -> None:

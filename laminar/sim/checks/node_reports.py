@@ -1,6 +1,7 @@
 """What nodes say of their processes: each end once, as it was, and who is started again.
 
 Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
+Gives   `given_up`, who is not started again
 Raises  Violation, once a node had time for what it owes: not while it stands still or ends
 """
 
@@ -24,6 +25,7 @@ class NodeReports:
         self._world = world
         self._ended: dict[str, int] = {}  #: exit codes by boot id
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
+        self.given_up: dict[str, None] = {}  #: actors that are not
 
     def ended(self, node: Process, boot_id: str, code: int) -> None:
         """A node learns that one of its processes has ended."""
@@ -37,7 +39,9 @@ class NodeReports:
             what = f"{node.name} reports {event!r}; it ended with {code}"
             raise Violation("exit_is_reported_once", what, event.actor)
         self._reported[boot_id] = event.restarting
-        if event.restarting:
+        if not event.restarting:
+            self.given_up[event.actor] = None
+        else:
             process = self._world.processes[event.actor]
             self._later(node, self._is_started, process, boot_id)
 

@@ -205,7 +205,8 @@ class Checks:
     def _note_failure(self, stamped: Stamped, state: State) -> None:
         if state.failure and not self.failure[0]:
             lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
-            self.failure = stamped.seq, [*lost, *self.leases.silent_nodes]
+            gone = (*self.leases.silent_nodes, *self.node_reports.given_up)
+            self.failure = stamped.seq, [*lost, *gone]
 
     def _boot(self, key: Key, boot_id: str, seq: int) -> None:
         self.boots[key] = (boot_id, seq)
