@@ -12,9 +12,12 @@ the destination's batch waits, and slower steps there.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from typing import NamedTuple
+
+LOOKED_AT = 4
+"""Destinations of each class for one source: planning for 10,000 replicas takes no seconds."""
 
 
 class Standing(NamedTuple):
@@ -48,19 +51,54 @@ class _Load:
 
     def __init__(self, standing: Standing) -> None:
         self.standing = standing
-        self.need, self.count = standing.need, standing.running
-        self.pinned = self.emptied = False
+        self.need, self.running = standing.need, standing.running
+        self.pinned = False
+
+    @property
+    def spare(self) -> int:
+        """For so many more trajectories."""
+        here = self.standing
+        return min(here.max_batch, here.running + here.room) - self.running
 
     def fits(self, source: Standing) -> bool:
-        here = self.standing
-        return self.need + source.need <= here.kv_capacity and self.count + source.running <= min(
-            here.max_batch, here.running + here.room
-        )
+        return self.need + source.need <= self.standing.kv_capacity and source.running <= self.spare
 
     def take(self, source: Standing) -> None:
         self.need += source.need
-        self.count += source.running
+        self.running += source.running
         self.pinned = True
+
+
+class _Destinations:
+    """Those that are not emptied, by how many more each can run: in classes of powers of two, so
+    that a search looks at a few of them and not at all; within a class by need."""
+
+    def __init__(self, loads: list[_Load]) -> None:
+        self._loads = loads
+        self._classes: dict[int, list[tuple[int, int]]] = {}
+        self._need_max = max((load.standing.kv_capacity for load in loads), default=0)
+        for number in range(len(loads)):
+            self.put_in(number)
+
+    def put_in(self, number: int) -> None:
+        load = self._loads[number]
+        insort(self._classes.setdefault(load.spare.bit_length(), []), (load.need, number))
+
+    def take_out(self, number: int) -> None:
+        load = self._loads[number]
+        ranked = self._classes[load.spare.bit_length()]
+        del ranked[bisect_left(ranked, (load.need, number))]
+
+    def for_source(self, source: Standing) -> list[int]:
+        """Some on which it fits, the one with the most on it first."""
+        found: list[tuple[int, int]] = []
+        for size, ranked in self._classes.items():
+            if size < source.running.bit_length():
+                continue
+            end = bisect_right(ranked, (self._need_max - source.need, len(self._loads)))
+            some = ranked[max(end - LOOKED_AT, 0) : end]
+            found += [entry for entry in some if self._loads[entry[1]].fits(source)]
+        return [number for _, number in sorted(found, reverse=True)]
 
 
 def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> list[Move]:
@@ -69,42 +107,25 @@ def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> li
     `prefill_tokens` are prefilled in the time of a decode step; 0: what it costs is not asked.
     """
     loads = [_Load(standing) for standing in tail]
-    #: (need, number) of those that are not emptied, ascending
-    open_loads = sorted((load.need, number) for number, load in enumerate(loads))
+    destinations = _Destinations(loads)
     moves: list[Move] = []
     for number in sorted(range(len(tail)), key=lambda n: (tail[n].kv_tokens, n)):
-        source = loads[number]
+        source = tail[number]
         if len(moves) >= released_max:
             break
-        if source.pinned or not tail[number].movable:
+        if loads[number].pinned or not source.movable:
             continue
-        found = _fullest(loads, open_loads, number, tail[number], prefill_tokens)
-        if found is None:
-            continue
-        destination = loads[found]
-        open_loads.remove((source.need, number))
-        open_loads.remove((destination.need, found))
-        destination.take(tail[number])
-        source.emptied = True
-        insort(open_loads, (destination.need, found))
-        moves.append(Move(tail[number].name, tail[found].name))
+        destinations.take_out(number)
+        for other in destinations.for_source(source):
+            if _pays(source, loads[other], prefill_tokens):
+                destinations.take_out(other)
+                loads[other].take(source)
+                destinations.put_in(other)
+                moves.append(Move(source.name, tail[other].name))
+                break
+        else:
+            destinations.put_in(number)
     return moves
-
-
-def _fullest(
-    loads: list[_Load],
-    open_loads: list[tuple[int, int]],
-    number: int,
-    source: Standing,
-    prefill_tokens: int,
-) -> int | None:
-    """Of those that the source fits on, the one with the most on it; None: there is none."""
-    most = max(load.standing.kv_capacity for load in loads) - source.need
-    for _, other in reversed(open_loads[: bisect_right(open_loads, (most, len(loads)))]):
-        load = loads[other]
-        if other != number and load.fits(source) and _pays(source, load, prefill_tokens):
-            return other
-    return None
 
 
 def _pays(source: Standing, load: _Load, prefill_tokens: int) -> bool:
@@ -114,7 +135,7 @@ def _pays(source: Standing, load: _Load, prefill_tokens: int) -> bool:
     """
     if not prefill_tokens:
         return True
-    limit, here, there = source.max_batch, source.running, load.count
+    limit, here, there = source.max_batch, source.running, load.running
     gained = (limit - here) * source.longest
     prefill = (there + here) * -(-source.kv_tokens // prefill_tokens)
     slower = source.longest * here * there * (2 * limit + here + there)
