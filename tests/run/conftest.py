@@ -28,7 +28,7 @@ RUN_TIMEOUT_S = 240
 SMALL = [
     "trainer.total_training_steps=6",
     "trainer.test_freq=3",
-    "data.train_batch_size=8",
+    "data.train_batch_size=4",
     "data.val_size=32",
     "data.dataset_size=2000",
 ]

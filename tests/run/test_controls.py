@@ -33,7 +33,7 @@ def test_on_policy_trains_only_what_the_newest_weights_generated(tmp_path: Path)
             between = False
         elif isinstance(item, cmd.GenerateTrajectory) and between:
             assert item.trajectory not in trained, item
-    assert len(trained) == 4 * 8 * 8
+    assert len(trained) == 4 * 4 * 8
 
 
 def test_learning_rate_zero_changes_nothing(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_summary_has_every_figure(finished: Finished) -> None:
     assert summary.keys() >= KEYS
     assert summary["processes"].keys() >= PROCESSES
     assert len(set(summary["processes"].values())) == len(summary["processes"])
-    assert summary["trajectories_trained"] == 6 * 8 * 8
+    assert summary["trajectories_trained"] == 6 * 4 * 8
     assert summary["weight_versions"] == 6 + 2  # the base model, six steps, the export
     assert 0 <= summary["eval_first"] <= 1
     assert 0 <= summary["eval_last"] <= 1
@@ -77,7 +77,7 @@ def test_what_the_model_wrote_can_be_read(
     monkeypatch.chdir(ROOT)
     assert commands.run(["samples", str(finished.directory), "--step", "6", "--jsonl"]) == 0
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(samples) == 8 * 8 and {sample["step"] for sample in samples} == {6}
+    assert len(samples) == 4 * 8 and {sample["step"] for sample in samples} == {6}
     for sample in samples:
         assert sample["prompt"].startswith("Spell this word backward")
         assert sample["response"].endswith("<eos>") is not sample["truncated"]

@@ -30,7 +30,7 @@ def three_machines(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         *THREE,
         "trainer.total_training_steps=6",
         "trainer.test_freq=3",
-        "data.train_batch_size=8",
+        "data.train_batch_size=4",
         "data.val_size=16",
         "data.dataset_size=2000",
     )
