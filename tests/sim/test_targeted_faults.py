@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from laminar.sim.faults.faults import FATAL_ROLES
@@ -21,7 +23,7 @@ MOMENTS = (
     ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
     ("relay-holds-up-transfers", 5, "WeightsReceived -> ForwardWeights"),
     ("transfer-never-ends", 9, "TimerFired -> RestartActor"),
-    ("drain-in-phase", 19, "WeightsPublished -> AbortTrajectories"),
+    ("drain-in-phase", 36, "WeightsPublished -> AbortTrajectories"),
     ("drain-in-phase", 4, "StepCompleted -> PullWeights"),
     ("publish-differs", 21, "WeightsPublished -> RestartActor"),
     ("publish-differs", 35, "WeightsReceived -> RestartActor"),
@@ -29,7 +31,7 @@ MOMENTS = (
     ("pin-late", 5, "VersionGone -> PinVersion"),
     ("evaluation-out-of-reach", 42, "WeightsReceived -> PinVersion"),
     ("evaluation-out-of-reach", 31, "ReplicaReady -> EndTrajectories"),
-    ("evicted-version-lost", 12, "CheckpointRefused -> GenerateTrajectory"),
+    ("evicted-version-lost", 47, "CheckpointRefused -> GenerateTrajectory"),
     ("evicted-version-lost", 5, "CheckpointRefused -> PullWeights"),
     ("checkpoint-outdated", 12, "CheckpointSaved -> GenerateTrajectory"),
     ("evaluation-stalls", 5, "CheckpointRefused -> PinVersion"),
@@ -39,6 +41,8 @@ MOMENTS = (
 
 SEEDS_MAX = 60
 """Which seed meets a moment first changes with whatever changes the order of things."""
+FAR = 5
+"""Of so many seeds in vain the test complains: they cost half a second each."""
 
 
 @pytest.mark.parametrize(("kind", "seed", "mark"), MOMENTS)
@@ -48,6 +52,8 @@ def test_aim_finds_its_moment(kind: str, seed: int, mark: str) -> None:
         assert not outcome.invariant, (tried, outcome.details)
         assert outcome.faults == (kind,)
         if outcome.coverage.get(f"fault:{kind}") and outcome.coverage.get(mark):
+            if tried - seed >= FAR:
+                warnings.warn(f"{kind} meets {mark} with seed {tried} now", stacklevel=1)
             return
     pytest.fail(f"none of {SEEDS_MAX} seeds meets {mark}")
 
