@@ -35,6 +35,8 @@ MOMENTS = (
     ("evicted-version-lost", 5, "CheckpointRefused -> PullWeights"),
     ("checkpoint-outdated", 12, "CheckpointSaved -> GenerateTrajectory"),
     ("evaluation-stalls", 5, "CheckpointRefused -> PinVersion"),
+    ("lost-in-hand-over", 19, "TrajectoriesReleased -> AbortTrajectories"),
+    ("lost-in-hand-over", 32, "ignored:late"),
     ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
 )
 

@@ -2,7 +2,8 @@
 
 Reads   the coordinator's state after each of its turns, the seed
 Writes  the world, through Effects: a process is lost or slow, a user asks
-Gives   TARGETED, by kind of fault; those of relays and of versions are in files of their own
+Gives   TARGETED, by kind of fault; those of relays, versions and hand-overs are in files of their
+        own
 
 What strikes at random times seldom meets a short phase: a third death just when the trainer waits
 for that answer, a relay that is lost while it is being published to. Each waits for its moment
@@ -25,6 +26,7 @@ from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import WAYS, TargetedFault, evaluated, slow_down
+from laminar.sim.faults.targeted_handover import LostInHandover
 from laminar.sim.faults.targeted_relay import (
     PinLate,
     PublishDiffers,
@@ -150,6 +152,6 @@ TARGETED: dict[str, type[TargetedFault]] = {
     for fault in (
         LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, TransferNeverEnds,
         DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
-        EvictedVersion, CheckpointOutdated, EvaluationStalls,
+        EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
     )
 }  # fmt: skip
