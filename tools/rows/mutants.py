@@ -16,6 +16,7 @@ from laminar.sim.faults.faults import KINDS
 from laminar.sim.run import run_seed
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.planted import PLANTED, Planter
+from tools.rows.planted_handover import HANDOVER_BUGS
 from tools.rows.planted_node import NODE_BUGS
 from tools.rows.planted_relays import RELAY_BUGS
 from tools.rows.planted_store import STORE_BUGS
@@ -26,7 +27,14 @@ SEEDS = 300
 JOBS = 2
 BUGS: dict[str, Callable[[Planter], None]] = {
     plant.__name__: plant
-    for plant in (*PLANTED, *NODE_BUGS, *STORE_BUGS, *TRAINER_BUGS, *RELAY_BUGS)
+    for plant in (
+        *PLANTED,
+        *NODE_BUGS,
+        *STORE_BUGS,
+        *TRAINER_BUGS,
+        *RELAY_BUGS,
+        *HANDOVER_BUGS,
+    )
 }
 #: One from each part of the product, quickly found.
 QUICK = (
