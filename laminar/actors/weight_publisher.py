@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 SLOT_POLL_S = 0.02
 RELAY_CHECK_S = 1.0
 """How often a slot that waits to be written is asked for again: the answer tells a new relay."""
-SLOT_WAIT_S = 295.0
-"""For an owed publish; shorter than the coordinator's deadline for the same command."""
+SLOT_WAIT_S = 330.0
+"""For an owed publish; longer than the coordinator's deadline for the same command, which decides.
+A transfer that holds the slots has a deadline of five minutes, too, and it began before."""
 
 
 class SlotWriter(Protocol):

@@ -78,6 +78,13 @@ def test_rewards_that_fail_end_some_runs_and_not_others() -> None:
     assert {o.failure.partition(" on ")[0] for o in struck} == {"", "the reward failed"}
 
 
+def test_slot_that_comes_free_at_the_last_moment_is_used() -> None:
+    """A transfer holds the slots until its own deadline, 5 s before that of the publish."""
+    small = {"replicas": 4, "groups_per_step": 4, "group_size": 2, "total_steps": 3}
+    outcome = run_seed(config(*WEDGES, num_train=30, seconds=20.0, **small), 30)
+    assert not outcome.invariant, outcome.details
+
+
 def test_menu_is_complete() -> None:
     drawn = {*RECURRING, *SILENCES, *EXITS, *STORE, *RATES, *OWN_RATES, *WEDGES, *WEATHER, *ONCE}
     assert set(KINDS) == {*drawn, *TARGETED}
