@@ -75,8 +75,6 @@ class Actors(FaultyProcesses):
         }
         if process.role in events:
             self.later(process, self.random.uniform(0, 1), events[process.role])
-        if process.role == "rollout" and self.settings.repack_policy:
-            self.later(process, 1 + GAUGE_S, Gauge())
 
     def obey(self, command: Command, command_id: int) -> None:
         """A command reaches its process, if that is there."""
@@ -202,6 +200,7 @@ class Actors(FaultyProcesses):
         assert len(process.work) < self.capacity, "over capacity"
         row = self._open(command)
         process.as_of = command_id
+        self._gauge_soon(process)
         process.work[command.trajectory] = command.placement
         finish = Finish(command.trajectory, command.placement)
         if row.generated:  # by a replica that died before it could say so
@@ -270,9 +269,15 @@ class Actors(FaultyProcesses):
         seconds = self.random.uniform(0.0, 5.0 if slow else 0.5)
         self.later(process, seconds, ev.TrajectoriesReleased(command_id=command_id))
 
+    def _gauge_soon(self, process: Process) -> None:
+        """Its work has changed."""
+        if self.settings.repack_policy and not process.gauge_due:
+            process.gauge_due = True
+            self.later(process, GAUGE_S, Gauge())
+
     def _tell_gauges(self, process: Process) -> None:
         """What repack is planned by."""
-        self.later(process, GAUGE_S, Gauge())
+        process.gauge_due = False
         lengths = {TrajectoryId(t): self.rows[t].num_tokens for t in process.work}
         gauge = ev.TokenProgress(
             tokens_total=process.sampled,
@@ -357,6 +362,7 @@ class Actors(FaultyProcesses):
             return self.say(process, self._failed(item.trajectory, item.placement, "bad-logprobs"))
         row.num_tokens, row.generated = 10, True
         process.sampled += 10
+        self._gauge_soon(process)
         if self.random.random() < 0.1:
             progress = ev.TokenProgress(
                 tokens_total=self.seq, kv_used_tokens=0, running=len(process.work), waiting=0

@@ -99,6 +99,7 @@ class FaultyProcesses:
         process.boot += 1
         process.alive, process.version, process.peer_seq = False, -1, 0
         process.work.clear()
+        process.gauge_due = False
         process.held.clear()
         process.pinned, process.successor = -1, ""
         return dead

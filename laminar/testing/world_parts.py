@@ -131,6 +131,7 @@ class Process:
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
     as_of: int = 0  #: id of the last command to generate
     sampled: int = 0  #: tokens
+    gauge_due: bool = False
 
     @property
     def boot_id(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from laminar.core.repack import Move, Standing, plan
 
-STATES = 2_000
+STATES = 500
 CAPACITY, BATCH = 1_000, 64
 
 

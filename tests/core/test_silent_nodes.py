@@ -56,6 +56,18 @@ def test_last_replica_that_is_lost_while_its_node_is_silent_ends_the_run(way: Wa
     assert "nothing is heard from node-0, which would start it again" in bench.state.failure
 
 
+def test_who_is_lost_while_the_run_ends_changes_nothing() -> None:
+    """It has failed already, for a reason of its own."""
+    bench = Bench(nodes=2)
+    bench.start()
+    fall_silent(bench, "node-1")
+    bench.kill("trainer-0", restarting=False)
+    failure = bench.state.failure
+    assert failure.startswith("trainer-0")
+    complains(bench, "rollout-1.0")
+    assert bench.state.failure == failure and not bench.state.actor_alive("rollout-1.0")
+
+
 def test_relay_of_the_trainer_that_is_lost_while_its_node_is_silent_ends_the_run() -> None:
     bench = Bench(nodes=2)
     bench.start()
