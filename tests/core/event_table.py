@@ -59,17 +59,17 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
 class Sampler:
     """Chooses situations, a third of them in the phase `running`, and most of those with work that
     is lost or handed over, a question to the strategy, relays to connect, a batch in training, or a
-    silent node; keeps the verdicts."""
+    silent node; some at the start with all roles there. Keeps the verdicts."""
 
     def __init__(self, situations: int, seed: int) -> None:
         self.chance = random.Random(seed)
         self.verdicts: Verdicts = {}
         rare = max(1, situations * 2 // (3 * (len(PHASES) - 1)))
         self._left = dict.fromkeys((p for p in PHASES if p != Phase.RUNNING), rare)
-        self._left[Phase.STARTING] *= 2  # for all roles to have joined in some of them
         kinds = (Phase.RUNNING, "silent", "lost", "asking", "linking", "training")
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._left["releasing"] = situations // 40 + 1  # seldom met
+        self._left["joined"] = 2
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -81,7 +81,10 @@ class Sampler:
     def take(self, state: State) -> bool:
         """Whether to look at this situation: two of a kind in one run at most."""
         kind = state.phase
-        if kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
+        roles = {actor.role for actor in state.actors.values()}
+        if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
+            kind = "joined"
+        elif kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
             kind = "silent"
         elif kind == Phase.RUNNING and any(key.startswith("release:") for key in state.commands):
             kind = "releasing"
