@@ -16,6 +16,7 @@ from laminar.actors.clients import StoreClient
 from laminar.actors.openings import Openings
 from laminar.actors.rollout import Rollout
 from laminar.actors.store import Store
+from laminar.core.machine import Machine
 from laminar.core.scores import bits_of
 from laminar.engines.protocol import WeightSource
 from laminar.events import commands as cmd
@@ -343,6 +344,19 @@ def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
     world.scheduler.now = seconds(5_000)
     with pytest.raises(Violation, match=r"heals_in_time: it took 4880 s"):
         heals_in_time(world, calm(**SMALL))
+
+
+def test_run_without_a_coordinator_for_long_reaches_that_deadline_later() -> None:
+    """They are in the log's time, which stands still while no coordinator runs."""
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    world.healed_ns, state.failure = 1, "not started within 120000 ms: missing store"
+    world.scheduler.now = seconds(5_120)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s"):
+        heals_in_time(world, calm(**SMALL))
+    world.checks.log_time.coordinator_started(Machine(), seconds(5_000))
+    heals_in_time(world, calm(**SMALL))
 
 
 def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None:

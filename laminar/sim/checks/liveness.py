@@ -66,7 +66,8 @@ def _begin_ns(world: World) -> int:
     if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
         begin_ns += END_TIMEOUT_MS * MS
     if "not started within" in failure:
-        begin_ns = max(begin_ns, START_TIMEOUT_MS * MS)
+        deadline_ns = START_TIMEOUT_MS * MS + world.checks.log_time.behind_ns
+        begin_ns = max(begin_ns, deadline_ns)
     if "relay-0" in failure and "fault:publish-differs" in world.coverage.counts:
         begin_ns += scenario.max_restarts * seconds(scenario.start_s + RESTART_S)
     return begin_ns

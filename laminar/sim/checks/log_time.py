@@ -25,6 +25,11 @@ class LogTime:
         self._log_ns = machine.state.time_ns if machine.started else 0
         self._world_ns = now_ns
 
+    @property
+    def behind_ns(self) -> int:
+        """How far it is behind the world's: it stands still while no coordinator runs."""
+        return self._world_ns - self._log_ns
+
     def observe(self, stamped: Stamped, now_ns: int) -> None:
         """log_time_goes_on"""
         expected_ns = self._log_ns + now_ns - self._world_ns
