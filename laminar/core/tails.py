@@ -12,10 +12,9 @@ time; nothing is latched.
 from __future__ import annotations
 
 from laminar.core import groups
-from laminar.core.admission import bound_allows, groups_wanted, room
+from laminar.core.admission import groups_wanted, refusal, room
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
-from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State, Trajectory
 from laminar.ids import Purpose
 
@@ -27,19 +26,11 @@ def tails(state: State) -> dict[int, list[Standing]]:
     """Of every version, its replicas in their tail, in the order of state.replicas."""
     index = indexes_of(state).replicas
     found: dict[int, list[Standing]] = {}
-    refusing = index.of(lambda kind: kind.serving and _refuses(state, kind))
-    for number in sorted(index.numbers_of(refusing)):
+    for number in sorted(index.numbers_of(index.of(lambda kind: kind.serving))):
         replica = index.replicas[number]
-        if _only_stragglers(replica):
+        if _only_stragglers(replica) and refusal(state, replica):
             found.setdefault(replica.version, []).append(_standing(state, replica))
     return found
-
-
-def _refuses(state: State, kind: Kind) -> bool:
-    """As core/admission.py refuses new groups, but for the end of the run."""
-    if groups_wanted(state) <= 0 or (kind.satisfied and kind.behind):
-        return True
-    return not bound_allows(state, kind.step + state.settings.max_staleness)
 
 
 def _only_stragglers(replica: Replica) -> bool:

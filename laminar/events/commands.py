@@ -150,8 +150,10 @@ class AbortTrajectories(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.ROLLOUT)
 class ReleaseTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating these placements, hand all their tokens to the store, and say so: they go on
-    on another replica of the same version (repack)."""
+    """Stop generating these placements, hand all their tokens to the store, and say so.
+
+    They go on on another replica of the same version (repack).
+    """
 
     items: tuple[Placed, ...]
 

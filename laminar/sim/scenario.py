@@ -10,7 +10,7 @@ the others, and two versions of the product meet the same world.
 from __future__ import annotations
 
 import random
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from laminar.config.tree import (
 from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
-from laminar.sim.config import CheckConfig, SimConfig
+from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
 from laminar.sim.runtime.scheduler import MS, SECOND
 
 T = TypeVar("T")
@@ -83,17 +83,23 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
 
 
-def draw(config: SimConfig, seed: int) -> Scenario:
-    """The world of this seed."""
-    chance = stream(seed, "scenario")
+class Pick(Protocol):
+    """One of the values that a key has; what is no choice draws nothing."""
 
-    def pick(value: T | tuple[T, ...], chance: random.Random = chance) -> T:
+    def __call__(self, value: T | tuple[T, ...]) -> T: ...
+
+
+def _pick_from(chance: random.Random) -> Pick:
+    def pick(value: T | tuple[T, ...]) -> T:
         return chance.choice(value) if isinstance(value, tuple) else value
 
-    work, time, repack = config.work, config.time, config.repack
-    packing = stream(seed, "repack")
+    return pick
+
+
+def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
+    """What the core decides by; repack apart."""
     group_size = pick(work.group_size)
-    settings = Settings(
+    return Settings(
         seed=seed,
         groups_per_step=pick(work.groups_per_step),
         group_size=group_size,
@@ -114,15 +120,23 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         stall_ms=pick(work.stall_ms),
         max_error_permille=MAX_ERROR_PERMILLE,
         rules=NEW_RUN,
-        eval_answers=pick(work.eval_answers, stream(seed, "answers")),
+        eval_answers=_pick_from(stream(seed, "answers"))(work.eval_answers),
     )
-    if policy := pick(repack.policy, packing):
+
+
+def draw(config: SimConfig, seed: int) -> Scenario:
+    """The world of this seed."""
+    pick = _pick_from(stream(seed, "scenario"))
+    work, time, repack = config.work, config.time, config.repack
+    packing = _pick_from(stream(seed, "repack"))
+    settings = _settings(work, seed, pick)
+    if policy := packing(repack.policy):
         settings = msgspec.structs.replace(
             settings,
             repack_policy=policy,
-            repack_interval_ms=pick(repack.interval_ms, packing),
-            repack_release_ms=pick(repack.release_ms, packing),
-            repack_prefill_tokens=pick(repack.prefill_tokens_per_step, packing),
+            repack_interval_ms=packing(repack.interval_ms),
+            repack_release_ms=packing(repack.release_ms),
+            repack_prefill_tokens=packing(repack.prefill_tokens_per_step),
         )
     replicas = pick(work.replicas)
     return Scenario(
@@ -130,7 +144,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         settings=settings,
         replicas=replicas,
         nodes=min(replicas, pick(work.nodes)),
-        slots=max(group_size, pick(work.slots)),
+        slots=max(settings.group_size, pick(work.slots)),
         num_train=pick(work.num_train),
         num_eval=pick(work.num_eval),
         max_restarts=pick(work.max_restarts),
@@ -152,8 +166,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         snapshot_every=pick(config.log.snapshot_every),
         save_freq=pick(work.save_freq),
         max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
-        max_batch=pick(repack.max_batch, packing),
-        kv_capacity=pick(repack.kv_capacity, packing),
+        max_batch=packing(repack.max_batch),
+        kv_capacity=packing(repack.kv_capacity),
         checks=config.checks,
     )
 
