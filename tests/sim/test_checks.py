@@ -18,6 +18,7 @@ from laminar.actors.rollout import Rollout
 from laminar.actors.store import Store
 from laminar.core.machine import Machine
 from laminar.core.scores import bits_of
+from laminar.engines.made_up_tokens import tokens_of
 from laminar.engines.protocol import WeightSource
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -28,7 +29,6 @@ from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED
 from laminar.sim.models.replica import ReplicaEngine, Weights
-from laminar.sim.models.tokens import tokens_of
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.violation import Violation
@@ -231,7 +231,7 @@ def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store loses the beginning of a response that goes on."""
     monkeypatch.setattr(
-        "laminar.sim.models.replica.tokens_of",
+        "laminar.engines.clock_engine.tokens_of",
         lambda seed, start, end, ends: tokens_of(seed + (start > 0), start, end, ends=ends),
     )
     assert run_seed(calm(**SMALL), 3).invariant == "tokens_continue"

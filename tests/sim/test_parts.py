@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from laminar.config import ConfigError
+from laminar.engines.batch_clock import BatchClock, Sequence
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS
-from laminar.sim.models.engine import Sequence, SimEngine
 from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.scenario import draw, stream
 from laminar.sim.world import World
@@ -72,7 +72,7 @@ class Bench:
         self.process.model = self  # type: ignore[assignment]
         self.finished: list[str] = []
         timing = EngineTiming(step_us=1_000_000, sequence_us=0)  # a token a second
-        self.engine = SimEngine(self.process, timing, slots, self._on_finished)
+        self.engine = BatchClock(self.process, timing, slots, self._on_finished)
 
     def _on_finished(self, finished: list[Sequence]) -> None:
         self.finished += [sequence.id for sequence in finished]

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from laminar import ids
 from laminar.core.state import State
+from laminar.engines.made_up_tokens import prompt_of
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Stamped
 from laminar.ids import Purpose
-from laminar.sim.models.tokens import prompt_of
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import Scenario
 

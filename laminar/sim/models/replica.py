@@ -10,8 +10,8 @@ wrote in turn can be compared with the one that a single replica would have writ
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +20,20 @@ from laminar import ids
 from laminar.actors.host import Actor, Host
 from laminar.actors.rollout import Rollout
 from laminar.actors.weight_loader import NotReadable
+from laminar.engines.clock_engine import ClockEngine, Response
+from laminar.engines.made_up_tokens import END_ID, tokens_of
 from laminar.engines.protocol import (
-    LENGTH,
     STOP,
     EngineError,
-    EngineStats,
     GenerateRequest,
-    StepRecord,
     TokenDelta,
     WeightSource,
 )
 from laminar.rundir import VERSION_FILE
 from laminar.sim.checks.prompts import answers_its_prompt
 from laminar.sim.interfaces import EXIT_KILLED, Process
-from laminar.sim.models import engine as clock
 from laminar.sim.models.idle import Idle
 from laminar.sim.models.relay_machine import SimArena
-from laminar.sim.models.tokens import END_ID, logprobs_of, tokens_of
 from laminar.sim.models.versions import PROBE_LOGPROB, manifest_for
 from laminar.sim.scenario import seconds
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
@@ -49,36 +46,22 @@ DIES_S = 0.1
 """After which a poisonous prompt kills the replica that runs it."""
 
 
-class Response(clock.Sequence):
-    """A sequence of the clock, and what it is of."""
-
-    __slots__ = ("seed", "sent", "spoiled")
-
-    def __init__(self, request: GenerateRequest, total: int, hangs: bool) -> None:
-        super().__init__(request.request_id, len(request.done_ids), total, hangs)
-        self.seed, self.sent, self.spoiled = request.seed, len(request.done_ids), False
-
-
-class ReplicaEngine:
-    """The face of engines/protocol.py over the clock."""
+class ReplicaEngine(ClockEngine):
+    """The face of engines/protocol.py, with what the simulator's checks and faults ask for."""
 
     def __init__(self, replica: Replica, on_deltas: Callable[[list[TokenDelta]], None]) -> None:
-        self._replica, self._on_deltas = replica, on_deltas
-        self._loop = replica.process.current.loop
-        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._replica = replica
+        scenario, self._sim_loop = replica.scenario, replica.process.current.loop
         self.digest = ""  #: of the weights that it has
-        scenario = replica.scenario
-        self.clock = clock.SimEngine(
-            replica.process, scenario.engine, scenario.slots, self._on_finished
+        super().__init__(
+            replica.process,
+            scenario.engine,
+            slots=scenario.slots,
+            limit=scenario.lengths.limit,
+            kv_capacity=scenario.kv_capacity,
+            on_deltas=on_deltas,
+            on_ends=partial(self._sim_loop.enter, on_deltas),
         )
-
-    def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
-        done: asyncio.Future[None] = self._loop.create_future()
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-        return done
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         replica, scenario = self._replica, self._replica.scenario
@@ -96,15 +79,12 @@ class ReplicaEngine:
         return self._done()
 
     def abort(self, request_id: str) -> asyncio.Future[bool]:
-        self._hand_over()
         response = self.clock.sequences.get(request_id)
+        aborted = super().abort(request_id)
         if response is not None:
             assert isinstance(response, Response)
             self._replica.world.checks.released.stopped(request_id, response.sent)
-        self.clock.abort(request_id)
-        done: asyncio.Future[bool] = self._loop.create_future()
-        done.set_result(response is not None)
-        return done
+        return aborted
 
     def load(self, source: WeightSource) -> asyncio.Future[None]:
         self.digest = ""
@@ -113,7 +93,7 @@ class ReplicaEngine:
         replica = self._replica
         duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
         loaded: asyncio.Future[None] = self._loop.create_future()
-        replica.process.compute(duration_s, self._loop.enter, self._loaded, loaded, source)
+        replica.process.compute(duration_s, self._sim_loop.enter, self._loaded, loaded, source)
         return loaded
 
     def _loaded(self, loaded: asyncio.Future[None], source: WeightSource) -> None:
@@ -125,49 +105,6 @@ class ReplicaEngine:
         scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
         scores.set_result([[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences])
         return scores
-
-    def stats(self) -> EngineStats:
-        """What was sampled so far is handed over with it."""
-        self._hand_over()
-        clock, capacity = self.clock, self._replica.scenario.kv_capacity
-        held = sum(clock.tokens(sequence) for sequence in clock.sequences.values())
-        return EngineStats(held, capacity, clock.running, clock.waiting)
-
-    def drain_steps(self) -> list[StepRecord]:
-        return []
-
-    async def close(self) -> None:
-        if not self.failed.done():
-            self.failed.set_result(None)
-
-    # --- tokens -------------------------------------------------------------------------------
-
-    def _hand_over(self) -> None:
-        self.clock.advance()
-        deltas = []
-        for response in self.clock.sequences.values():
-            assert isinstance(response, Response)
-            tokens = min(self.clock.tokens(response), response.total - 1)  # the last one ends it
-            if tokens > response.sent:
-                deltas.append(self._delta(response, tokens, None))
-        if deltas:
-            self._on_deltas(deltas)
-
-    def _on_finished(self, finished: list[clock.Sequence]) -> None:
-        deltas = []
-        for response in finished:
-            assert isinstance(response, Response)
-            limit = self._replica.scenario.lengths.limit
-            reason = LENGTH if response.total >= limit else STOP
-            deltas.append(self._delta(response, response.total, reason))
-        self._loop.enter(self._on_deltas, deltas)
-
-    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
-        start, response.sent = response.sent, end
-        tokens, logprobs = array("i"), array("f")
-        tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
-        logprobs.frombytes(logprobs_of(end - start, spoiled=response.spoiled))
-        return TokenDelta(response.id, tokens, logprobs, reason)
 
 
 class Rewards:

@@ -19,12 +19,12 @@ import numpy as np
 from laminar import ids
 from laminar.actors.host import Actor, Host
 from laminar.actors.store import READS, Store
+from laminar.engines.made_up_tokens import prompt_of, tokens_of
 from laminar.events.reasons import FinishReason
 from laminar.ids import Purpose
 from laminar.ports import DiskFull
 from laminar.sim.interfaces import World
 from laminar.sim.models.idle import Idle
-from laminar.sim.models.tokens import prompt_of, tokens_of
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers

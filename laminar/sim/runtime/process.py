@@ -115,6 +115,9 @@ class SimProcess:
 
     # --- time ---------------------------------------------------------------------------------
 
+    def now_ns(self) -> int:
+        return self.world.scheduler.now
+
     def after(self, delay_ns: int, action: Action, *args: Any) -> None:
         """Call later, if this boot still lives then."""
         self.world.scheduler.after(delay_ns, self.due, self.boot, action, args)

@@ -1,10 +1,11 @@
 """A generation engine as a clock: who runs, how fast, and who is finished when.
 
-Reads   lengths of responses, the engine's timing, the process's slowness
+Reads   lengths of responses, the engine's timing, the time and the slowness of its process
 Gives   finished responses, token counts so far
 
-All sequences of a batch advance together, so one number (tokens since the start per sequence that
-ran all the time) tells the progress of each, and one wake-up is enough for the whole engine.
+Pure: time is a Timer, that of a simulated process or of a real one. All sequences of a batch
+advance together, so one number (tokens since the start per sequence that ran all the time) tells
+the progress of each, and one wake-up is enough for the whole engine.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from laminar.engines.timing import EngineTiming
-from laminar.sim.interfaces import Process
 
 NEVER = float("inf")
+
+
+class Timer(Protocol):
+    """The time of the process that an engine lives in."""
+
+    slow: float  #: factor on everything that takes time
+
+    def now_ns(self) -> int: ...
+
+    def after(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+        """Call it then, from no other call of the engine."""
 
 
 @dataclass(slots=True)
@@ -32,25 +44,25 @@ class Sequence:
     slot: bool = False
 
 
-class SimEngine:
+class BatchClock:
     """Slots, a queue before them, and time."""
 
     def __init__(
         self,
-        process: Process,
+        timer: Timer,
         timing: EngineTiming,
         slots: int,
         on_finished: Callable[[list[Sequence]], None],
     ) -> None:
         self.sequences: dict[str, Sequence] = {}
-        self._process = process
+        self._timer = timer
         self._timing = timing
         self._slots = slots
         self._on_finished = on_finished
         self._running = 0
         self._waiting: deque[Sequence] = deque()
         self._clock = 0.0
-        self._looked_ns = process.world.scheduler.now
+        self._looked_ns = timer.now_ns()
         self._ends: list[tuple[float, int, str, Sequence]] = []
         self._order = 0
         self._plan = 0
@@ -85,7 +97,7 @@ class SimEngine:
 
     def advance(self) -> None:
         """Bring the clock to the present."""
-        now = self._process.world.scheduler.now
+        now = self._timer.now_ns()
         if self._running:
             self._clock += (now - self._looked_ns) / self._token_ns()
         self._looked_ns = now
@@ -96,11 +108,11 @@ class SimEngine:
 
     def thaw(self) -> None:
         """It goes on, or at another speed."""
-        self._looked_ns = self._process.world.scheduler.now
+        self._looked_ns = self._timer.now_ns()
         self._changed()
 
     def _token_ns(self) -> float:
-        return self._process.slow * self._timing.step_ns(self._running)
+        return self._timer.slow * self._timing.step_ns(self._running)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.slot:
@@ -111,7 +123,7 @@ class SimEngine:
         """Plan anew once everything that happens at this instant has happened."""
         if not self._plan_due:
             self._plan_due = True
-            self._process.after(0, self._replan)
+            self._timer.after(0, self._replan)
 
     def _replan(self) -> None:
         self._plan_due = False
@@ -122,7 +134,7 @@ class SimEngine:
         self._plan += 1
         if self._ends:
             left = max(0.0, self._ends[0][0] - self._clock)
-            self._process.after(int(left * self._token_ns()) + 1, self._finish, self._plan)
+            self._timer.after(int(left * self._token_ns()) + 1, self._finish, self._plan)
 
     def _admit(self, sequence: Sequence) -> None:
         if sequence.id not in self.sequences:

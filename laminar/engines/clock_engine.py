@@ -1,0 +1,119 @@
+"""An engine without a model: responses of made-up tokens that take the time of a real engine's.
+
+Reads   GenerateRequest; how long each response is; a clock (batch_clock.py)
+Gives   TokenDelta, EngineStats, one by one as replicas ask for them (protocol.py)
+
+What the simulator's engine and the emulated one have in common. Tokens are handed over when
+somebody asks how far the engine is, and when a response ends, not step by step: hundreds of such
+engines share a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+from laminar.engines.batch_clock import BatchClock, Sequence, Timer
+from laminar.engines.made_up_tokens import logprobs_of, tokens_of
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineStats,
+    GenerateRequest,
+    StepRecord,
+    TokenDelta,
+)
+from laminar.engines.timing import EngineTiming
+
+OnDeltas = Callable[[list[TokenDelta]], None]
+
+
+class Response(Sequence):
+    """A sequence of the clock, and what it is of."""
+
+    __slots__ = ("seed", "sent", "spoiled")
+
+    def __init__(self, request: GenerateRequest, total: int, hangs: bool = False) -> None:
+        super().__init__(request.request_id, len(request.done_ids), total, hangs)
+        self.seed, self.sent, self.spoiled = request.seed, len(request.done_ids), False
+
+
+class ClockEngine:
+    """The part of ReplicaEngine (protocol.py) that needs no weights."""
+
+    def __init__(
+        self,
+        timer: Timer,
+        timing: EngineTiming,
+        *,
+        slots: int,
+        limit: int,
+        kv_capacity: int,
+        on_deltas: OnDeltas,
+        on_ends: OnDeltas,
+    ) -> None:
+        """`limit`: tokens of a response. `on_ends` takes the deltas with which responses end."""
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._limit, self._capacity = limit, kv_capacity
+        self._on_deltas, self._on_ends = on_deltas, on_ends
+        self.clock = BatchClock(timer, timing, slots, self._on_finished)
+
+    def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+        return done
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        """What was sampled so far is handed over before."""
+        self._hand_over()
+        found: asyncio.Future[bool] = self._loop.create_future()
+        found.set_result(request_id in self.clock.sequences)
+        self.clock.abort(request_id)
+        return found
+
+    def stats(self) -> EngineStats:
+        """What was sampled so far is handed over with it."""
+        self._hand_over()
+        clock = self.clock
+        held = sum(clock.tokens(sequence) for sequence in clock.sequences.values())
+        return EngineStats(held, self._capacity, clock.running, clock.waiting)
+
+    def drain_steps(self) -> list[StepRecord]:
+        return []
+
+    async def close(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    def _hand_over(self) -> int:
+        """The number of tokens that were."""
+        self.clock.advance()
+        deltas = []
+        for response in self.clock.sequences.values():
+            assert isinstance(response, Response)
+            tokens = min(self.clock.tokens(response), response.total - 1)  # the last one ends it
+            if tokens > response.sent:
+                deltas.append(self._delta(response, tokens, None))
+        if deltas:
+            self._on_deltas(deltas)
+        return sum(len(delta.token_ids) for delta in deltas)
+
+    def _on_finished(self, finished: list[Sequence]) -> None:
+        deltas = []
+        for response in finished:
+            assert isinstance(response, Response)
+            reason = LENGTH if response.total >= self._limit else STOP
+            deltas.append(self._delta(response, response.total, reason))
+        self._on_ends(deltas)
+
+    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+        start, response.sent = response.sent, end
+        tokens, logprobs = array("i"), array("f")
+        tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
+        logprobs.frombytes(logprobs_of(end - start, spoiled=response.spoiled))
+        return TokenDelta(response.id, tokens, logprobs, reason)
