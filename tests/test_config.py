@@ -129,6 +129,17 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, f"seed={1 << 63}"], ["seed", "9223372036854775807"]),
         ([*GOOD, "coordinator.port=70000"], ["coordinator.port", "at most 65535"]),
         ([*GOOD, "coordinator.start_timeout_s=-5"], ["coordinator.start_timeout_s"]),
+        (["repack.policy=true"], ["repack.policy = 'true'", "gain, best-fit, off"]),
+        (["repack.interval_ms=-1"], ["repack.interval_ms = -1", "at least 1"]),
+        (["repack.interval_ms=1.5"], ["repack.interval_ms = 1.5", "must be a whole number"]),
+        (["repack.release_ms=0"], ["repack.release_ms = 0", "at least 1"]),
+        (["repack.release_ms=soon"], ["repack.release_ms = 'soon'", "must be a whole number"]),
+        (["repack.prefill_tokens_per_step=0"], ["repack.prefill_tokens_per_step", "at least 1"]),
+        (["rollout.max_batch=-1"], ["rollout.max_batch = -1", "at least 1 or 'auto'"]),
+        (["rollout.max_batch=many"], ["'many'", "must be a whole number or 'auto'"]),
+        (["rollout.max_batch=true"], ["True", "must be a whole number or 'auto'"]),
+        (["rollout.decode_budget_ms=-20"], ["-20", "at least 1 or 'none'"]),
+        (["rollout.decode_budget_ms=2.5"], ["2.5", "must be a whole number or 'none'"]),
         (["model.name=m"], ["data.dataset", "data.train_files"]),
         ([*GOOD, "data.train_files=x.jsonl"], ["exactly one"]),
         (["data.dataset=gcd"], ["model.name"]),
@@ -155,6 +166,10 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
     broken.write_text("a = = 3")
     with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
         load([broken])
+    switched = tmp_path / "switched.toml"
+    switched.write_text("[repack]\npolicy = false\n")
+    with pytest.raises(ConfigError, match=r"policy = False .*: it must be 'gain' or .* or 'off'$"):
+        load([switched])
     unknown = tmp_path / "unknown.toml"
     unknown.write_text("[rollout]\nreplica = 3\n")
     with pytest.raises(ConfigError, match=r"unknown\.toml.*rollout\.replicas"):

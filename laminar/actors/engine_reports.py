@@ -35,7 +35,8 @@ def gauge_interval_s(config: Config) -> float:
 
 def largest_batch(rollout: RolloutConfig) -> int:
     """The most sequences of a decode step when work is packed, as far as the settings say."""
-    return min(rollout.max_batch or rollout.max_num_seqs, rollout.max_num_seqs)
+    given = rollout.max_num_seqs if rollout.max_batch == "auto" else rollout.max_batch
+    return min(given, rollout.max_num_seqs)
 
 
 class EngineReports:
@@ -95,7 +96,7 @@ class EngineReports:
     def _max_batch(self) -> int:
         """As given; else as many as decode within the budget, by the steps so far."""
         rollout = self._host.config.rollout
-        if rollout.max_batch or not rollout.decode_budget_ms:
+        if rollout.max_batch != "auto" or rollout.decode_budget_ms == "none":
             return largest_batch(rollout)
         budget_ns = rollout.decode_budget_ms * 1e6
         return sequences_within(self._speed.points(), budget_ns, rollout.max_num_seqs)

@@ -7,7 +7,7 @@ Raises  ConfigError, which names the key, the value and the fix
 from __future__ import annotations
 
 import math
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -58,8 +58,8 @@ MINIMA: dict[str, float] = {
     "rollout.groups_per_version": 0,
     "rollout.progress_interval_ms": 10,
     "rollout.threads": 1,
-    "rollout.decode_budget_ms": 0,
-    "rollout.max_batch": 0,
+    "rollout.decode_budget_ms": 1,
+    "rollout.max_batch": 1,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.vllm.tensor_parallel_size": 1,
@@ -140,14 +140,14 @@ def checked(key: str, value: Any, kind: Any) -> Any:
         value = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         raise ConfigError(
-            f"{key} = {value!r} has the wrong type: it must be {_type_name(kind)}"
+            f"{key} = {value!r} has the wrong type: it must be {_wanted(key, kind)}"
         ) from None
     for part in value if isinstance(value, list | tuple) else [value]:
-        _check_part(key, value, part)
+        _check_part(key, value, part, kind)
     return value
 
 
-def _check_part(key: str, value: Any, part: Any) -> None:
+def _check_part(key: str, value: Any, part: Any, kind: Any) -> None:
     """One entry of a list, or the value itself."""
     if key in CHOICES and part not in CHOICES[key]:
         raise ConfigError(f"{key} = {part!r} is not one of {', '.join(CHOICES[key])}")
@@ -156,9 +156,15 @@ def _check_part(key: str, value: Any, part: Any) -> None:
     if not math.isfinite(part):
         raise ConfigError(f"{key} = {value!r} is not a finite number")
     if key in MINIMA and part < MINIMA[key]:
-        raise ConfigError(f"{key} = {value!r} is too small: it must be at least {MINIMA[key]}")
+        least = " or ".join([f"at least {MINIMA[key]}", *_words(kind)])
+        raise ConfigError(f"{key} = {value!r} is too small: it must be {least}")
     if part > (largest := MAXIMA.get(key, INT_MAX if isinstance(part, int) else math.inf)):
         raise ConfigError(f"{key} = {value!r} is too large: it must be at most {largest}")
+
+
+def _wanted(key: str, kind: Any) -> str:
+    choices = CHOICES.get(key, ()) if kind is str else ()
+    return " or ".join(map(repr, choices)) or _type_name(kind)
 
 
 def _type_name(kind: Any) -> str:
@@ -174,7 +180,15 @@ def _type_name(kind: Any) -> str:
         return "a list of strings"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
+    if words := _words(kind):
+        return " or ".join([names[get_args(kind)[0]], *words])
     return names.get(kind, "a table")
+
+
+def _words(kind: Any) -> list[str]:
+    """What may stand there instead of a number."""
+    words = [get_args(part) for part in get_args(kind) if get_origin(part) is Literal]
+    return [repr(word) for part in words for word in part]
 
 
 def check_together(c: Config) -> None:

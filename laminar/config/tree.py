@@ -8,7 +8,7 @@ What values are allowed is in rules.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -82,9 +82,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
-    #: a decode step may take so long; how many sequences that allows is measured; 0: no limit
-    decode_budget_ms: int = 0
-    max_batch: int = 0  #: the most sequences of a decode step when work is packed; 0: as measured
+    #: of a decode step when work is packed; how many sequences that allows is measured
+    decode_budget_ms: int | Literal["none"] = "none"
+    #: the most sequences of a decode step when work is packed; auto: as decode_budget_ms allows
+    max_batch: int | Literal["auto"] = "auto"
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
 

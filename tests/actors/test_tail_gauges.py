@@ -171,7 +171,7 @@ def test_all_replicas_together_send_no_more_gauges_than_the_log_can_take(
     assert gauge_interval_s(config) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("given", "batch"), [(0, 16), (5, 5), (100, 16)])
-def test_the_batch_of_the_settings(given: int, batch: int) -> None:
+@pytest.mark.parametrize(("given", "batch"), [("auto", 16), (5, 5), (100, 16)])
+def test_the_batch_of_the_settings(given: int | str, batch: int) -> None:
     config = load([], [*MINIMAL, "rollout.max_num_seqs=16", f"rollout.max_batch={given}"])
     assert largest_batch(config.rollout) == batch

@@ -50,8 +50,16 @@ def refused(
         (["data.max_response_length=4096"], ["2048", "positions"]),
         (["data.max_prompt_length=20"], ["20", "tokens", "data.max_prompt_length"]),
         (["algorithm.batch_strategy=nowhere.py:f"], ["nowhere.py:f", "deadline"]),
+        (["repack.policy=best"], ["repack.policy = 'best'", "gain, best-fit, off"]),
+        (["repack.interval_ms=0"], ["repack.interval_ms = 0", "at least 1"]),
+        (["repack.release_ms=-2000"], ["repack.release_ms = -2000", "at least 1"]),
+        (["rollout.max_batch=0"], ["rollout.max_batch = 0", "at least 1 or 'auto'"]),
+        (["rollout.decode_budget_ms=0"], ["rollout.decode_budget_ms = 0", "1 or 'none'"]),
     ],
-    ids=["model", "key", "type", "dataset", "config-file", "length", "long-prompts", "strategy"],
+    ids=[
+        *("model", "key", "type", "dataset", "config-file", "length", "long-prompts", "strategy"),
+        *("repack-policy", "repack-interval", "repack-release", "max-batch", "decode-budget"),
+    ],
 )
 def test_config_mistakes(refused: Refused, arguments: list[str], words: list[str]) -> None:
     message = refused(*arguments)
