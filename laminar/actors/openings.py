@@ -43,7 +43,7 @@ class Openings:
 
     def expect(self, order: cmd.Order, command: cmd.GenerateTrajectory) -> None:
         """It is to be opened; what takes it back finds it from here on."""
-        self._waiting[command.trajectory] = (order, command)
+        self._waiting[command.trajectory_id] = (order, command)
         self._unsettled[order.command_id] = None
         self._asked = max(self._asked, order.command_id)
 
@@ -51,11 +51,11 @@ class Openings:
         """The engine has what was ordered, or will not get it."""
         self._unsettled.pop(order.command_id, None)
 
-    def take_back(self, trajectory: str, placement: int) -> None:
+    def take_back(self, trajectory_id: str, placement: int) -> None:
         """It is not wanted under this placement or an older one."""
-        waiting = self._waiting.get(trajectory)
+        waiting = self._waiting.get(trajectory_id)
         if waiting is not None and waiting[1].placement <= placement:
-            self.settled(self._waiting.pop(trajectory)[0])
+            self.settled(self._waiting.pop(trajectory_id)[0])
 
     def take_back_all(self) -> None:
         for order, _ in self._waiting.values():
@@ -64,19 +64,19 @@ class Openings:
 
     async def open(self, ordered: list[Ordered]) -> None:
         """Until the store has answered for all that were not taken back."""
-        wanted: dict[str, Ordered] = {command.trajectory: (o, command) for o, command in ordered}
+        wanted: dict[str, Ordered] = {command.trajectory_id: (o, command) for o, command in ordered}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_wanted(pair[1])}:
             items = tuple(self._item(command) for _, command in wanted.values())
             reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
             for result in reply.results:
                 order, command = wanted.pop(result.trajectory_id)
                 if self._is_wanted(command):
-                    del self._waiting[command.trajectory]
+                    del self._waiting[command.trajectory_id]
                     self._opened(order, command, result)
 
     def _is_wanted(self, command: cmd.GenerateTrajectory) -> bool:
         """False once it was taken back."""
-        waiting = self._waiting.get(command.trajectory)
+        waiting = self._waiting.get(command.trajectory_id)
         return waiting is not None and waiting[1] is command
 
     def _item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
@@ -86,7 +86,7 @@ class Openings:
 def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
     """What its replica asks of the store before it generates."""
     return m.OpenItem(
-        trajectory_id=command.trajectory,
+        trajectory_id=command.trajectory_id,
         group_id=command.group,
         sibling=command.sibling,
         purpose=command.purpose,

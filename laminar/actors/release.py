@@ -32,13 +32,13 @@ async def release(
     leaving = [
         found
         for item in command.items
-        if (found := running.get(item.trajectory)) is not None
+        if (found := running.get(item.trajectory_id)) is not None
         and found.command.placement <= item.placement
     ]
     await asyncio.gather(*(engine.abort(request_id(item.command)) for item in leaving))
     await flush()
     for item in leaving:
-        trajectory = item.command.trajectory
+        trajectory = item.command.trajectory_id
         if running.get(trajectory) is item:  # or else it has ended, or was taken back
             del running[trajectory]
     released = ev.TrajectoriesReleased(command_id=order.command_id)

@@ -33,7 +33,7 @@ class Running:
     def take_chunk(self) -> m.AppendItem:
         """Everything sampled since the last chunk."""
         item = m.AppendItem(
-            trajectory_id=self.command.trajectory,
+            trajectory_id=self.command.trajectory_id,
             placement=self.command.placement,
             offset=self.stored,
             tokens=np.asarray(self.tokens, dtype="<i4").tobytes(),
@@ -47,4 +47,4 @@ class Running:
 def request_id(command: cmd.GenerateTrajectory) -> str:
     """A placement is part of the engine's name for it: so late tokens of an old one are
     recognised."""
-    return f"{command.trajectory}@{command.placement}"
+    return f"{command.trajectory_id}@{command.placement}"

@@ -84,7 +84,7 @@ class Scorer:
     async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool."""
         await self._open.wait()
-        rows = await self.store.fetch([i.trajectory for i in command.items], with_prompt=True)
+        rows = await self.store.fetch([i.trajectory_id for i in command.items], with_prompt=True)
         completions = [(self._decode(tokens), tokens) for tokens in map(_ids, rows)]
         call = RewardCall(
             row=_prompt_row(rows[0]),
@@ -109,7 +109,7 @@ class Scorer:
     ) -> None:
         items = tuple(
             m.RewardItem(
-                trajectory_id=item.trajectory,
+                trajectory_id=item.trajectory_id,
                 placement=item.placement,
                 score=result.score,
                 reason=result.reason[:256],
@@ -144,7 +144,7 @@ class Scorer:
             )
         truncated = row.finish_reason == LENGTH
         event = ev.TrajectoryRewarded(
-            trajectory=item.trajectory,
+            trajectory_id=item.trajectory_id,
             placement=item.placement,
             score_bits=bits_of(stored.score),
             correct=is_right(stored.score, truncated=truncated),
@@ -154,7 +154,9 @@ class Scorer:
             truncated=truncated,
             extras=numbers_of(result.extras) if row.purpose == Purpose.EVAL else {},
         )
-        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, score=stored.score)
+        self.host.emit(
+            event, event_seq=order.cause, trajectory=item.trajectory_id, score=stored.score
+        )
 
     def _first(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> str:
         """The detail of a failure that is among the first of its reason, which is logged, too."""
@@ -164,7 +166,7 @@ class Scorer:
         self.host.log.warning(
             "reward-failed",
             event_seq=order.cause,
-            trajectory=item.trajectory,
+            trajectory=item.trajectory_id,
             reason=reason,
             detail=detail,
         )
@@ -174,12 +176,12 @@ class Scorer:
         self, order: cmd.Order, item: cmd.Placed, reason: FailureReason, detail: str
     ) -> None:
         event = ev.TrajectoryFailed(
-            trajectory=item.trajectory,
+            trajectory_id=item.trajectory_id,
             placement=item.placement,
             reason=reason,
             detail=detail[:500],
         )
-        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory, reason=reason)
+        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, reason=reason)
 
 
 def _ids(row: m.Trajectory) -> list[int]:

@@ -125,7 +125,7 @@ class Store:
                 return self.host.fail(f"ending {result.trajectory_id}: {result.reason}")
         ended = tuple(
             ev.EndedTrajectory(
-                trajectory=r.trajectory_id,  # type: ignore[arg-type]
+                trajectory_id=r.trajectory_id,  # type: ignore[arg-type]
                 num_tokens=r.num_tokens,
                 tokens_lost=r.tokens_lost,
             )
@@ -200,7 +200,7 @@ class Store:
 def end_item(ending: cmd.Ending) -> m.EndItem:
     """What the coordinator's order means for one trajectory."""
     return m.EndItem(
-        trajectory_id=ending.trajectory,
+        trajectory_id=ending.trajectory_id,
         group_id=ending.group,
         sibling=ending.sibling,
         purpose=ending.purpose,

@@ -141,9 +141,9 @@ class Trainer:
             self.host.span("waiting", self._waiting_from_ns, now)
             if isinstance(command, cmd.TrainStep):
                 result, seconds = await self._train(command)
-                await publisher.publish(command.version, command.step + 1, order.cause)
+                await publisher.publish(command.version, command.step_index + 1, order.cause)
                 await self._report(order, command, result, seconds)
-                await checkpoints.save_if_due(command.version, command.step + 1, order.cause)
+                await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)
             elif isinstance(command, cmd.PublishWeights):
                 await publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
@@ -158,10 +158,10 @@ class Trainer:
         rows = await self.store.fetch(command.trajectories, with_prompt=False)
         samples = [_sample(row) for row in rows]
         received = self.host.now_ns()
-        self.host.span("fetching", started, received, step=command.step)
-        result = await self.learner.train_step(samples, command.step)
+        self.host.span("fetching", started, received, step=command.step_index)
+        result = await self.learner.train_step(samples, command.step_index)
         done = self.host.now_ns()
-        self.host.span("busy", received, done, step=command.step)
+        self.host.span("busy", received, done, step=command.step_index)
         return result, (done - started) / 1e9
 
     async def _report(
@@ -171,7 +171,7 @@ class Trainer:
         line = _book_line(command, result)
         await self._book_disk.until_room(lambda: self.book.enter(line))
         completed = ev.StepCompleted(
-            step=command.step,
+            step_index=command.step_index,
             version=command.version,
             changed=result.changed,
             reason=result.skipped_reason or "",
@@ -181,7 +181,7 @@ class Trainer:
             left_out=_left_out(result),
         )
         self.host.emit(
-            completed, event_seq=order.cause, step=command.step + 1, version=command.version
+            completed, event_seq=order.cause, step=command.step_index + 1, version=command.version
         )
 
     async def _probe(self) -> mf.Probe:
@@ -208,7 +208,7 @@ class Trainer:
 def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
     """What was trained."""
     line = {
-        "step": command.step,
+        "step": command.step_index,
         "version": command.version,
         "changed": result.changed,
         "digest": result.digest,

@@ -185,7 +185,7 @@ class _Exporter:
 def _trajectory(life: Life) -> Row:
     last = life.placement
     return (
-        life.trajectory,
+        life.trajectory_id,
         life.group,
         life.sibling,
         life.purpose,

@@ -47,7 +47,7 @@ class IdleTimes:
             if idle.replica == self.name:
                 self._times.append(idle)
                 given = [
-                    c.trajectory
+                    c.trajectory_id
                     for c in commands
                     if isinstance(c, cmd.GenerateTrajectory) and c.to == self.name
                 ]

@@ -167,7 +167,7 @@ def _newer(state: State, replica: Replica) -> str:
         return ""
     if state.newest > replica.version:
         return f"; v{state.newest} is out, and has not come to {replica.relay} yet"
-    step = state.batch.step if state.batch else state.completed
+    step = state.batch.step_index if state.batch else state.completed
     return (
         f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
         f"working on step {step_number(step)} since #{making.cause}"

@@ -79,16 +79,16 @@ class Account:
 
     def _take_event(self, event: object, state: State) -> None:
         if isinstance(event, ev.TrajectoryStarted):
-            self.started.add(event.trajectory)
+            self.started.add(event.trajectory_id)
         elif isinstance(event, ev.TrajectoryFinished):
-            self.finished.setdefault(event.trajectory, event)
+            self.finished.setdefault(event.trajectory_id, event)
         elif isinstance(event, ev.TrajectoryRewarded):
-            self.rewarded.setdefault(event.trajectory, event)
+            self.rewarded.setdefault(event.trajectory_id, event)
         elif isinstance(event, ev.TrajectoriesEnded):
             self._close(event, state)
-        elif isinstance(event, ev.StepCompleted) and event.step in self.steps:
-            step = self.steps[event.step]
-            if event.step < state.completed:  # else the run had failed, and dropped the batch
+        elif isinstance(event, ev.StepCompleted) and event.step_index in self.steps:
+            step = self.steps[event.step_index]
+            if event.step_index < state.completed:  # else the run had failed, and dropped the batch
                 step.completed = step.completed or event
         elif isinstance(event, ev.DataLoaded):
             self.data = event
@@ -96,35 +96,35 @@ class Account:
     def _take_command(self, command: Command, command_id: int, state: State) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
             stamp = Stamp(command.version, command.version_step)
-            self.stamps.setdefault(command.trajectory, {})[command.attempt] = stamp
-            if command.trajectory not in self.issued:
-                self.issued[command.trajectory] = command.purpose
+            self.stamps.setdefault(command.trajectory_id, {})[command.attempt] = stamp
+            if command.trajectory_id not in self.issued:
+                self.issued[command.trajectory_id] = command.purpose
                 self.groups[command.group] = self.groups.get(command.group, 0) + 1
         elif isinstance(command, cmd.EndTrajectories):
             self._asked[command_id] = command.endings
-            self.commanded |= {ending.trajectory: ending for ending in command.endings}
+            self.commanded |= {ending.trajectory_id: ending for ending in command.endings}
             ended = (state.groups.get(ending.group) for ending in command.endings)
             self.mixed |= {group.id for group in ended if group is not None and group.mixed}
         elif isinstance(command, cmd.TrainStep):
-            self.steps[command.step] = Step(command)
+            self.steps[command.step_index] = Step(command)
 
     def _close(self, event: ev.TrajectoriesEnded, state: State) -> None:
         """The answer to a command; what the machine still holds it did not accept as ended."""
-        rows = {row.trajectory: row for row in event.ended}
+        rows = {row.trajectory_id: row for row in event.ended}
         for ending in self._asked.pop(event.command_id, ()):
-            row = rows.get(ending.trajectory)
-            if row is not None and ending.trajectory not in state.trajectories:
-                self.closed[ending.trajectory] = Closed(ending, row.num_tokens, row.tokens_lost)
+            row = rows.get(ending.trajectory_id)
+            if row is not None and ending.trajectory_id not in state.trajectories:
+                self.closed[ending.trajectory_id] = Closed(ending, row.num_tokens, row.tokens_lost)
 
     def staleness(self, closed: Closed) -> int:
         """Of a trained trajectory: steps between the one that made its weights and the batch."""
-        last = max(self.stamps[closed.ending.trajectory].items())[1]
+        last = max(self.stamps[closed.ending.trajectory_id].items())[1]
         return closed.ending.step - last.step
 
     def trained(self, step: int) -> list[TrajectoryId]:
         """Ids that were decided to end as trained by this step, sorted."""
         return sorted(
-            e.trajectory for e in self.commanded.values() if (e.end, e.step) == ("trained", step)
+            e.trajectory_id for e in self.commanded.values() if (e.end, e.step) == ("trained", step)
         )
 
 

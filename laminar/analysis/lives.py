@@ -87,7 +87,7 @@ class Placement:
 class Life:
     """One trajectory; what has not happened is None or empty."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId
     group: GroupId
     sibling: int
     purpose: str
@@ -152,7 +152,7 @@ class Lives:
             yield from self._ended(now, event, state)
 
     def _started(self, now: Moment, event: ev.TrajectoryStarted, state: State) -> Iterator[Change]:
-        life = self._accepted(event.trajectory, event.placement, state, TrajectoryStatus.RUNNING)
+        life = self._accepted(event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING)
         if life is not None and life.placement.started is None:
             life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
             yield Change(STARTED, life)
@@ -160,7 +160,9 @@ class Lives:
     def _finished(
         self, now: Moment, event: ev.TrajectoryFinished, state: State
     ) -> Iterator[Change]:
-        life = self._accepted(event.trajectory, event.placement, state, TrajectoryStatus.GENERATED)
+        life = self._accepted(
+            event.trajectory_id, event.placement, state, TrajectoryStatus.GENERATED
+        )
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
@@ -178,7 +180,10 @@ class Lives:
     def _rewarded(
         self, now: Moment, event: ev.TrajectoryRewarded, state: State
     ) -> Iterator[Change]:
-        life, trajectory = self.open.get(event.trajectory), state.trajectories.get(event.trajectory)
+        life, trajectory = (
+            self.open.get(event.trajectory_id),
+            state.trajectories.get(event.trajectory_id),
+        )
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.score_bits == event.score_bits:  # of a fenced sender it is still -1
@@ -188,8 +193,8 @@ class Lives:
 
     def _ended(self, now: Moment, event: ev.TrajectoriesEnded, state: State) -> Iterator[Change]:
         for row in event.ended:
-            if row.trajectory not in state.trajectories and row.trajectory in self.open:
-                life = self.open.pop(row.trajectory)
+            if row.trajectory_id not in state.trajectories and row.trajectory_id in self.open:
+                life = self.open.pop(row.trajectory_id)
                 life.ended, life.num_tokens = now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
                 yield Change(ENDED, life)
@@ -205,7 +210,7 @@ class Lives:
             yield from self._dispatched(now, command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
-                life = self.open[item.trajectory]
+                life = self.open[item.trajectory_id]
                 life.scorer = command.to
                 yield Change(SCORING, life)
         elif isinstance(command, cmd.TrainStep):
@@ -218,10 +223,10 @@ class Lives:
                 yield from self._ending(now, ending)
 
     def _dispatched(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
-        life = self.open.get(command.trajectory)
+        life = self.open.get(command.trajectory_id)
         if life is None:
-            life = self.open[command.trajectory] = Life(
-                command.trajectory,
+            life = self.open[command.trajectory_id] = Life(
+                command.trajectory_id,
                 command.group,
                 command.sibling,
                 command.purpose,
@@ -242,7 +247,7 @@ class Lives:
         yield Change(DISPATCHED, life)
 
     def _ending(self, now: Moment, ending: cmd.Ending) -> Iterator[Change]:
-        life = self.open[ending.trajectory]
+        life = self.open[ending.trajectory_id]
         life.ending, life.end, life.end_reason = now, ending.end, ending.reason
         life.end_step = ending.step
         if life.placement.left is None:

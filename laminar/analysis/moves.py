@@ -47,11 +47,11 @@ class Moves:
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._moments.at(stamped)
         for what, life in self._lives.take(now, stamped.event, commands, state):
-            if life.trajectory == self.name:
+            if life.trajectory_id == self.name:
                 self._life = life
                 self._change(what, life, stamped, state)
             elif what == DISPATCHED and self._runs_again(life):
-                self._again = self._again or life.trajectory
+                self._again = self._again or life.trajectory_id
         if self._lost is not None:
             self._watch(stamped, state)
 

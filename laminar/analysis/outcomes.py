@@ -70,7 +70,7 @@ def _class(account: Account, closed: list[Closed]) -> dict[str, Any]:
     dropped = [c for c in closed if c.ending.end == "dropped"]
     reasons = Counter(c.ending.reason for c in dropped)
     ages = [account.staleness(c) for c in trained]
-    finished = [account.finished.get(c.ending.trajectory) for c in closed]
+    finished = [account.finished.get(c.ending.trajectory_id) for c in closed]
     return {
         "tokens_min": min(c.num_tokens for c in closed),
         "tokens_max": max(c.num_tokens for c in closed),

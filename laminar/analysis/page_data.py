@@ -48,7 +48,7 @@ class StepTimes:
         now = self._clock.unix_ns(stamped)
         self.first_ns = self.first_ns or now
         if isinstance(stamped.event, ev.StepCompleted):
-            self.done.setdefault(stamped.event.step, (now, stamped.event.num_tokens))
+            self.done.setdefault(stamped.event.step_index, (now, stamped.event.num_tokens))
 
 
 class Rates(NamedTuple):

@@ -32,7 +32,7 @@ def plain(message: Event | Command) -> dict[str, Any]:
     """All fields, with `type`, under their own names; `score` for `score_bits`."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, ABOUT_A_BATCH):
-        fields["step"] = step_number(message.step)
+        fields["step"] = step_number(message.step_index)
     elif isinstance(message, cmd.EndTrajectories):
         for ending in fields["endings"]:
             if ending["end"] == "trained":

@@ -142,7 +142,7 @@ def _unchanged(account: Account) -> int:
 def _lengths(account: Account) -> dict[str, Any]:
     """Response lengths in tokens, of what was trained beside what was generated."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
-    reasons = [account.finished[c.ending.trajectory].finish_reason for c in trained]
+    reasons = [account.finished[c.ending.trajectory_id].finish_reason for c in trained]
     generated = [
         finished.num_tokens
         for name, finished in account.finished.items()

@@ -50,9 +50,9 @@ class StepWait:
         now = self._moments.at(stamped)
         for what, life in self._lives.take(now, stamped.event, commands, state):
             if what == DISPATCHED:
-                self._dispatch[life.trajectory] = stamped
+                self._dispatch[life.trajectory_id] = stamped
             elif what == ENDED:
-                self._dispatch.pop(life.trajectory, None)
+                self._dispatch.pop(life.trajectory_id, None)
         for idle in self._idleness.take(now, stamped, state):
             self._idle[idle.replica, now.seq] = idle
         if isinstance(stamped.event, ev.WeightsPublished):
@@ -66,7 +66,7 @@ class StepWait:
     ) -> None:
         for command in commands:
             if isinstance(command, cmd.TrainStep):
-                self._latest = step_number(command.step)
+                self._latest = step_number(command.step_index)
                 if self._latest == self.step:
                     self._chosen = (now, stamped)
                     self._batch = [self._lives.open[name] for name in command.trajectories]
@@ -115,7 +115,7 @@ class StepWait:
         for life in last:
             yield (
                 f"Group {life.group} was complete at {self._moments.said(complete[life.group])}, "
-                f"with {life.trajectory} as its last:"
+                f"with {life.trajectory_id} as its last:"
             )
             yield from self._part_lines(life, chosen)
 
@@ -124,9 +124,9 @@ class StepWait:
         placement = life.placement
         yield (
             f"  dispatched at {self._moments.said(placement.dispatched)} to {placement.replica} "
-            f"with v{placement.version}, by {said(self._dispatch[life.trajectory])}"
+            f"with v{placement.version}, by {said(self._dispatch[life.trajectory_id])}"
         )
-        yield from self._before_lines(placement, self._dispatch[life.trajectory])
+        yield from self._before_lines(placement, self._dispatch[life.trajectory_id])
         tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
         score = f"by {life.scorer}, score {life.score:.3g}" if life.score is not None else ""
         before = placement.dispatched
@@ -171,7 +171,7 @@ def _share_line(life: Life, free: Moment, chosen: Moment) -> str:
         if until is not None and until.unix_ns > before:
             shares.append(f"{name} for {(until.unix_ns - before) / 1e9:.3f} s")
             before = until.unix_ns
-    return f"While the trainer waited, {life.trajectory}, the last, was {', '.join(shares)}."
+    return f"While the trainer waited, {life.trajectory_id}, the last, was {', '.join(shares)}."
 
 
 def _rewarded_seq(life: Life) -> int:

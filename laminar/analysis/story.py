@@ -106,7 +106,7 @@ def story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
 
 def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
     """The newest lines about what an event is about, which need not be in the log itself."""
-    fields = ("trajectory", "actor", "name")
+    fields = ("trajectory_id", "actor", "name")
     named = next((n for f in fields if (n := getattr(stamped.event, f, ""))), stamped.peer)
     subject = None if named == COORDINATOR else Subject.parse(named)
     told = _lines(run_dir, subject, Moments(), recent=True)

@@ -17,6 +17,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from laminar.analysis.history import replay_log
 from laminar.analysis.idleness import DOWN, PULLING, Idleness
 from laminar.analysis.lives import (
@@ -192,8 +194,8 @@ class Trace:
             self._lost(life, now, us)
         elif what == SCORING:
             self._end_scoring(life, us, scored_elsewhere=True)
-            span = self._scoring[life.trajectory] = (life.scorer, REWARD, life.trajectory)
-            self._tracks.begin(span, us, life.trajectory, event=now.seq)
+            span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
+            self._tracks.begin(span, us, life.trajectory_id, event=now.seq)
         elif what == REWARDED:
             self._end_scoring(life, us, event=now.seq, score=life.score)
         elif what == ENDING:
@@ -212,7 +214,7 @@ class Trace:
             "placement": placement.number,
             "attempt": placement.attempt,
         }
-        self._tracks.begin(span, us, life.trajectory, **facts)
+        self._tracks.begin(span, us, life.trajectory_id, **facts)
         if placement.number > 1 and lost in self._tracks:
             self._tracks.arrow("move", us, lost, span)
             self._tracks.end(lost, us, event=now.seq)
@@ -226,12 +228,12 @@ class Trace:
         if life.placement.dispatched == now:
             return  # placed again by the same event: the next change does both
         before, lost = _slot(life, life.placement), _lost_span(life)
-        self._tracks.begin(lost, us, life.trajectory, event=now.seq)
+        self._tracks.begin(lost, us, life.trajectory_id, event=now.seq)
         self._tracks.arrow("move", us, before, lost)
         self._tracks.end(before, us, event=now.seq, lost=True)
 
     def _end_scoring(self, life: Life, us: float, **facts: Any) -> None:
-        if span := self._scoring.pop(life.trajectory, None):
+        if span := self._scoring.pop(life.trajectory_id, None):
             self._tracks.end(span, us, **facts)
 
     # --- the trainer's work, weights --------------------------------------------------------------
@@ -254,7 +256,11 @@ class Trace:
             size = len(command.trajectories)
             facts = {"version": command.version, "trajectories": size}
             self._begin_order(
-                (command.to, WORK, "train"), seq, us, f"step {step_number(command.step)}", facts
+                (command.to, WORK, "train"),
+                seq,
+                us,
+                f"step {step_number(command.step_index)}",
+                facts,
             )
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             key = "publish" if isinstance(command, cmd.PublishWeights) else "export"
@@ -360,11 +366,11 @@ class Trace:
 
 
 def _slot(life: Life, placement: Placement) -> Span:
-    return placement.replica, SLOT, f"{life.trajectory}@{placement.number}"
+    return placement.replica, SLOT, f"{life.trajectory_id}@{placement.number}"
 
 
 def _lost_span(life: Life) -> Span:
-    return COORDINATOR, LOST_WORK, life.trajectory
+    return COORDINATOR, LOST_WORK, life.trajectory_id
 
 
 def _tag(event: Event) -> str:
@@ -373,5 +379,6 @@ def _tag(event: Event) -> str:
 
 def _facts(event: Event) -> dict[str, Any]:
     """The short ones; the configuration is in the log."""
-    fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    return {k: v for k, v in fields.items() if isinstance(v, str | int) and k != "config"}
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    left_out = ("type", "config")
+    return {k: v for k, v in fields.items() if isinstance(v, str | int) and k not in left_out}

@@ -97,7 +97,7 @@ class StrategyWorker:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             detail = f"the strategy's process ended: {error}"
             await self._end_process()
-        self._report(ev.BatchProposed(step=command.step, groups=groups, detail=detail))
+        self._report(ev.BatchProposed(step_index=command.step_index, groups=groups, detail=detail))
 
     async def _exchange(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
         if self._process is None or self._process.returncode is not None:

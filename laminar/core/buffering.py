@@ -144,7 +144,9 @@ def _ask_strategy(ctx: Context, count: int) -> None:
         return
     candidates = tuple(_candidate(ctx.state, group) for group in by_deadline(ctx.state))
     ctx.command(
-        cmd.ProposeBatch(to=STRATEGY, step=ctx.state.chosen, count=count, candidates=candidates),
+        cmd.ProposeBatch(
+            to=STRATEGY, step_index=ctx.state.chosen, count=count, candidates=candidates
+        ),
         key=keys.PROPOSE,
         timeout_ms=PROPOSAL_TIMEOUT_MS,
     )
@@ -167,7 +169,7 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; anything else falls back to the default and is counted."""
     state, groups = ctx.state, event.groups
-    if event.step != state.chosen or ctx.done(keys.PROPOSE) is None:
+    if event.step_index != state.chosen or ctx.done(keys.PROPOSE) is None:
         return ctx.ignore("late")
     distinct = list(dict.fromkeys(groups))
     if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
@@ -185,7 +187,7 @@ def _train(ctx: Context, groups: list[Group]) -> None:
         move_group(group, "choose")
         remove_ready(state, group)
         remove_unchosen(state, group)
-    state.batch = Batch(step=step, version=version, groups=[g.id for g in shuffled])
+    state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
     state.chosen += 1
     state.next_version += 1
     state.proposal, state.proposal_failed = None, False
@@ -195,7 +197,7 @@ def _train(ctx: Context, groups: list[Group]) -> None:
     ctx.command(
         cmd.TrainStep(
             to=trainer.name,
-            step=step,
+            step_index=step,
             version=version,
             trajectories=tuple(m for g in shuffled for m in scored_members(state, g)),
         ),
@@ -206,7 +208,7 @@ def _train(ctx: Context, groups: list[Group]) -> None:
 
 
 def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
-    return is_allocated(state, event.version, event.step + 1)
+    return is_allocated(state, event.version, event.step_index + 1)
 
 
 @handles(
@@ -225,7 +227,7 @@ def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     """The trainer's own book has the step; the batch ends as trained."""
     state = ctx.state
-    if state.batch is None or state.batch.step != event.step:
+    if state.batch is None or state.batch.step_index != event.step_index:
         return ctx.ignore("repeat")
     ordered = ctx.done(keys.TRAIN)
     assert ordered is not None, "a batch is outstanding as long as the trainer has it"
@@ -243,14 +245,14 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> 
         scored = scored_members(state, group)
         trained = [member for member in scored if member not in untrained]
         for member in trained:
-            staleness = batch.step - state.trajectories[member].step
+            staleness = batch.step_index - state.trajectories[member].step
             state.staleness_sum += staleness
             state.staleness_max = max(state.staleness_max, staleness)
         if not trained:
             end_group(ctx, group, End.DROPPED, DropReason.MISMATCH, -1)
             continue
         drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
-        end_group(ctx, group, End.TRAINED, DropReason.NONE, batch.step)
+        end_group(ctx, group, End.TRAINED, DropReason.NONE, batch.step_index)
     state.batch = None
     state.completed += 1
 

@@ -103,7 +103,7 @@ def _place(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     ctx.command(
         cmd.GenerateTrajectory(
             to=replica.name,
-            trajectory=trajectory.id,
+            trajectory_id=trajectory.id,
             group=group.id,
             sibling=trajectory.sibling,
             purpose=group.purpose,
@@ -193,7 +193,7 @@ def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
     moved = move(trajectory, "lose")
     assert moved, trajectory
     if state.actor_alive(trajectory.replica):
-        placed = cmd.Placed(trajectory=trajectory_id, placement=trajectory.placement)
+        placed = cmd.Placed(trajectory_id=trajectory_id, placement=trajectory.placement)
         ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
     ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)

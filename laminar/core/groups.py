@@ -46,7 +46,7 @@ END_TIMEOUT_MS = 120_000
 def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
     """Ask a replica to reward generated siblings of one group."""
     group = ctx.state.groups[trajectories[0].group]
-    items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in trajectories)
+    items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in trajectories)
     for trajectory in trajectories:
         assign(ctx.state, trajectory, replica)
         ctx.state.unscored.pop(trajectory.id, None)
@@ -167,7 +167,7 @@ def _end(
         trajectory.placement += 1  # the store refuses a replica that still works on it
         ctx.endings.append(
             cmd.Ending(
-                trajectory=trajectory.id,
+                trajectory_id=trajectory.id,
                 group=group.id,
                 sibling=trajectory.sibling,
                 purpose=group.purpose,
@@ -179,7 +179,7 @@ def _end(
             )
         )
     for name, running in aborted.items():
-        items = tuple(cmd.Placed(trajectory=t.id, placement=t.placement) for t in running)
+        items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in running)
         ctx.command(cmd.AbortTrajectories(to=name, items=items))
 
 
@@ -219,16 +219,16 @@ def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
     outstanding = ctx.done(keys.end(event.command_id))
     if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
         return ctx.ignore("repeat")
-    rows = {row.trajectory: row for row in event.ended}
+    rows = {row.trajectory_id: row for row in event.ended}
     for ending in outstanding.command.endings:
-        row = rows.get(ending.trajectory)
+        row = rows.get(ending.trajectory_id)
         _close(ctx, ending, row.num_tokens if row else 0, row.tokens_lost if row else 0)
 
 
 def _close(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
     """The store has the end on disk: the ledger is updated and the trajectory is removed."""
     state = ctx.state
-    trajectory = close_trajectory(state, ending.trajectory)
+    trajectory = close_trajectory(state, ending.trajectory_id)
     ledger = state.ledger
     ledger.trajectories.end(ending.end, ending.reason)
     ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost

@@ -64,7 +64,7 @@ def _release(ctx: Context, planned: Move) -> None:
         progress.moves += 1
         source.given[trajectory_id] = None
         destination.incoming[trajectory_id] = None
-        items.append(cmd.Placed(trajectory=trajectory_id, placement=placement))
+        items.append(cmd.Placed(trajectory_id=trajectory_id, placement=placement))
     ctx.command(
         cmd.ReleaseTrajectories(to=source.name, items=tuple(items)),
         key=keys.release(source.name),
@@ -100,7 +100,7 @@ def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
     """What has ended meanwhile stays where it ended; whose destination is gone is lost work."""
     assert isinstance(command, cmd.ReleaseTrajectories)
     for item in command.items:
-        trajectory = ctx.state.trajectories.get(item.trajectory)
+        trajectory = ctx.state.trajectories.get(item.trajectory_id)
         if trajectory is None or trajectory.placement != item.placement:
             continue
         if trajectory.status == TrajectoryStatus.RELEASING:

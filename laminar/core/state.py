@@ -169,7 +169,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the trainer works on."""
 
-    step: int
+    step_index: int = msgspec.field(name="step")
     version: int
     groups: list[GroupId]
 

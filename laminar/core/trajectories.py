@@ -36,7 +36,7 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
     planned=False,
 )
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
-    trajectory = _generated_by(ctx, event.trajectory, event.placement)
+    trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not move(trajectory, "started"):
         return ctx.ignore("old-placement")
     progress = ctx.state.progress.get(trajectory.id)
@@ -90,7 +90,7 @@ def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
 def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     """Every token is durable; the reward comes next."""
     state = ctx.state
-    trajectory = _generated_by(ctx, event.trajectory, event.placement)
+    trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not move(trajectory, "finished"):
         return ctx.ignore("old-placement")
     dispatch.leave_engine(ctx, trajectory)
@@ -120,7 +120,7 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     ),
 )
 def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
-    trajectory = _present(ctx, event.trajectory, event.placement)
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status not in UNFINISHED:
         return ctx.ignore("old-placement")
     purpose = ctx.state.groups[trajectory.group].purpose
@@ -156,7 +156,7 @@ def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
 )
 def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     state = ctx.state
-    trajectory = _present(ctx, event.trajectory, event.placement)
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not move(trajectory, "rewarded"):
         return ctx.ignore("old-placement")
     trajectory.score_bits, trajectory.correct = event.score_bits, event.correct

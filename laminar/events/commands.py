@@ -63,7 +63,7 @@ class PublishWeights(Command, frozen=True, kw_only=True):
 class TrainStep(Command, frozen=True, kw_only=True):
     """Consume one batch, publish the result as `version`."""
 
-    step: int
+    step_index: int = msgspec.field(name="step")
     version: int
     trajectories: tuple[TrajectoryId, ...]  #: groups in shuffled order, siblings together
 
@@ -110,7 +110,7 @@ class PullWeights(Command, frozen=True, kw_only=True):
 class GenerateTrajectory(Command, frozen=True, kw_only=True):
     """Open the trajectory in the store and generate it to its end."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     group: GroupId
     sibling: int
     purpose: Purpose
@@ -127,7 +127,7 @@ class Placed(
 ):
     """A trajectory and the placement that may act on it."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
 
 
@@ -163,7 +163,7 @@ class Ending(
 ):
     """How one trajectory ended; enough to write a row for one that was never opened."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     group: GroupId
     sibling: int
     purpose: Purpose
@@ -199,7 +199,7 @@ class Candidate(
 class ProposeBatch(Command, frozen=True, kw_only=True):
     """Ask the user's function which finished groups to train next."""
 
-    step: int
+    step_index: int = msgspec.field(name="step")
     count: int
     candidates: tuple[Candidate, ...]
 

@@ -67,7 +67,7 @@ class DataLoaded(Event, frozen=True, kw_only=True):
 class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of `trajectories-ended`."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     num_tokens: int  #: sampled tokens that the store holds for it
     tokens_lost: int  #: of earlier attempts, which were thrown away
 

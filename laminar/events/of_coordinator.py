@@ -6,6 +6,8 @@ Gives   one frozen struct per event, each declared with who reports it and which
 
 from __future__ import annotations
 
+import msgspec
+
 from laminar.events import commands as cmd
 from laminar.events.base import Event, Settings, reported_by
 from laminar.ids import GroupId
@@ -102,6 +104,6 @@ class TrainingWarning(Event, frozen=True, kw_only=True):
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 
-    step: int
+    step_index: int = msgspec.field(name="step")
     groups: tuple[GroupId, ...]
     detail: str = ""

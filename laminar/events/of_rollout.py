@@ -65,7 +65,7 @@ class CheckpointRefused(Event, frozen=True, kw_only=True):
 class TrajectoryStarted(Event, frozen=True, kw_only=True):
     """The store opened the trajectory for this placement and the engine has it."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
     tokens_resumed: int
     prompt_tokens: int = 0  #: 0: not said
@@ -96,7 +96,7 @@ class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
 class TrajectoryFinished(Event, frozen=True, kw_only=True):
     """The last token is sampled and the whole response is durable in the store."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
     num_tokens: int  #: sampled tokens, prompt excluded
     finish_reason: FinishReason
@@ -119,7 +119,7 @@ class TrajectoriesReleased(Event, frozen=True, kw_only=True):
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
     """This sibling cannot be trained (refused log-probs, unscored, reward worker lost)."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
     reason: FailureReason
     detail: str
@@ -129,7 +129,7 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
 class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The reward is durable in the store; one that failed is `reward.error_score`."""
 
-    trajectory: TrajectoryId
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
     score_bits: int  #: the float64 of the score as an unsigned integer
     correct: bool  #: score >= 1 and not truncated

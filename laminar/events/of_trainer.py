@@ -36,7 +36,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The optimizer has consumed one batch and the trainer's own book has it on disk."""
 
-    step: int  #: index from 0
+    step_index: int = msgspec.field(name="step")  #: index from 0
     version: int  #: number of the weights that this step made
     changed: bool  #: false: the step had no signal and left the weights as they were
     reason: str  #: why not, else empty

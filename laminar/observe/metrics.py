@@ -92,7 +92,7 @@ class MetricsWriter:
             self._pulls.append(event.seconds)
         elif isinstance(event, ev.StepCompleted):
             figures = self._step(stamped, event, state) | _trained_groups(commands, state)
-            self._write(stamped, event.step + 1, figures)
+            self._write(stamped, event.step_index + 1, figures)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
             facts = held_out.facts(state.evaluations[-1])
@@ -107,7 +107,7 @@ class MetricsWriter:
         self._last = (stamped.time_ns, generated)
         trained = max(ledger.trajectories.trained, 1)
         figures = {
-            _STEP: event.step + 1,
+            _STEP: event.step_index + 1,
             "training/weights_unchanged": float(not event.changed),
             "staleness/mean": state.staleness_sum / trained,
             "staleness/max": state.staleness_max,

@@ -262,12 +262,12 @@ class Bench:
     def finished(self, trajectory: str, num_tokens: int = 10) -> ev.TrajectoryFinished:
         t = self.trajectory(trajectory)
         return ev.TrajectoryFinished(
-            trajectory=t.id, placement=t.placement, num_tokens=num_tokens, finish_reason="stop"
+            trajectory_id=t.id, placement=t.placement, num_tokens=num_tokens, finish_reason="stop"
         )
 
     def begun(self, trajectory: str) -> ev.TrajectoryStarted:
         t = self.trajectory(trajectory)
-        return ev.TrajectoryStarted(trajectory=t.id, placement=t.placement, tokens_resumed=0)
+        return ev.TrajectoryStarted(trajectory_id=t.id, placement=t.placement, tokens_resumed=0)
 
     def reward(self, trajectory: str, *score: Any, **changes: Any) -> list[Command]:
         """It is scored; the arguments are those of `rewarded`."""
@@ -285,7 +285,7 @@ class Bench:
     ) -> ev.TrajectoryRewarded:
         t = self.trajectory(trajectory)
         return ev.TrajectoryRewarded(
-            trajectory=t.id,
+            trajectory_id=t.id,
             placement=t.placement,
             score_bits=bits_of(score),
             correct=score >= 1 and not truncated,
@@ -299,7 +299,7 @@ class Bench:
     def fail(self, trajectory: str, reason: str = "unscored") -> list[Command]:
         t = self.trajectory(trajectory)
         failed = ev.TrajectoryFailed(
-            trajectory=t.id, placement=t.placement, reason=reason, detail=""
+            trajectory_id=t.id, placement=t.placement, reason=reason, detail=""
         )
         return self.say(t.replica, failed)
 
@@ -321,18 +321,20 @@ class Bench:
         or not yet."""
         done = self.trained(left_out)
         commands = self.say("trainer-0", done)
-        return commands + (self.publish(done.version, done.step + 1) if publish else [])
+        return commands + (self.publish(done.version, done.step_index + 1) if publish else [])
 
     def trained(self, left_out: Sequence[str] = ()) -> ev.StepCompleted:
         batch = self.state.batch
         assert batch is not None, "the trainer has no batch"
-        return step_completed(batch.step, batch.version, left_out)
+        return step_completed(batch.step_index, batch.version, left_out)
 
     def skip_publish(self) -> list[Command]:
         """No slot was free for the weights of the batch that is trained now."""
         batch = self.state.batch
         assert batch is not None
-        skipped = ev.PublishSkipped(version=batch.version, step=batch.step + 1, reason="no slot")
+        skipped = ev.PublishSkipped(
+            version=batch.version, step=batch.step_index + 1, reason="no slot"
+        )
         return self.say("trainer-0", skipped)
 
     def write_ends(self) -> list[Command]:
@@ -347,8 +349,8 @@ class Bench:
         assert isinstance(outstanding.command, cmd.EndTrajectories)
         rows = tuple(
             ev.EndedTrajectory(
-                trajectory=ending.trajectory,
-                num_tokens=self.trajectory(ending.trajectory).num_tokens,
+                trajectory_id=ending.trajectory_id,
+                num_tokens=self.trajectory(ending.trajectory_id).num_tokens,
                 tokens_lost=0,
             )
             for ending in outstanding.command.endings

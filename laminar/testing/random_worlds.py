@@ -132,7 +132,7 @@ def check_end(world: World) -> None:
     assert not world.num_eval or state.evaluations[-1].final
 
 
-def group_number(world: World, trajectory: str) -> int:
+def group_number(world: World, trajectory_id: str) -> int:
     """Which prompt of the run it answers, over all passes."""
-    pass_index, position, _ = map(int, trajectory.split("."))
+    pass_index, position, _ = map(int, trajectory_id.split("."))
     return pass_index * world.num_train + position

@@ -43,7 +43,10 @@ def world_log(leave_out: float = 0.0) -> Log:
     faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=0.0, leave_out=leave_out)
     world = World(config, num_train=30, num_eval=4, faults=faults, seed=3).run()
     ordered = {
-        c.step: c for _, commands in world.log for c in commands if isinstance(c, cmd.TrainStep)
+        c.step_index: c
+        for _, commands in world.log
+        for c in commands
+        if isinstance(c, cmd.TrainStep)
     }
     return [(_real(stamped, ordered), commands) for stamped, commands in world.log]
 
@@ -56,9 +59,9 @@ def _real(stamped: Stamped, ordered: dict[int, cmd.TrainStep]) -> Stamped:
     elif isinstance(event, ev.StepCompleted):
         event = msgspec.structs.replace(
             event,
-            digest=ids_digest(list(ordered[event.step].trajectories)),
-            num_tokens=10 * (event.step + 1),
-            metrics={"mismatch_kl/mean": 0.1 * event.step},
+            digest=ids_digest(list(ordered[event.step_index].trajectories)),
+            num_tokens=10 * (event.step_index + 1),
+            metrics={"mismatch_kl/mean": 0.1 * event.step_index},
         )
     return msgspec.structs.replace(stamped, event=event)
 
@@ -104,7 +107,7 @@ def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
     elif isinstance(event, ev.TrajectoryRewarded):
         score = float_of(event.score_bits)
         item = m.RewardItem(
-            trajectory_id=event.trajectory,
+            trajectory_id=event.trajectory_id,
             placement=event.placement,
             score=score,
             reason=event.reason,
@@ -118,7 +121,7 @@ def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
 
 
 def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
-    who = {"trajectory_id": event.trajectory, "placement": event.placement}
+    who = {"trajectory_id": event.trajectory_id, "placement": event.placement}
     n = event.num_tokens
     tokens, logprobs = struct.pack(f"<{n}i", *range(n)), struct.pack(f"<{n}f", *[-0.5] * n)
     yield m.Append(items=(m.AppendItem(**who, offset=0, tokens=tokens, logprobs=logprobs),))
@@ -133,18 +136,18 @@ def _prompt(index: int) -> m.PromptPayload:
 
 def write_book(run_dir: Path, log: Log) -> None:
     left_out = {
-        s.event.step: [t for part in s.event.left_out for t in part.trajectories]
+        s.event.step_index: [t for part in s.event.left_out for t in part.trajectories]
         for s, _ in log
         if isinstance(s.event, ev.StepCompleted)
     }
     lines = [
         {
-            "step": command.step,
+            "step": command.step_index,
             "version": command.version,
             "changed": True,
             "digest": ids_digest(list(command.trajectories)),
             "ids": list(command.trajectories),
-            "left_out": left_out.get(command.step, []),
+            "left_out": left_out.get(command.step_index, []),
         }
         for _, commands in log
         for command in commands

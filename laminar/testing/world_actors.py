@@ -158,20 +158,22 @@ class Actors(FaultyProcesses):
         self.trained.extend(t for t in command.trajectories if t not in left_out)
         seconds = 0.3 + self.faults.train_s * self.random.uniform(0.5, 1.5)
         if self.random.random() < self.faults.skip_publish:
-            skipped = ev.PublishSkipped(version=command.version, step=command.step + 1, reason="")
+            skipped = ev.PublishSkipped(
+                version=command.version, step=command.step_index + 1, reason=""
+            )
             self.later(process, seconds, skipped)
         else:
             ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
-            self.later(process, seconds - ahead, Publish(command.version, command.step + 1))
-        done = step_completed(command.step, command.version, left_out)
+            self.later(process, seconds - ahead, Publish(command.version, command.step_index + 1))
+        done = step_completed(command.step_index, command.version, left_out)
         self.later(process, seconds, done)
         if self.random.random() < self.faults.save:
-            self._save(process, seconds + 0.2, command.version, command.step + 1)
+            self._save(process, seconds + 0.2, command.version, command.step_index + 1)
 
     def _left_out(self, command: cmd.TrainStep) -> tuple[TrajectoryId, ...]:
         """Rows that the trainer does not train, from a generator of their own."""
         share, rows = self.faults.leave_out, command.trajectories
-        draw = random.Random(f"left out {self.settings.seed} {command.step}").random
+        draw = random.Random(f"left out {self.settings.seed} {command.step_index}").random
         return tuple(t for t in rows if draw() < share) if share else ()
 
     def _save(self, process: Process, seconds: float, version: int, step: int) -> None:
@@ -201,12 +203,12 @@ class Actors(FaultyProcesses):
         row = self._open(command)
         process.as_of = command_id
         self._gauge_soon(process)
-        process.work[command.trajectory] = command.placement
-        finish = Finish(command.trajectory, command.placement)
+        process.work[command.trajectory_id] = command.placement
+        finish = Finish(command.trajectory_id, command.placement)
         if row.generated:  # by a replica that died before it could say so
             return self.later(process, 0.002, finish)
         started = ev.TrajectoryStarted(
-            trajectory=command.trajectory,
+            trajectory_id=command.trajectory_id,
             placement=command.placement,
             tokens_resumed=row.num_tokens,
             prompt_tokens=PROMPT_TOKENS,
@@ -221,7 +223,7 @@ class Actors(FaultyProcesses):
 
     def _open(self, command: cmd.GenerateTrajectory) -> Row:
         """The store fences lower placements; a new attempt throws the tokens away."""
-        row = self.rows.setdefault(command.trajectory, Row())
+        row = self.rows.setdefault(command.trajectory_id, Row())
         assert not row.end and command.placement > row.placement, (row, command)
         row.placement = command.placement
         if command.attempt != row.attempt and command.purpose == "train":
@@ -234,32 +236,32 @@ class Actors(FaultyProcesses):
     ) -> None:
         for item in command.items:
             if self.random.random() < self.faults.fail_sibling:
-                event: Event = self._failed(item.trajectory, item.placement, "unscored")
+                event: Event = self._failed(item.trajectory_id, item.placement, "unscored")
             else:
                 broken = self.faults.fail_reward
                 failed = broken > 0 and self.random.random() < broken
                 event = ev.TrajectoryRewarded(
-                    trajectory=item.trajectory,
+                    trajectory_id=item.trajectory_id,
                     placement=item.placement,
                     score_bits=self.random.choice([0, 4607182418800017408]),
                     correct=not failed,
                     reason="error" if failed else "ok",
-                    num_tokens=self.rows[item.trajectory].num_tokens,
+                    num_tokens=self.rows[item.trajectory_id].num_tokens,
                     detail="KeyError: 'x' (reward.py:4)" if failed else "",
                 )
             self.later(process, self.random.uniform(0, 0.1), event)
 
-    def _failed(self, trajectory: str, placement: int, reason: str) -> ev.TrajectoryFailed:
+    def _failed(self, trajectory_id: str, placement: int, reason: str) -> ev.TrajectoryFailed:
         return ev.TrajectoryFailed(
-            trajectory=TrajectoryId(trajectory), placement=placement, reason=reason, detail=""
+            trajectory_id=TrajectoryId(trajectory_id), placement=placement, reason=reason, detail=""
         )
 
     def _do_AbortTrajectories(
         self, process: Process, command: cmd.AbortTrajectories, _: int
     ) -> None:
         for item in command.items:
-            if process.work.get(item.trajectory, item.placement + 1) <= item.placement:
-                del process.work[item.trajectory]
+            if process.work.get(item.trajectory_id, item.placement + 1) <= item.placement:
+                del process.work[item.trajectory_id]
 
     def _do_ReleaseTrajectories(
         self, process: Process, command: cmd.ReleaseTrajectories, command_id: int
@@ -296,12 +298,12 @@ class Actors(FaultyProcesses):
     ) -> None:
         rows = []
         for ending in command.endings:
-            row = self.rows.setdefault(ending.trajectory, Row())
+            row = self.rows.setdefault(ending.trajectory_id, Row())
             assert not row.end, "ended twice"
             row.end, row.placement = ending.end, ending.placement
             rows.append(
                 ev.EndedTrajectory(
-                    trajectory=ending.trajectory,
+                    trajectory_id=ending.trajectory_id,
                     num_tokens=row.num_tokens,
                     tokens_lost=row.tokens_lost,
                 )
@@ -312,7 +314,9 @@ class Actors(FaultyProcesses):
     def _do_ProposeBatch(self, _: Process, command: cmd.ProposeBatch, __: int) -> None:
         groups = [c.group for c in command.candidates]
         self.random.shuffle(groups)
-        answer = ev.BatchProposed(step=command.step, groups=tuple(groups[: command.count]))
+        answer = ev.BatchProposed(
+            step_index=command.step_index, groups=tuple(groups[: command.count])
+        )
         self.later(self.strategy, 0.01, answer)
 
     # --- what happens in the world when its time comes ------------------------------------------
@@ -352,14 +356,16 @@ class Actors(FaultyProcesses):
                 process.alive = False
 
     def _finish(self, process: Process, item: Finish) -> None:
-        row = self.rows[item.trajectory]
-        if process.work.get(item.trajectory) != item.placement:
+        row = self.rows[item.trajectory_id]
+        if process.work.get(item.trajectory_id) != item.placement:
             return
-        del process.work[item.trajectory]
+        del process.work[item.trajectory_id]
         if item.placement < row.placement:
             return  # the store refused the last tokens: another replica has it now
         if self.random.random() < self.faults.refuse_sibling:
-            return self.say(process, self._failed(item.trajectory, item.placement, "bad-logprobs"))
+            return self.say(
+                process, self._failed(item.trajectory_id, item.placement, "bad-logprobs")
+            )
         row.num_tokens, row.generated = 10, True
         process.sampled += 10
         self._gauge_soon(process)
@@ -369,7 +375,7 @@ class Actors(FaultyProcesses):
             )
             self.gauge(process, progress)
         finished = ev.TrajectoryFinished(
-            trajectory=TrajectoryId(item.trajectory),
+            trajectory_id=TrajectoryId(item.trajectory_id),
             placement=item.placement,
             num_tokens=row.num_tokens,
             finish_reason="stop",

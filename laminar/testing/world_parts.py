@@ -71,7 +71,7 @@ def step_completed(
 ) -> ev.StepCompleted:
     """The trainer's report of a step, that left out some `rows`."""
     values: dict[str, Any] = {
-        "step": step,
+        "step_index": step,
         "version": version,
         "changed": True,
         "reason": "",
@@ -228,5 +228,5 @@ class Gauge:
 class Finish:
     """The last token is sampled, if the trajectory still runs there."""
 
-    trajectory: str
+    trajectory_id: str
     placement: int

@@ -186,7 +186,7 @@ def generate(
 ) -> cmd.GenerateTrajectory:
     return cmd.GenerateTrajectory(
         to="rollout-0",
-        trajectory=trajectory,
+        trajectory_id=trajectory,
         group=GroupId("0.1"),
         sibling=0,
         purpose=purpose,
@@ -204,12 +204,12 @@ def ids(*values: int) -> bytes:
 
 
 def abort(placement: int = 1) -> cmd.AbortTrajectories:
-    placed = cmd.Placed(trajectory=T, placement=placement)
+    placed = cmd.Placed(trajectory_id=T, placement=placement)
     return cmd.AbortTrajectories(to="rollout-0", items=(placed,))
 
 
 def release(placement: int, *trajectories: TrajectoryId) -> cmd.ReleaseTrajectories:
-    items = tuple(cmd.Placed(trajectory=t, placement=placement) for t in trajectories or (T,))
+    items = tuple(cmd.Placed(trajectory_id=t, placement=placement) for t in trajectories or (T,))
     return cmd.ReleaseTrajectories(to="rollout-0", items=items)
 
 

@@ -245,7 +245,7 @@ async def test_ends_are_written_when_there_is_room(store: Store) -> None:
     host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     endings = tuple(
         cmd.Ending(
-            trajectory=ids.TrajectoryId(f"0.{n}.0"),
+            trajectory_id=ids.TrajectoryId(f"0.{n}.0"),
             group=ids.GroupId(f"0.{n}"),
             sibling=0,
             purpose="train",

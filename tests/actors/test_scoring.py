@@ -75,7 +75,7 @@ def _row(name: str, prompt: bytes) -> m.Trajectory:
 
 
 def scoring(*names: str) -> tuple[cmd.Order, cmd.ScoreTrajectories]:
-    items = tuple(cmd.Placed(trajectory=TrajectoryId(n), placement=1) for n in names)
+    items = tuple(cmd.Placed(trajectory_id=TrajectoryId(n), placement=1) for n in names)
     command = cmd.ScoreTrajectories(
         to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
     )

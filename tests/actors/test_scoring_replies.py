@@ -77,7 +77,7 @@ class Scored:
     async def run(self, *, row: Any = None, reply: Any = None, names: Any = ("0.0.0",)) -> Store:
         store = Store(row or {}, reply or {})
         self.scorer.store = store  # type: ignore[assignment]
-        items = tuple(cmd.Placed(trajectory=TrajectoryId(n), placement=3) for n in names)
+        items = tuple(cmd.Placed(trajectory_id=TrajectoryId(n), placement=3) for n in names)
         command = cmd.ScoreTrajectories(
             to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
         )
@@ -103,7 +103,7 @@ async def test_the_answer_is_scored_as_text_and_reported_once_the_store_has_it(
     assert (item.trajectory_id, item.placement, item.score) == ("0.0.0", 3, 1.0)
     assert (item.text, item.extras) == ("text of [5, 7]", {"acc": 1.0, "pred": "seven"})
     event = scored.rewarded()
-    assert (event.trajectory, event.placement, event.num_tokens) == ("0.0.0", 3, 2)
+    assert (event.trajectory_id, event.placement, event.num_tokens) == ("0.0.0", 3, 2)
     assert (event.score_bits, event.correct, event.reason) == (bits_of(1.0), True, "ok")
 
 
@@ -166,6 +166,6 @@ async def test_siblings_whose_worker_was_lost_fail_and_nothing_is_stored(tmp_pat
     store = await scored.run(names=("0.0.0", "0.0.1"))
     assert store.asked == []
     failed = scored.host.all(ev.TrajectoryFailed)
-    assert [(f.trajectory, f.reason) for f in failed] == [
+    assert [(f.trajectory_id, f.reason) for f in failed] == [
         ("0.0.0", "reward-worker-lost"), ("0.0.1", "reward-worker-lost"),
     ]  # fmt: skip

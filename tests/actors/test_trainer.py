@@ -115,7 +115,7 @@ async def test_a_replica_with_other_weights_is_named_before_its_rows_are_trained
         for sibling, parts in enumerate(pair)
     ]
     batch = tuple(map(TrajectoryId, rows))
-    command = cmd.TrainStep(to="trainer-0", step=0, version=1, trajectories=batch)
+    command = cmd.TrainStep(to="trainer-0", step_index=0, version=1, trajectories=batch)
     trainer.handle(order(1, command))
     host: FakeHost = trainer.host  # type: ignore[assignment]
     done = await host.wait(ev.StepCompleted)

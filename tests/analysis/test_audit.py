@@ -292,7 +292,7 @@ def test_an_answer_that_the_machine_refused_ends_nothing(fenced: bool) -> None:
         machine.handle(stamped)
         state = machine.state
         if isinstance(stamped.event, ev.TrajectoriesEnded):
-            name = stamped.event.ended[0].trajectory
+            name = stamped.event.ended[0].trajectory_id
             if fenced:
                 state.trajectories[name] = Trajectory(id=name, group=group_of(name), sibling=0)
             account(stamped, commands, state)

@@ -82,7 +82,7 @@ def test_a_row_for_every_trajectory(seed: int, tmp_path: Path) -> None:
     for _, commands in log:
         for command in commands:
             if isinstance(command, cmd.GenerateTrajectory):
-                placed.setdefault(command.trajectory, []).append(command)
+                placed.setdefault(command.trajectory_id, []).append(command)
     assert found.keys() == placed.keys()
     for name, commands in placed.items():
         row, last = found[name], commands[-1]
@@ -104,7 +104,7 @@ def test_the_times_of_one_life(tmp_path: Path) -> None:
     bench.start()
     bench.wait(10)
     t = bench.trajectory("0.0.0")
-    started = ev.TrajectoryStarted(trajectory=t.id, placement=1, tokens_resumed=0)
+    started = ev.TrajectoryStarted(trajectory_id=t.id, placement=1, tokens_resumed=0)
     bench.say("rollout-0", started)
     bench.wait(20)
     bench.finish("0.0.0", num_tokens=33)
@@ -141,12 +141,14 @@ def test_what_is_open_at_the_end_has_a_row_without_an_end(tmp_path: Path) -> Non
     log = world_log()
     half = log[: len(log) // 2]
     found = rows(exported(half, tmp_path), "trajectories")
-    issued = {c.trajectory for _, cs in half for c in cs if isinstance(c, cmd.GenerateTrajectory)}
+    issued = {
+        c.trajectory_id for _, cs in half for c in cs if isinstance(c, cmd.GenerateTrajectory)
+    }
     assert {row["trajectory"] for row in found} == issued
     still_open = [row for row in found if row["ended"] is None]
     assert still_open
     rewarded = {
-        s.event.trajectory: float_of(s.event.score_bits)
+        s.event.trajectory_id: float_of(s.event.score_bits)
         for s, _ in half
         if isinstance(s.event, ev.TrajectoryRewarded)
     }

@@ -285,7 +285,7 @@ def with_logs(run_dir: Path) -> tuple[int, str, float]:
         (s.seq, c.to, s.time_ns / 1e9)
         for s, cs in world_log()
         for c in cs
-        if isinstance(c, cmd.GenerateTrajectory) and c.trajectory == "0.1.2"
+        if isinstance(c, cmd.GenerateTrajectory) and c.trajectory_id == "0.1.2"
     )
     mine = {"event_seq": seq, "trajectory": "0.1.2"}
     write_logs(

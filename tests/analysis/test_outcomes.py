@@ -59,13 +59,13 @@ def test_every_end_is_in_a_class_of_lengths(tmp_path: Path) -> None:
 def _longer(stamped: Stamped) -> Stamped:
     """Sibling 3 has 50 tokens; that of the first group is cut off there."""
     event = stamped.event
-    if isinstance(event, ev.TrajectoryFinished) and event.trajectory.endswith(".3"):
-        reason = "length" if event.trajectory == "0.0.3" else "stop"
+    if isinstance(event, ev.TrajectoryFinished) and event.trajectory_id.endswith(".3"):
+        reason = "length" if event.trajectory_id == "0.0.3" else "stop"
         event = msgspec.structs.replace(event, num_tokens=50, finish_reason=reason)
     elif isinstance(event, ev.TrajectoriesEnded):
         ended = tuple(
             msgspec.structs.replace(row, num_tokens=50)
-            if row.trajectory.endswith(".3") and row.num_tokens == 10
+            if row.trajectory_id.endswith(".3") and row.num_tokens == 10
             else row
             for row in event.ended
         )
@@ -96,6 +96,6 @@ def test_steps_that_left_the_weights_as_they_were_are_told(tmp_path: Path) -> No
 
 def _without_signal(stamped: Stamped, commands: list[Command]) -> tuple[Stamped, list[cmd.Command]]:
     event = stamped.event
-    if isinstance(event, ev.StepCompleted) and event.step == 1:
+    if isinstance(event, ev.StepCompleted) and event.step_index == 1:
         event = msgspec.structs.replace(event, changed=False, reason="no-signal")
     return msgspec.structs.replace(stamped, event=event), commands

@@ -15,7 +15,7 @@ NAME, GROUP = TrajectoryId("0.1.2"), GroupId("0.1")
 
 def ending(end: str, step: int) -> cmd.Ending:
     return cmd.Ending(
-        trajectory=NAME,
+        trajectory_id=NAME,
         group=GROUP,
         sibling=2,
         purpose="train",
@@ -29,14 +29,14 @@ def ending(end: str, step: int) -> cmd.Ending:
 
 def test_a_batch_has_the_number_of_its_step() -> None:
     done = ev.StepCompleted(
-        step=51, version=52, changed=True, reason="", num_tokens=1, digest="d", metrics={}
+        step_index=51, version=52, changed=True, reason="", num_tokens=1, digest="d", metrics={}
     )
     assert brief(done) == "step-completed version=52 step=52"
     assert "step=52" in describe(done)
-    order = cmd.TrainStep(to="trainer-0", step=0, version=1, trajectories=(NAME,))
+    order = cmd.TrainStep(to="trainer-0", step_index=0, version=1, trajectories=(NAME,))
     assert describe(order).startswith("train-step step=1 version=1")
-    assert plain(cmd.ProposeBatch(to="strategy", step=4, count=1, candidates=()))["step"] == 5
-    assert plain(ev.BatchProposed(step=4, groups=()))["step"] == 5
+    assert plain(cmd.ProposeBatch(to="strategy", step_index=4, count=1, candidates=()))["step"] == 5
+    assert plain(ev.BatchProposed(step_index=4, groups=()))["step"] == 5
 
 
 def test_an_end_is_told_by_the_step_that_trained_it_or_came_before_it() -> None:
@@ -51,7 +51,7 @@ def test_weights_are_told_by_the_steps_that_made_them() -> None:
 
 def test_a_score_is_a_number() -> None:
     rewarded = ev.TrajectoryRewarded(
-        trajectory=NAME,
+        trajectory_id=NAME,
         placement=1,
         score_bits=bits_of(0.25),
         correct=False,

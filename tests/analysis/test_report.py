@@ -78,12 +78,12 @@ def _longer(stamped: Stamped, cut_one: str) -> Stamped:
     """The same with other lengths, wherever an event tells them."""
     event = stamped.event
     if isinstance(event, ev.TrajectoryFinished | ev.TrajectoryRewarded):
-        event = msgspec.structs.replace(event, num_tokens=_length(event.trajectory, cut_one))
-    if isinstance(event, ev.TrajectoryFinished) and event.trajectory == cut_one:
+        event = msgspec.structs.replace(event, num_tokens=_length(event.trajectory_id, cut_one))
+    if isinstance(event, ev.TrajectoryFinished) and event.trajectory_id == cut_one:
         event = msgspec.structs.replace(event, finish_reason="length")
     elif isinstance(event, ev.TrajectoriesEnded):
         ended = tuple(
-            msgspec.structs.replace(row, num_tokens=_length(row.trajectory, cut_one))
+            msgspec.structs.replace(row, num_tokens=_length(row.trajectory_id, cut_one))
             for row in event.ended
         )
         event = msgspec.structs.replace(event, ended=ended)
@@ -196,7 +196,7 @@ def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: P
     write_log(tmp_path, world.log)
     summary = summarize(tmp_path)
     failed = {
-        s.event.trajectory
+        s.event.trajectory_id
         for s, _ in world.log
         if isinstance(s.event, ev.TrajectoryRewarded) and s.event.reason == "error"
     }

@@ -124,7 +124,7 @@ def test_times_are_those_of_the_log(tmp_path: Path) -> None:
     bench.start()
     t = bench.trajectory("0.0.0")
     bench.wait(30)
-    started = ev.TrajectoryStarted(trajectory=t.id, placement=1, tokens_resumed=0)
+    started = ev.TrajectoryStarted(trajectory_id=t.id, placement=1, tokens_resumed=0)
     bench.say("rollout-0", started)
     bench.wait(70)
     bench.finish("0.0.0")

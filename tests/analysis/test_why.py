@@ -52,7 +52,7 @@ def opened(bench: ToldBench, trajectory: str, tokens: int) -> None:
     bench.say(
         t.replica,
         ev.TrajectoryStarted(
-            trajectory=TrajectoryId(trajectory), placement=t.placement, tokens_resumed=tokens
+            trajectory_id=TrajectoryId(trajectory), placement=t.placement, tokens_resumed=tokens
         ),
     )
 

@@ -66,13 +66,18 @@ def loaded(version: int) -> ev.WeightsLoaded:
 
 def finished(trajectory: str) -> ev.TrajectoryFinished:
     return ev.TrajectoryFinished(
-        trajectory=trajectory, placement=1, num_tokens=1, finish_reason="stop"
+        trajectory_id=trajectory, placement=1, num_tokens=1, finish_reason="stop"
     )
 
 
 def rewarded(trajectory: str) -> ev.TrajectoryRewarded:
     return ev.TrajectoryRewarded(
-        trajectory=trajectory, placement=1, score_bits=0, correct=False, reason="ok", num_tokens=1
+        trajectory_id=trajectory,
+        placement=1,
+        score_bits=0,
+        correct=False,
+        reason="ok",
+        num_tokens=1,
     )
 
 

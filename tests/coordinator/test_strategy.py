@@ -29,7 +29,7 @@ def question(step: int = 3) -> cmd.ProposeBatch:
         )
         for i in range(4)
     )
-    return cmd.ProposeBatch(to="strategy", step=step, count=2, candidates=candidates)
+    return cmd.ProposeBatch(to="strategy", step_index=step, count=2, candidates=candidates)
 
 
 async def ask(path: Path, *questions: cmd.ProposeBatch) -> list[ev.BatchProposed]:
@@ -57,8 +57,8 @@ async def test_it_sees_the_metadata_and_its_prints_do_no_harm(tmp_path: Path) ->
         "return [c['group'] for c in sorted(candidates, key=lambda c: c['num_tokens'])][:count]"
     )
     first, second = await ask(write(tmp_path, body), question(3), question(4))
-    assert (first.step, first.groups) == (3, ("0.3", "0.2"))
-    assert (second.step, second.groups) == (4, ("0.3", "0.2"))
+    assert (first.step_index, first.groups) == (3, ("0.3", "0.2"))
+    assert (second.step_index, second.groups) == (4, ("0.3", "0.2"))
 
 
 async def test_a_failure_is_an_empty_answer_with_its_reason(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ async def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
     """os._exit in the user's function: the question is answered empty, the next one is asked."""
     body = "import os; os._exit(1) if len(candidates) > 3 else None; return []"
     path = write(tmp_path, body)
-    small = cmd.ProposeBatch(to="strategy", step=4, count=1, candidates=())
+    small = cmd.ProposeBatch(to="strategy", step_index=4, count=1, candidates=())
     first, second = await ask(path, question(3), small)
     assert (first.groups, bool(first.detail)) == ((), True)
-    assert (second.step, second.detail) == (4, "")
+    assert (second.step_index, second.detail) == (4, "")
 
 
 @pytest.mark.parametrize(

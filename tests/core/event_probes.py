@@ -125,8 +125,9 @@ def _incarnations(state: State, role: str) -> Iterator[tuple[str, int]]:
 _TOGETHER: dict[tuple[str, ...], Callable[[State, str], Iterable[tuple[Any, ...]]]] = {
     ("actor", "actor_incarnation"): lambda state, peer: _incarnations(state, ""),
     ("node", "node_incarnation"): lambda state, peer: _incarnations(state, "node"),
-    ("trajectory", "placement"): _placements,
+    ("trajectory_id", "placement"): _placements,
     ("version", "step"): _versions,
+    ("version", "step_index"): _versions,
     ("version",): lambda state, peer: [(_pulled(state, peer),)],
     ("tokens_total",): lambda state, peer: [(0,), (state.seq,)],
     ("score_bits",): lambda state, peer: [(0,), (0x7FF8 << 48,)],
@@ -170,7 +171,7 @@ def _event_given_up(state: State, peer: str) -> Iterator[Event]:
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
     ready = tuple(state.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
-        yield ev.BatchProposed(step=state.chosen, groups=groups)
+        yield ev.BatchProposed(step_index=state.chosen, groups=groups)
 
 
 def _actor_joined(state: State, peer: str) -> Iterator[Event]:
@@ -201,7 +202,7 @@ def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
     for outstanding in state.commands.values():
         if isinstance(outstanding.command, cmd.EndTrajectories):
             rows = tuple(
-                ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=10, tokens_lost=0)
+                ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=10, tokens_lost=0)
                 for e in outstanding.command.endings
             )
             yield ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
@@ -210,7 +211,9 @@ def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
 
 def _step_completed(state: State, peer: str) -> Iterator[Event]:
     batch = state.batch
-    step, version = (batch.step, batch.version) if batch else (state.completed, state.next_version)
+    step, version = (
+        (batch.step_index, batch.version) if batch else (state.completed, state.next_version)
+    )
     for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
         yield step_completed(s, v)
     groups = [state.groups[g].members for g in batch.groups] if batch else []

@@ -142,7 +142,7 @@ class ProbedWorld(World):
             trial.verdict(sender.name, sender.incarnation, wrong)
 
     def _note_status(self, event: Any, verdict: str) -> None:
-        trajectory = self.state.trajectories.get(event.trajectory)
+        trajectory = self.state.trajectories.get(event.trajectory_id)
         if trajectory is not None and trajectory.placement == event.placement:
             self.sampler.note(StatusCell(trajectory.status, type(event)), verdict)
 

@@ -51,10 +51,10 @@ def test_started_over_when_too_few_are_rewarded() -> None:
     """Nothing is rewarded and there is no other replica: both siblings begin again with other
     random numbers, so that an answer which runs in circles may end."""
     bench = waiting()
-    seeds = {c.trajectory: c.seed for c in only(cmd.GenerateTrajectory, bench.commands)}
+    seeds = {c.trajectory_id: c.seed for c in only(cmd.GenerateTrajectory, bench.commands)}
     again = only(cmd.GenerateTrajectory, bench.wait(WAIT_MS))
     assert [(c.attempt, c.placement) for c in again] == [(2, 2)] * 2
-    assert all(c.seed != seeds[c.trajectory] for c in again)
+    assert all(c.seed != seeds[c.trajectory_id] for c in again)
 
 
 def test_third_expiry_drops_the_group() -> None:

@@ -88,7 +88,9 @@ def ask(bench: Bench) -> cmd.ProposeBatch:
 
 
 def propose(question: cmd.ProposeBatch, *groups: str) -> ev.BatchProposed:
-    return ev.BatchProposed(step=question.step, groups=tuple(GroupId(g) for g in groups))
+    return ev.BatchProposed(
+        step_index=question.step_index, groups=tuple(GroupId(g) for g in groups)
+    )
 
 
 def strategy_bench() -> Bench:
@@ -99,7 +101,7 @@ def test_user_strategy_sees_metadata_and_its_answer_is_trained() -> None:
     """The user's function gets deadlines, token counts and scores, and picks groups 4 and 2."""
     bench = strategy_bench()
     question = ask(bench)
-    assert (question.step, question.count) == (1, 2)
+    assert (question.step_index, question.count) == (1, 2)
     assert [c.group for c in question.candidates] == ["0.2", "0.3", "0.4"]
     assert question.candidates[0].scores == (0.0, 1.0)
     assert question.candidates[0].num_tokens == 20
@@ -195,8 +197,8 @@ def test_answer_to_an_older_question_leaves_the_present_one_open() -> None:
     bench.complete(*bench.open_groups()[:2])
     assert trained(bench.wait(5_000))
     bench.complete(*bench.open_groups()[:2])
-    assert [c.step for c in only(cmd.ProposeBatch, bench.train())] == [1]
-    assert bench.own(ev.BatchProposed(step=0, groups=())) == []
+    assert [c.step_index for c in only(cmd.ProposeBatch, bench.train())] == [1]
+    assert bench.own(ev.BatchProposed(step_index=0, groups=())) == []
     assert "propose" in bench.state.commands
     assert bench.state.ignored == {"BatchProposed: late": 1}
 

@@ -30,7 +30,7 @@ def trained(**changes: object) -> Bench:
 def rewarded(**changes: object) -> ev.TrajectoryRewarded:
     fields = {"score_bits": 0, "correct": False, "reason": "ok", "num_tokens": 5}
     return ev.TrajectoryRewarded(
-        trajectory=TrajectoryId("0.2.0"),
+        trajectory_id=TrajectoryId("0.2.0"),
         placement=1,
         **(fields | changes),  # type: ignore[arg-type]
     )
@@ -71,7 +71,10 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
         (
             "rollout-0",
             ev.TrajectoryFinished(
-                trajectory=TrajectoryId("0.2.0"), placement=1, num_tokens=-5, finish_reason="stop"
+                trajectory_id=TrajectoryId("0.2.0"),
+                placement=1,
+                num_tokens=-5,
+                finish_reason="stop",
             ),
         ),
         ("rollout-0", rewarded(score_bits=0x7FF0 << 48)),
@@ -95,7 +98,7 @@ def test_ends_with_negative_counts_leave_the_command_to_its_deadline() -> None:
     (end,) = only(cmd.EndTrajectories, bench.train())
     key = next(k for k in bench.state.commands if k.startswith("end:"))
     rows = tuple(
-        ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=-1, tokens_lost=0)
+        ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=-1, tokens_lost=0)
         for e in end.endings
     )
     command_id = bench.state.commands[key].command_id
@@ -111,7 +114,7 @@ def test_replica_cannot_finish_what_runs_elsewhere() -> None:
     here = bench.trajectory("0.0.0")
     other = "rollout-1" if here.replica == "rollout-0" else "rollout-0"
     finished = ev.TrajectoryFinished(
-        trajectory=here.id, placement=here.placement, num_tokens=3, finish_reason="stop"
+        trajectory_id=here.id, placement=here.placement, num_tokens=3, finish_reason="stop"
     )
     assert bench.say(other, finished) == []
     assert here.status == "dispatched"

@@ -39,22 +39,22 @@ def test_the_second_pass_over_the_data_draws_other_numbers() -> None:
 def test_work_that_goes_on_keeps_its_seed() -> None:
     """On the same version, the next token is drawn as it would have been where it was."""
     bench = Bench(groups_per_step=1, max_staleness=0, capacity=2)
-    first = {c.trajectory: c.seed for c in told(bench.start())}
+    first = {c.trajectory_id: c.seed for c in told(bench.start())}
     resumed = told(bench.kill() + bench.come_back() + bench.load_all())
     assert {(c.attempt, c.placement) for c in resumed} == {(1, 2)}
-    assert {c.trajectory: c.seed for c in resumed} == first
+    assert {c.trajectory_id: c.seed for c in resumed} == first
 
 
 def test_work_that_starts_over_draws_other_numbers() -> None:
     """Its version is gone: it begins again on a newer one, under that one's label."""
     bench = Bench(groups_per_step=1, max_staleness=2, capacity=4)
-    first = {c.trajectory: c.seed for c in told(bench.start())}
+    first = {c.trajectory_id: c.seed for c in told(bench.start())}
     bench.complete("0.1")
     bench.train(publish=False)
     bench.publish(1, 1, held=(1,))
     commands = bench.kill() + bench.come_back() + bench.load_all() + bench.wait(10_000)
     over = [c for c in told(commands) if c.attempt == 2]
-    assert {c.trajectory for c in over} >= {"0.0.0", "0.0.1"}
+    assert {c.trajectory_id for c in over} >= {"0.0.0", "0.0.1"}
     assert {(c.version, c.version_step) for c in over} == {(1, 1)}
     assert not {c.seed for c in over} & set(first.values())
 
@@ -66,7 +66,7 @@ def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
     for step in range(3):
         generated = told(commands)
         assert {(c.version, c.version_step) for c in generated} == {(step, step)}
-        assert {(bench.trajectory(c.trajectory).step) for c in generated} == {step}
+        assert {(bench.trajectory(c.trajectory_id).step) for c in generated} == {step}
         bench.complete(*bench.open_groups())
         bench.train()
         commands = bench.load_all()

@@ -76,7 +76,7 @@ class Tail(Bench):
 
 def releases(commands: list[Command]) -> list[tuple[str, list[str]]]:
     found = only(cmd.ReleaseTrajectories, commands)
-    return [(c.to, [item.trajectory for item in c.items]) for c in found]
+    return [(c.to, [item.trajectory_id for item in c.items]) for c in found]
 
 
 def moving(**changes: Any) -> Tail:
@@ -90,7 +90,7 @@ def moving(**changes: Any) -> Tail:
 def test_what_is_released_goes_on_at_its_destination_and_the_source_pulls() -> None:
     bench = moving()
     generated = only(cmd.GenerateTrajectory, bench.say(SOURCE, bench.released()))
-    assert [(c.to, c.trajectory, c.placement, c.attempt) for c in generated] == [
+    assert [(c.to, c.trajectory_id, c.placement, c.attempt) for c in generated] == [
         (DESTINATION, MOVED, 2, 1)
     ]
     assert not bench.replica(DESTINATION).incoming
@@ -115,7 +115,7 @@ def test_lost_work_does_not_go_to_a_replica_that_is_emptied() -> None:
     """It runs only one, and the other runs three."""
     bench = moving()
     generated = only(cmd.GenerateTrajectory, bench.kill(DESTINATION))
-    assert [(c.to, c.trajectory) for c in generated] == [(OTHER, "0.2.1"), (OTHER, "0.3.1")]
+    assert [(c.to, c.trajectory_id) for c in generated] == [(OTHER, "0.2.1"), (OTHER, "0.3.1")]
 
 
 def test_source_is_not_restarted_when_it_does_not_answer() -> None:
@@ -154,7 +154,7 @@ def test_destination_that_is_gone_makes_lost_work() -> None:
     bench.kill(DESTINATION)
     assert bench.trajectory(MOVED).status == TrajectoryStatus.RELEASING
     generated = only(cmd.GenerateTrajectory, bench.say(SOURCE, bench.released()))
-    assert [(c.to, c.trajectory, c.placement) for c in generated] == [(SOURCE, MOVED, 2)]
+    assert [(c.to, c.trajectory_id, c.placement) for c in generated] == [(SOURCE, MOVED, 2)]
     assert not bench.replica(SOURCE).given
 
 
@@ -162,7 +162,7 @@ def test_destination_that_dies_with_what_it_was_given() -> None:
     bench = moving()
     bench.say(SOURCE, bench.released())
     generated = only(cmd.GenerateTrajectory, bench.kill(DESTINATION))
-    assert (MOVED, 3) in [(c.trajectory, c.placement) for c in generated]
+    assert (MOVED, 3) in [(c.trajectory_id, c.placement) for c in generated]
     assert not bench.replica(SOURCE).given
     assert bench.trajectory(MOVED).deaths == 1
 
@@ -170,7 +170,7 @@ def test_destination_that_dies_with_what_it_was_given() -> None:
 def test_source_that_dies_makes_lost_work() -> None:
     bench = moving()
     generated = only(cmd.GenerateTrajectory, bench.kill(SOURCE))
-    assert [(c.trajectory, c.placement) for c in generated] == [(MOVED, 2)]
+    assert [(c.trajectory_id, c.placement) for c in generated] == [(MOVED, 2)]
     assert not bench.replica(DESTINATION).incoming
     assert not any(p.source for p in bench.state.progress.values())
 
@@ -270,7 +270,7 @@ def test_what_ends_while_it_is_released_is_not_handed_over() -> None:
     bench = two_moving()
     bench.finish("0.2.1")
     generated = only(cmd.GenerateTrajectory, bench.say("rollout-1", bench.released("rollout-1")))
-    assert [c.trajectory for c in generated] == ["0.3.1"]
+    assert [c.trajectory_id for c in generated] == ["0.3.1"]
 
 
 def test_what_is_dropped_and_forgotten_while_it_is_released_is_not_handed_over() -> None:
@@ -279,7 +279,7 @@ def test_what_is_dropped_and_forgotten_while_it_is_released_is_not_handed_over()
     bench.write_ends()
     assert TrajectoryId("0.2.1") not in bench.state.trajectories
     generated = only(cmd.GenerateTrajectory, bench.say("rollout-1", bench.released("rollout-1")))
-    assert [c.trajectory for c in generated] == ["0.3.1"]
+    assert [c.trajectory_id for c in generated] == ["0.3.1"]
 
 
 def test_source_that_is_gone_is_waited_for_by_nobody() -> None:

@@ -56,8 +56,8 @@ def test_whole_run_ends_with_exit_code_zero() -> None:
     commands = bench.load_all()
     for command in only(cmd.GenerateTrajectory, commands):
         assert command.purpose == "eval"
-        bench.finish(command.trajectory)
-        bench.reward(command.trajectory)
+        bench.finish(command.trajectory_id)
+        bench.reward(command.trajectory_id)
     bench.stop()
     assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
     assert books_closed(bench) and bench.state.export_path == "export"

@@ -27,11 +27,11 @@ def test_lost_work_resumes_on_the_same_version() -> None:
     go on there at once, as the same attempt (same seed), under a new placement."""
     bench = pair()
     assert len(bench.replica("rollout-0").running) == 4
-    before = {c.trajectory: c for c in only(cmd.GenerateTrajectory, bench.commands)}
+    before = {c.trajectory_id: c for c in only(cmd.GenerateTrajectory, bench.commands)}
     again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     assert {c.to for c in again} == {"rollout-1"} and len(again) == 4
     for command in again:
-        first = before[command.trajectory]
+        first = before[command.trajectory_id]
         assert (command.placement, command.attempt) == (2, 1)
         assert (command.seed, command.version) == (first.seed, first.version)
 
@@ -60,13 +60,13 @@ def test_lost_work_starts_over_when_nobody_turns_up() -> None:
     bench.complete("0.1")
     bench.train()
     assert bench.pull_of("rollout-1") is not None
-    first = {c.trajectory: c.seed for c in only(cmd.GenerateTrajectory, bench.commands)}
+    first = {c.trajectory_id: c.seed for c in only(cmd.GenerateTrajectory, bench.commands)}
     bench.load("rollout-1")
     assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     assert not only(cmd.GenerateTrajectory, bench.wait(2999))
     again = only(cmd.GenerateTrajectory, bench.wait(1))
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
-    assert all(c.seed != first[c.trajectory] for c in again)
+    assert all(c.seed != first[c.trajectory_id] for c in again)
     assert bench.group("0.0").deadline == 1 and bench.group("0.0").mixed
 
 
@@ -172,8 +172,10 @@ def test_rewards_of_a_lost_replica_are_worked_out_elsewhere() -> None:
     bench.finish("0.0.0")
     commands = bench.kill("rollout-0")
     scored = only(cmd.ScoreTrajectories, commands)
-    assert [(c.to, [i.trajectory for i in c.items]) for c in scored] == [("rollout-1", ["0.0.0"])]
-    assert "0.0.0" not in {c.trajectory for c in only(cmd.GenerateTrajectory, commands)}
+    assert [(c.to, [i.trajectory_id for i in c.items]) for c in scored] == [
+        ("rollout-1", ["0.0.0"])
+    ]
+    assert "0.0.0" not in {c.trajectory_id for c in only(cmd.GenerateTrajectory, commands)}
 
 
 def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
@@ -220,7 +222,7 @@ def test_replica_that_is_never_restarted_is_fenced() -> None:
     assert only(cmd.RestartActor, bench.wait(1_000))
     its_work = set(bench.replica("rollout-0").running)
     moved = only(cmd.GenerateTrajectory, bench.wait(RESTART_TIMEOUT_MS))
-    assert its_work == {c.trajectory for c in moved} and {c.to for c in moved} == {"rollout-1"}
+    assert its_work == {c.trajectory_id for c in moved} and {c.to for c in moved} == {"rollout-1"}
     assert not bench.state.actor_alive("rollout-0")
     assert "restart:rollout-0" not in bench.state.commands
     assert "rejoin:rollout-0" in bench.state.timers
@@ -259,4 +261,4 @@ def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
     bench.fail("0.0.1", "bad-logprobs")
     assert list(bench.state.lost) == ["0.0.0", "0.0.2"]
     resumed = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
-    assert [c.trajectory for c in resumed] == ["0.0.0", "0.0.2"]
+    assert [c.trajectory_id for c in resumed] == ["0.0.0", "0.0.2"]

@@ -40,7 +40,7 @@ def test_new_process_of_a_name_fences_the_old_one() -> None:
     trajectory = bench.trajectory("0.0.0")
     for placement in (1, trajectory.placement):
         finished = ev.TrajectoryFinished(
-            trajectory=trajectory.id, placement=placement, num_tokens=9, finish_reason="stop"
+            trajectory_id=trajectory.id, placement=placement, num_tokens=9, finish_reason="stop"
         )
         assert bench.hear("rollout-0", old, finished) == []
     assert bench.trajectory("0.0.0").status == "dispatched"

@@ -73,7 +73,7 @@ def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
             for command in commands:
                 chosen = chosen or isinstance(command, cmd.TrainStep)
                 if isinstance(command, cmd.GenerateTrajectory) and command.placement == 1:
-                    too_early |= {command.trajectory} if chosen else set()
+                    too_early |= {command.trajectory_id} if chosen else set()
         assert not too_early & set(world.trained)
 
 

@@ -172,7 +172,7 @@ def test_evaluations_are_counted_and_not_judged() -> None:
     scores = Scores(num_eval=40, val_before_train=True, capacity=40)
     bench = scores.bench
     generate = only(cmd.GenerateTrajectory, bench.commands)
-    held_out = [c.trajectory for c in generate if c.purpose == "eval"]
+    held_out = [c.trajectory_id for c in generate if c.purpose == "eval"]
     assert len(held_out) == 40
     for answer in held_out:
         bench.finish(answer)

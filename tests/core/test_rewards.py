@@ -13,7 +13,7 @@ from laminar.testing.bench import Bench, bits_of, only
 
 
 def scored(commands: list[cmd.Command]) -> list[list[str]]:
-    return [[i.trajectory for i in c.items] for c in only(cmd.ScoreTrajectories, commands)]
+    return [[i.trajectory_id for i in c.items] for c in only(cmd.ScoreTrajectories, commands)]
 
 
 def begun(**changes: object) -> Bench:
@@ -119,7 +119,7 @@ def test_sibling_that_fails_while_it_generates_frees_its_place() -> None:
     """Its replica is told to stop the others only when the group is given up."""
     bench = begun()
     commands = bench.fail("0.0.0", "bad-logprobs")
-    assert {i.trajectory for c in only(cmd.AbortTrajectories, commands) for i in c.items} == {
+    assert {i.trajectory_id for c in only(cmd.AbortTrajectories, commands) for i in c.items} == {
         "0.0.0"
     }
     assert list(bench.replica().running) == ["0.0.1", "0.0.2"]
@@ -133,7 +133,7 @@ def test_tokens_of_earlier_attempts_are_dropped_as_restarted() -> None:
     outstanding = next(o for k, o in bench.state.commands.items() if k.startswith("end:"))
     assert isinstance(outstanding.command, cmd.EndTrajectories)
     rows = tuple(
-        ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=10, tokens_lost=7)
+        ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=10, tokens_lost=7)
         for e in outstanding.command.endings
     )
     bench.say("store-0", ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows))

@@ -67,7 +67,7 @@ def in_status(status: str) -> Bench:
     bench.start()
     if status == "running":
         started = ev.TrajectoryStarted(
-            trajectory=TrajectoryId("0.0.0"), placement=1, tokens_resumed=0
+            trajectory_id=TrajectoryId("0.0.0"), placement=1, tokens_resumed=0
         )
         bench.say("rollout-0", started)
     if status in ("generated", "rewarded"):
@@ -91,16 +91,16 @@ def test_illegal_event_changes_nothing_and_is_counted(status: str, trigger: str)
     trajectory = bench.trajectory("0.0.0")
     events: dict[str, ev.Event] = {
         "started": ev.TrajectoryStarted(
-            trajectory=trajectory.id, placement=trajectory.placement, tokens_resumed=0
+            trajectory_id=trajectory.id, placement=trajectory.placement, tokens_resumed=0
         ),
         "finished": ev.TrajectoryFinished(
-            trajectory=trajectory.id,
+            trajectory_id=trajectory.id,
             placement=trajectory.placement,
             num_tokens=3,
             finish_reason="stop",
         ),
         "rewarded": ev.TrajectoryRewarded(
-            trajectory=trajectory.id,
+            trajectory_id=trajectory.id,
             placement=trajectory.placement,
             score_bits=0,
             correct=False,
@@ -123,7 +123,7 @@ def test_event_of_an_old_placement_is_ignored() -> None:
     bench.start()
     assert only(cmd.GenerateTrajectory, bench.wait(1_000))
     late = ev.TrajectoryFinished(
-        trajectory=TrajectoryId("0.0.0"), placement=1, num_tokens=3, finish_reason="stop"
+        trajectory_id=TrajectoryId("0.0.0"), placement=1, num_tokens=3, finish_reason="stop"
     )
     assert bench.say("rollout-0", late) == []
     assert bench.trajectory("0.0.0").status == "dispatched"

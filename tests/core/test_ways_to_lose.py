@@ -67,7 +67,7 @@ def test_work_and_rewards_go_to_the_other_replica(way: Way) -> None:
     bench.start()
     bench.finish("0.0.0")
     commands = way(bench, REPLICA)
-    assert {c.trajectory for c in only(cmd.GenerateTrajectory, commands)} == {
+    assert {c.trajectory_id for c in only(cmd.GenerateTrajectory, commands)} == {
         "0.0.1", "0.1.0", "0.1.1"
     }  # fmt: skip
     assert [c.to for c in only(cmd.ScoreTrajectories, commands)] == ["rollout-1"]

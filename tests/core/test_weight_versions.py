@@ -89,7 +89,7 @@ def test_group_that_is_finished_during_an_owed_publish_is_trained_after_it() -> 
         bench = Bench(max_staleness=2, groups_per_step=1, capacity=8, batch_strategy=strategy)
         bench.start()
         for question in only(cmd.ProposeBatch, bench.complete("0.0")):
-            bench.own(ev.BatchProposed(step=0, groups=(question.candidates[0].group,)))
+            bench.own(ev.BatchProposed(step_index=0, groups=(question.candidates[0].group,)))
         bench.skip_publish()
         bench.train(publish=False)
         bench.complete("0.1")

@@ -21,7 +21,7 @@ from laminar.events.codec import (
 from laminar.ids import TrajectoryId
 
 FINISHED = ev.TrajectoryFinished(
-    trajectory=TrajectoryId("0.17.3"), placement=2, num_tokens=5, finish_reason="stop"
+    trajectory_id=TrajectoryId("0.17.3"), placement=2, num_tokens=5, finish_reason="stop"
 )
 STOP = cmd.StopActor(to="store-0", reason="done")
 
@@ -58,7 +58,13 @@ def test_equal_messages_are_equal_bytes() -> None:
     values = {"loss": 1.0, "kl": 2.0}
     one, two = (
         ev.StepCompleted(
-            step=0, version=1, changed=True, reason="", num_tokens=1, digest="", metrics=metrics
+            step_index=0,
+            version=1,
+            changed=True,
+            reason="",
+            num_tokens=1,
+            digest="",
+            metrics=metrics,
         )
         for metrics in (values, dict(reversed(values.items())))
     )

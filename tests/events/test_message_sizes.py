@@ -63,7 +63,7 @@ def delivered(commands: list[cmd.Command]) -> list[cmd.Command]:
 @pytest.mark.parametrize("count", [85_001, 200_000, STEP_TRAJECTORIES_MAX])
 def test_a_batch_of_any_legal_size_reaches_the_trainer_whole(count: int) -> None:
     batch = tuple(trajectories(count))
-    command = cmd.TrainStep(to="trainer-0", step=99_999, version=99_999, trajectories=batch)
+    command = cmd.TrainStep(to="trainer-0", step_index=99_999, version=99_999, trajectories=batch)
     assert delivered([command]) == [command]
     encode_frame(DecisionRecord(cause=1, index=0, command=Raw(encode(command))), 0, settled=False)
 
@@ -72,7 +72,7 @@ def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
     """The end of a run that fails: everything that is under way ends with one event."""
     part = tuple(
         cmd.Ending(
-            trajectory=trajectory,
+            trajectory_id=trajectory,
             group=group_of(trajectory),
             sibling=15,
             purpose="train",
@@ -95,7 +95,8 @@ def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
 
 def test_the_largest_group_is_rewarded_with_one_message() -> None:
     items = tuple(
-        cmd.Placed(trajectory=t, placement=9) for t in trajectories(GROUP_SIZE_MAX, GROUP_SIZE_MAX)
+        cmd.Placed(trajectory_id=t, placement=9)
+        for t in trajectories(GROUP_SIZE_MAX, GROUP_SIZE_MAX)
     )
     score = cmd.ScoreTrajectories(
         to="rollout-9999.0", group=ids.train_group(12, 1), row_index=1, purpose="train", items=items
@@ -122,9 +123,9 @@ def test_what_a_strategy_may_be_asked_is_refused_before_it_is_too_large() -> Non
         )
         for n in range(waiting)
     )
-    question = cmd.ProposeBatch(to="strategy", step=99_999, count=9, candidates=candidates)
+    question = cmd.ProposeBatch(to="strategy", step_index=99_999, count=9, candidates=candidates)
     assert len(encode(question)) > 12 << 20
-    answer = ev.BatchProposed(step=99_999, groups=tuple(c.group for c in candidates))
+    answer = ev.BatchProposed(step_index=99_999, groups=tuple(c.group for c in candidates))
     assert decode_event(encode(answer)) == answer
     encode_frame(
         EventRecord(
@@ -151,7 +152,7 @@ def test_a_step_reports_the_worst_origins_of_ten_thousand_replicas_and_counts_th
     assert [n for n in figures if n.startswith("by_origin/reward/")][-1] == "by_origin/reward/99"
     assert figures["by_origin/left_out"] == 30_000 + 100 - len(figures) + 1
     step = ev.StepCompleted(
-        step=9, version=9, changed=True, reason="", num_tokens=1, digest="", metrics=figures
+        step_index=9, version=9, changed=True, reason="", num_tokens=1, digest="", metrics=figures
     )
     assert len(encode(step)) < 10_000
 

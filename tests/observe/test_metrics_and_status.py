@@ -110,7 +110,7 @@ def test_a_step_that_left_the_weights_as_they_were_is_marked(tmp_path: Path) -> 
 def _unchanged(stamped: Stamped) -> Stamped:
     """Step 2, counted from 0, had no signal."""
     event = stamped.event
-    if isinstance(event, ev.StepCompleted) and event.step == 2:
+    if isinstance(event, ev.StepCompleted) and event.step_index == 2:
         event = msgspec.structs.replace(event, changed=False, reason="no-signal")
     return msgspec.structs.replace(stamped, event=event)
 

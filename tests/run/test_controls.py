@@ -32,7 +32,7 @@ def test_on_policy_trains_only_what_the_newest_weights_generated(tmp_path: Path)
         elif isinstance(item, ev.WeightsLoaded):
             between = False
         elif isinstance(item, cmd.GenerateTrajectory) and between:
-            assert item.trajectory not in trained, item
+            assert item.trajectory_id not in trained, item
     assert len(trained) == 4 * 4 * 8
 
 

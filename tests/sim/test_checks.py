@@ -71,10 +71,10 @@ def test_words_that_the_store_does_not_bear_out(world: World) -> None:
     score, reason = rules.score_of(row.reward_bits) or 0.0, row.reward_reason or ""
     name = TrajectoryId(row.id)
     finished = ev.TrajectoryFinished(
-        trajectory=name, placement=1, num_tokens=row.num_tokens, finish_reason="stop"
+        trajectory_id=name, placement=1, num_tokens=row.num_tokens, finish_reason="stop"
     )
     rewarded = ev.TrajectoryRewarded(
-        trajectory=name,
+        trajectory_id=name,
         placement=1,
         score_bits=bits_of(score),
         correct=False,
@@ -82,7 +82,7 @@ def test_words_that_the_store_does_not_bear_out(world: World) -> None:
         num_tokens=row.num_tokens,
         truncated=False,
     )
-    ended = ev.EndedTrajectory(trajectory=name, num_tokens=row.num_tokens, tokens_lost=0)
+    ended = ev.EndedTrajectory(trajectory_id=name, num_tokens=row.num_tokens, tokens_lost=0)
     cases = (
         (finished, {"status": "open"}, {"num_tokens": 99_999}),
         (rewarded, {"reward_bits": None}, {"reward_reason": "x"}, {"reward_bits": b"\1" * 8}),
@@ -242,7 +242,7 @@ def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) 
 
     def planted(openings: Openings, command: cmd.GenerateTrajectory) -> bool:
         order = cmd.Order(command_id=0, cause=0, command=command)
-        openings._waiting[command.trajectory] = (order, command)
+        openings._waiting[command.trajectory_id] = (order, command)
         return True
 
     ask = StoreClient.ask

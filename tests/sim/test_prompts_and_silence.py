@@ -52,7 +52,7 @@ def at(seq: int, event: Event | None = None, time_ns: int = 0) -> Stamped:
 def given(group: str, row: int, placement: int = 1) -> list[Command]:
     command = cmd.GenerateTrajectory(
         to="rollout-0",
-        trajectory=TrajectoryId(f"{group}.0"),
+        trajectory_id=TrajectoryId(f"{group}.0"),
         group=GroupId(group),
         sibling=0,
         purpose="train",
@@ -68,7 +68,7 @@ def given(group: str, row: int, placement: int = 1) -> list[Command]:
 
 def ended(trajectory: str, end: str = "dropped", reason: str = "unscored") -> list[Command]:
     ending = cmd.Ending(
-        trajectory=TrajectoryId(trajectory),
+        trajectory_id=TrajectoryId(trajectory),
         group=GroupId(trajectory.rpartition(".")[0]),
         sibling=0,
         purpose="train",

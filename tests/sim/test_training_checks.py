@@ -34,7 +34,7 @@ def world() -> Iterator[World]:
     made.begin()
     made.processes["trainer-0"].start()
     training, weights = made.checks.training, weights_of("w2")
-    training.decided(cmd.TrainStep(to="trainer-0", step=1, version=3, trajectories=()))
+    training.decided(cmd.TrainStep(to="trainer-0", step_index=1, version=3, trajectories=()))
     training.made(2, weights)
     manifest = manifest_of(weights, version=3, step=2, tensors=mf.layout(*LAYOUT), probe=PROBE)
     made.models[PATH] = ModelDirectory(weights, {VERSION_FILE: mf.encode(manifest)})

@@ -144,7 +144,7 @@ def timer_score(cluster: Cluster) -> Story:
 
 
 def batch_proposed(cluster: Cluster) -> Story:
-    yield "", ev.BatchProposed(step=cluster.state.chosen, groups=())
+    yield "", ev.BatchProposed(step_index=cluster.state.chosen, groups=())
 
 
 def drain_requested(cluster: Cluster) -> Story:
@@ -289,7 +289,7 @@ def trajectory_finished(cluster: Cluster) -> Story:
 def trajectory_failed(cluster: Cluster) -> Story:
     for t in islice(running(cluster), TIMES):
         failed = ev.TrajectoryFailed(
-            trajectory=t.id, placement=t.placement, reason=FailureReason.STORE_REFUSED, detail=""
+            trajectory_id=t.id, placement=t.placement, reason=FailureReason.STORE_REFUSED, detail=""
         )
         yield t.replica, failed
 

@@ -246,8 +246,8 @@ class Traffic:
         elif not isinstance(item, Event):
             item(peer)
         elif isinstance(item, ev.TrajectoryFinished):
-            if peer.running.get(item.trajectory) == item.placement:
-                del peer.running[item.trajectory]
+            if peer.running.get(item.trajectory_id) == item.placement:
+                del peer.running[item.trajectory_id]
                 self._say(peer, item)
         else:
             self._say(peer, item)
@@ -264,7 +264,7 @@ class Traffic:
                 self._later(peer, self._random.randrange(100 * MS), self._rewarded(item))
         elif isinstance(command, cmd.EndTrajectories):
             rows = tuple(
-                ev.EndedTrajectory(trajectory=e.trajectory, num_tokens=100, tokens_lost=0)
+                ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=100, tokens_lost=0)
                 for e in command.endings
             )
             self._later(peer, 10 * MS, ev.TrajectoriesEnded(command_id=command_id, ended=rows))
@@ -276,11 +276,13 @@ class Traffic:
             self._later(peer, self._random.randrange(1, SECOND // 2), self._load)
 
     def _generate(self, peer: Peer, command: cmd.GenerateTrajectory) -> None:
-        trajectory, placement = command.trajectory, command.placement
+        trajectory, placement = command.trajectory_id, command.placement
         peer.running[trajectory] = placement
-        started = ev.TrajectoryStarted(trajectory=trajectory, placement=placement, tokens_resumed=0)
+        started = ev.TrajectoryStarted(
+            trajectory_id=trajectory, placement=placement, tokens_resumed=0
+        )
         finished = ev.TrajectoryFinished(
-            trajectory=trajectory, placement=placement, num_tokens=100, finish_reason="stop"
+            trajectory_id=trajectory, placement=placement, num_tokens=100, finish_reason="stop"
         )
         self._later(peer, 2 * MS, started)
         seconds = self._random.expovariate(1 / TRAJECTORY_S)
@@ -288,7 +290,7 @@ class Traffic:
 
     def _rewarded(self, item: cmd.Placed) -> ev.TrajectoryRewarded:
         return ev.TrajectoryRewarded(
-            trajectory=item.trajectory,
+            trajectory_id=item.trajectory_id,
             placement=item.placement,
             score_bits=self._random.choice([0, 4607182418800017408]),
             correct=True,
@@ -297,9 +299,9 @@ class Traffic:
         )
 
     def _train(self, peer: Peer, command: cmd.TrainStep) -> None:
-        done = step_completed(command.step, command.version)
+        done = step_completed(command.step_index, command.version)
         self._later(peer, 3 * SECOND, done)
-        self._publish(command.version, command.step + 1, 3 * SECOND)
+        self._publish(command.version, command.step_index + 1, 3 * SECOND)
 
     def _publish(self, version: int, step: int, delay_ns: int) -> None:
         self._steps[version] = step

@@ -118,26 +118,26 @@ class Coverage:
             self.hit(f"{kind} -> {type(command).__name__}")
         if isinstance(stamped.event, ev.TimerFired):
             self.hit(f"timer:{_kind_of(stamped.event.timer)}")
-        self._look_at(getattr(stamped.event, "trajectory", ""), state)
+        self._look_at(getattr(stamped.event, "trajectory_id", ""), state)
         for command in commands:
-            self._look_at(getattr(command, "trajectory", ""), state)
+            self._look_at(getattr(command, "trajectory_id", ""), state)
             for ending in getattr(command, "endings", ()):
-                self._look_at(ending.trajectory, state)
+                self._look_at(ending.trajectory_id, state)
             if isinstance(command, cmd.ReleaseTrajectories):
                 for item in command.items:
-                    self._look_at(item.trajectory, state)
+                    self._look_at(item.trajectory_id, state)
         for trajectory in reversed(state.lost):  # the latest first
             if self._statuses.get(trajectory) == TrajectoryStatus.LOST:
                 break
             self._look_at(trajectory, state)
 
-    def _look_at(self, trajectory: str, state: State) -> None:
+    def _look_at(self, trajectory_id: str, state: State) -> None:
         """Count the move that a trajectory has made since it was looked at last."""
-        found = state.trajectories.get(trajectory)  # type: ignore[call-overload]
+        found = state.trajectories.get(trajectory_id)  # type: ignore[call-overload]
         if found is None:
             return
-        before = self._statuses.get(trajectory)
-        self._statuses[trajectory] = found.status
+        before = self._statuses.get(trajectory_id)
+        self._statuses[trajectory_id] = found.status
         name = _MOVE_NAMES.get((before, found.status)) if before else None
         if name is not None:
             self.hit(name)

@@ -27,7 +27,7 @@ def answers_its_prompt(command: cmd.GenerateTrajectory, prompt_ids: tuple[int, .
     """An engine begins with the prompt of the trajectory."""
     if prompt_ids != prompt_of(command.purpose, command.row_index):
         what = f"{command.to} begins {command} with the prompt {prompt_ids}"
-        raise Violation("answers_its_prompt", what, command.trajectory)
+        raise Violation("answers_its_prompt", what, command.trajectory_id)
 
 
 class Prompts:
@@ -64,23 +64,23 @@ class Prompts:
             return  # a sibling of it, or another placement
         if number > following:
             what = f"prompt {number} ({command.group}) was handed out, prompt {following} was not"
-            raise Violation("prompts_in_order", what, command.trajectory)
+            raise Violation("prompts_in_order", what, command.trajectory_id)
         begin = number - number % self._scenario.num_train
         if command.row_index in (row for _, row in self._given[begin:]):
             what = f"row {command.row_index} is handed out twice in a pass, now as {command.group}"
-            raise Violation("prompts_in_order", what, command.trajectory)
+            raise Violation("prompts_in_order", what, command.trajectory_id)
         self._given.append((seq, command.row_index))
 
     def _end(self, seq: int, ending: cmd.Ending) -> None:
         """prompt_ends_once: every sibling, as trained, or as dropped with a reason."""
-        known = self._ended.get(ending.trajectory)
+        known = self._ended.get(ending.trajectory_id)
         if known is not None and known[0] != seq:
-            what = f"{ending.trajectory} ends as {ending.end}, and ended before as {known[1]}"
-            raise Violation("prompt_ends_once", what, ending.trajectory)
+            what = f"{ending.trajectory_id} ends as {ending.end}, and ended before as {known[1]}"
+            raise Violation("prompt_ends_once", what, ending.trajectory_id)
         if ending.end not in ENDS or (ending.end == "dropped" and not ending.reason):
-            what = f"{ending.trajectory} ends as {ending.end!r} for the reason {ending.reason!r}"
-            raise Violation("prompt_ends_once", what, ending.trajectory)
-        self._ended[ending.trajectory] = (seq, ending.end, ending.reason)
+            what = f"{ending.trajectory_id} ends as {ending.end!r} for the reason {ending.reason!r}"
+            raise Violation("prompt_ends_once", what, ending.trajectory_id)
+        self._ended[ending.trajectory_id] = (seq, ending.end, ending.reason)
 
     def _number(self, group: str) -> int:
         pass_index, _, position = group.partition(".")

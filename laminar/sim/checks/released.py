@@ -33,19 +33,19 @@ class Released:
         answered = isinstance(event, ev.TrajectoriesReleased)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):
-                self._ordered.update((item.trajectory, item.placement) for item in command.items)
+                self._ordered.update((item.trajectory_id, item.placement) for item in command.items)
             elif isinstance(command, cmd.AbortTrajectories):
-                taken = {(item.trajectory, item.placement) for item in command.items}
+                taken = {(item.trajectory_id, item.placement) for item in command.items}
                 self._ordered.difference_update(taken)
             elif isinstance(command, cmd.GenerateTrajectory) and answered:
                 self._goes_on(command, rows)
 
     def _goes_on(self, command: cmd.GenerateTrajectory, rows: Mapping[str, Row]) -> None:
-        before = (command.trajectory, command.placement - 1)
-        sampled = self._sampled.get(f"{command.trajectory}@{command.placement - 1}", 0)
+        before = (command.trajectory_id, command.placement - 1)
+        sampled = self._sampled.get(f"{command.trajectory_id}@{command.placement - 1}", 0)
         if before not in self._ordered or not sampled:
             return
-        row = rows.get(command.trajectory)
+        row = rows.get(command.trajectory_id)
         if row is None or row.num_tokens < sampled:
             what = f"{sampled} tokens were sampled when it was released, the store has {row}"
-            raise Violation("released_is_stored", what, command.trajectory)
+            raise Violation("released_is_stored", what, command.trajectory_id)

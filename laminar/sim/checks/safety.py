@@ -131,10 +131,10 @@ class Checks:
 
     def _note_placement(self, stamped: Stamped, command: Command) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
-            placed = self._placed.setdefault(command.trajectory, [])
+            placed = self._placed.setdefault(command.trajectory_id, [])
             placed.append((stamped.seq, command.placement))
         elif isinstance(command, cmd.AbortTrajectories | cmd.ReleaseTrajectories):
-            self._taken.update((item.trajectory, item.placement) for item in command.items)
+            self._taken.update((item.trajectory_id, item.placement) for item in command.items)
 
     def _invariants(self, stamped: Stamped, state: State) -> None:
         self._until_full -= 1
@@ -171,7 +171,7 @@ class Checks:
         """Words about a placement that was replaced since lead to nothing."""
         if not commands:
             return
-        trajectory = getattr(stamped.event, "trajectory", "")
+        trajectory = getattr(stamped.event, "trajectory_id", "")
         placement = getattr(stamped.event, "placement", 0)
         _, newest = self._placed.get(trajectory, [(0, 0)])[-1]
         if trajectory and placement < newest:
@@ -183,10 +183,10 @@ class Checks:
         for command in commands:
             if not isinstance(command, cmd.GenerateTrajectory):
                 continue
-            _, newest = self._placed.get(command.trajectory, [(0, 0)])[-1]
+            _, newest = self._placed.get(command.trajectory_id, [(0, 0)])[-1]
             if command.placement <= newest:
                 what = f"event {stamped.seq} places it as {command.placement}, after {newest}"
-                raise Violation("placement_is_raised", what, command.trajectory)
+                raise Violation("placement_is_raised", what, command.trajectory_id)
 
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
@@ -374,7 +374,7 @@ class Checks:
         """generated_by_its_version: an engine has the weights that its work is stamped with."""
         if not self.training.made_as(command.version, digest):
             what = f"{command.to} has weights {digest}, and began {command}"
-            raise Violation("generated_by_its_version", what, command.trajectory)
+            raise Violation("generated_by_its_version", what, command.trajectory_id)
 
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.
@@ -382,15 +382,16 @@ class Checks:
         Nobody can know of a replica on a machine that was lost, too, nor of one that died of what
         had been taken from it just before.
         """
-        found = self._kills.setdefault(command.trajectory, [])
+        found = self._kills.setdefault(command.trajectory_id, [])
         found.append((command.placement, node))
         kills = sum(
-            self.world.processes[node].alive and (command.trajectory, placement) not in self._taken
+            self.world.processes[node].alive
+            and (command.trajectory_id, placement) not in self._taken
             for placement, node in found
         )
         if kills > DEATHS_MAX:
-            what = f"{command.trajectory} has killed {kills} replicas"
-            raise Violation("poison_is_quarantined", what, command.trajectory)
+            what = f"{command.trajectory_id} has killed {kills} replicas"
+            raise Violation("poison_is_quarantined", what, command.trajectory_id)
 
 
 def numbered(stamped: Stamped) -> tuple[Key, int]:

@@ -40,7 +40,7 @@ class TrainingChecks:
     def decided(self, command: Command) -> None:
         """The coordinator gives a version its number."""
         if isinstance(command, cmd.TrainStep):
-            self._steps[command.version] = command.step + 1
+            self._steps[command.version] = command.step_index + 1
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             self._steps[command.version] = command.step
 
@@ -77,8 +77,8 @@ class TrainingChecks:
 
     def reported(self, process: Process, event: Event) -> None:
         """What the trainer says must be on the disk by now."""
-        if isinstance(event, ev.StepCompleted) and event.step not in self._booked:
-            raise Violation("booked_before_reported", f"step {event.step} is not in the book")
+        if isinstance(event, ev.StepCompleted) and event.step_index not in self._booked:
+            raise Violation("booked_before_reported", f"step {event.step_index} is not in the book")
         if isinstance(event, ev.CheckpointSaved):
             self._checkpoint(process, event)
         if isinstance(event, ev.WeightsLoaded):

@@ -87,7 +87,7 @@ class Obedient:
             if not faults.ignores(process, command):
                 obeyed.append((order, command))
             if isinstance(command, cmd.GenerateTrajectory):
-                self._boot.placed[f"{command.trajectory}@{command.placement}"] = command
+                self._boot.placed[f"{command.trajectory_id}@{command.placement}"] = command
         if obeyed:
             self._actor.handle(obeyed)
 

@@ -312,7 +312,7 @@ class SimCoordinator:
             return  # it hangs: the question's deadline answers
         if fate < 0.1:
             chosen = chosen[:-1]
-        answer = ev.BatchProposed(step=command.step, groups=tuple(chosen))
+        answer = ev.BatchProposed(step_index=command.step_index, groups=tuple(chosen))
         delay = seconds(self._strategy.uniform(0.001, 0.05))
         self.world.scheduler.after(delay, partial(self._answered, self.incarnations, answer))
 
