@@ -164,8 +164,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: int = 0  #: 0: total_epochs passes over the data
     total_epochs: int = 1  #: passes over the data when total_training_steps is 0
     test_freq: int = 0  #: evaluate every so many steps; 0: only first and last
-    save_freq: int = 0  #: write a checkpoint every so many steps; 0: none
-    max_ckpt_to_keep: int = 0  #: the newest so many checkpoints; 0: all
+    save_freq: int = 20  #: write a checkpoint every so many steps; 0: none
+    max_ckpt_to_keep: int = 2  #: the newest so many checkpoints; 0: all
     val_before_train: bool = True  #: evaluate version 0
     micro_batch_tokens: int = 16_384  #: padded tokens of one forward/backward
     batch_wait_s: float = 600.0  #: an idle trainer acts on the group that it waits for

@@ -11,19 +11,15 @@ not fail at its end.
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from laminar.config import ConfigError
+from laminar.training.checkpoint import MODEL_FILE, save_tensors
 from laminar.training.model import named_weights
 
 TOKENIZER_FILES = (
@@ -38,13 +34,12 @@ TOKENIZER_FILES = (
 
 
 def begin(directory: Path) -> Path:
-    """An empty directory for what is to become `directory`; ConfigError when that exists."""
-    if directory.exists():
-        raise ConfigError(f"export directory {directory} exists; remove it or give another path")
+    """An empty directory for what is to become `directory`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
-    if partial.exists():  # an export that died half-way
-        shutil.rmtree(partial)
+    for left in (partial, _set_aside(directory)):  # by a process that died half-way
+        if left.exists():
+            shutil.rmtree(left)
     partial.mkdir()
     return partial
 
@@ -74,9 +69,22 @@ def sync(directory: Path) -> None:
 
 
 def rename(directory: Path, name: Path) -> None:
-    """What was synced has this name, also after a power cut."""
+    """What was synced has this name, also after a power cut; what had it before is removed.
+
+    Only a trainer that was started again finds something there: the step, or the export, of one
+    that died before anybody had heard of it.
+    """
+    before = _set_aside(name)
+    if name.exists():
+        name.rename(before)
     directory.rename(name)
     _sync(name.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def _set_aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.before")
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
@@ -92,12 +100,8 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     if model.can_generate():
         model.generation_config.to_json_file(directory / "generation_config.json")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    path = directory / "model.safetensors"
-    try:
-        save_file(contiguous, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own name for a disk that fails
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
+    path = directory / MODEL_FILE
+    save_tensors(path, contiguous)
     path.chmod((directory / "config.json").stat().st_mode)  # it is written for its owner alone
 
 

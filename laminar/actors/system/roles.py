@@ -107,6 +107,6 @@ def _trainer(host: Host) -> Actor:
 
     name = host.config.model.name
     learner = ThreadedLearner(host.config, lambda: tokenizer_size(load_tokenizer(name)))
-    files = ThreadedFiles(lambda: learner.model, name, describe)
+    files = ThreadedFiles(lambda: learner.learner, name, describe)
     book = DurableLines(host.run_dir / TRAINER_BOOK_FILE)
     return Trainer(host, learner, partial(SlotWriter, learner.weights), files, book)
