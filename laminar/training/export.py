@@ -3,15 +3,12 @@
 Reads   the model, and the tokenizer of the model it started from
 Writes  safetensors, config, generation config, tokenizer files and chat template
 
-Each function is one step of a way that actors/model_files.py goes: a directory that exists under
-its name is whole. The files are written one by one because save_pretrained of a model refuses
-generation configs that published models do ship (a temperature without do_sample), and a run must
-not fail at its end.
+The files are written one by one because save_pretrained of a model refuses generation configs that
+published models do ship (a temperature without do_sample), and a run must not fail at its end.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,17 +30,6 @@ TOKENIZER_FILES = (
 )
 
 
-def begin(directory: Path) -> Path:
-    """An empty directory for what is to become `directory`."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial")
-    for left in (partial, _set_aside(directory)):  # by a process that died half-way
-        if left.exists():
-            shutil.rmtree(left)
-    partial.mkdir()
-    return partial
-
-
 def write_model(
     model: PreTrainedModel,
     tokenizer_source: str,
@@ -62,31 +48,6 @@ def write_model(
         (directory / name).write_bytes(content)
 
 
-def sync(directory: Path) -> None:
-    """All its files are on the disk on return."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
-
-
-def rename(directory: Path, name: Path) -> None:
-    """What was synced has this name, also after a power cut; what had it before is removed.
-
-    Only a trainer that was started again finds something there: the step, or the export, of one
-    that died before anybody had heard of it.
-    """
-    before = _set_aside(name)
-    if name.exists():
-        name.rename(before)
-    directory.rename(name)
-    _sync(name.parent)
-    if before.exists():
-        shutil.rmtree(before)
-
-
-def _set_aside(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.before")
-
-
 def _copy_tokenizer(source: Path, directory: Path) -> None:
     """The files as they are: saving a loaded tokenizer may rewrite its rules."""
     for pattern in TOKENIZER_FILES:
@@ -103,12 +64,3 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     path = directory / MODEL_FILE
     save_tensors(path, contiguous)
     path.chmod((directory / "config.json").stat().st_mode)  # it is written for its owner alone
-
-
-def _sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

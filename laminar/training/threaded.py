@@ -9,7 +9,6 @@ Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from laminar.config import Config
 from laminar.training import checkpoint, export
+from laminar.training.directories import ThreadedDirectories
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.training.moments import copy_moments
@@ -97,7 +97,7 @@ class ThreadedLearner:
         return load_policy(name, self._device, tokenizer_size=self._size)
 
 
-class ThreadedFiles:
+class ThreadedFiles(ThreadedDirectories):
     """The directories of models of one run."""
 
     def __init__(self, learner: Callable[[], Learner], source: str, describe: Describe) -> None:
@@ -112,22 +112,10 @@ class ThreadedFiles:
     async def describe(self, copied: Copied, **facts: Any) -> Any:
         return await asyncio.to_thread(self._describe, tensors=copied.weights.items(), **facts)
 
-    async def begin(self, directory: Path) -> Path:
-        return await asyncio.to_thread(export.begin, directory)
-
     async def write(
         self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]
     ) -> None:
         await asyncio.to_thread(self._write, directory, copied, extra)
-
-    async def sync(self, directory: Path) -> None:
-        await asyncio.to_thread(export.sync, directory)
-
-    async def rename(self, directory: Path, name: Path) -> None:
-        await asyncio.to_thread(export.rename, directory, name)
-
-    async def remove(self, directory: Path) -> None:
-        await asyncio.to_thread(shutil.rmtree, directory)
 
     def _copy(self) -> Copied:
         learner = self._learner()
