@@ -89,13 +89,14 @@ async def test_responses_have_the_lengths_of_their_seeds_and_take_their_time(ben
 
 
 async def test_what_waits_for_a_slot_is_said(tmp_path: Path) -> None:
-    bench = Bench("rollout.max_num_seqs=8", "emulation.step_us=100000")
+    bench = Bench("rollout.max_num_seqs=8", "emulation.step_us=200000")
     await bench.engine.load(source(tmp_path / "v0", b"weights"))
     for seed in range(12):
         await bench.engine.add(request(seed))
-    await asyncio.sleep(0.01)
-    stats = bench.engine.stats()
-    assert (stats.running, stats.waiting) == (8, 4)
+    async with asyncio.timeout(10):
+        while bench.engine.stats().running < 8:  # until the next step begins
+            await asyncio.sleep(0.02)
+    assert bench.engine.stats().waiting == 4
     await bench.engine.close()
 
 
