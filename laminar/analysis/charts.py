@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines with error bars and bands, and bars of shares. Dark on light.
+"""Charts as inline SVG: lines with error bars, bars of figures, bars of shares. Dark on light.
 
 Reads   numbers
 Gives   SVG text that needs nothing else: no script, no font, no link
@@ -50,6 +50,15 @@ class Chart:
     y_range: tuple[float, float] | None = None  #: None: what the values need
     x_range: tuple[float, float] | None = None
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A measured figure; `error`: half the length of its interval, 0: not known."""
+
+    name: str
+    value: float
+    error: float
 
 
 @dataclass
@@ -235,6 +244,45 @@ def _legend(lines: Sequence[tuple[str, Line]]) -> Iterator[str]:
             f'<line x1="{at:.0f}" x2="{at + 18:.0f}" y1="26" y2="26" stroke="{colour}" '
             f'stroke-width="2.4"{dash}/><text x="{at + 22:.0f}" y="30">{escape(line.name)}</text>'
         )
+
+
+# --- bars of figures, from 0 --------------------------------------------------------------------
+
+
+def draw_bars(title: str, bars: Sequence[Bar], unit: str) -> str:
+    """A bar for each figure, with its interval."""
+    below = BARS_TOP + len(bars) * BAR_HEIGHT
+    body: list[str] = []
+    if bars:
+        x = _Scale(0.0, max(b.value + b.error for b in bars) * 1.02 or 1.0, BAR_LEFT, WIDTH - RIGHT)
+        for index, bar in enumerate(bars):
+            body += _measured_bar(
+                bar, x, BARS_TOP + index * BAR_HEIGHT, COLOURS[index % len(COLOURS)]
+            )
+        body += [
+            _text(x(at), below + 12, number(at)) for at in ticks(0.0, x.high, 5) if at <= x.high
+        ]
+        body.append(_text(BAR_LEFT + BAR_WIDTH / 2, below + 30, unit, kind="label"))
+    else:
+        body.append(_text(WIDTH / 2, below + 12, "no figures yet", kind="faint"))
+    return _svg(title, below + 44, body)
+
+
+def _measured_bar(bar: Bar, x: _Scale, y: float, colour: str) -> Iterator[str]:
+    yield _text(BAR_LEFT - 8, y + 14, bar.name, anchor="end")
+    tip = escape(
+        f"{bar.name}: {number(bar.value)}" + (f" ± {number(bar.error)}" if bar.error else "")
+    )
+    size = f'width="{x(bar.value) - BAR_LEFT:.1f}" height="{BAR_HEIGHT - 7}"'
+    yield f'<rect x="{BAR_LEFT}" y="{y}" {size} fill="{colour}"><title>{tip}</title></rect>'
+    if bar.error:
+        middle, low, high = (
+            y + (BAR_HEIGHT - 7) / 2,
+            x(bar.value - bar.error),
+            x(bar.value + bar.error),
+        )
+        ends = "".join(f"M{end:.1f} {middle - 5:.1f}v10" for end in (low, high))
+        yield f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}{ends}" stroke="#1c1c1c" fill="none"/>'
 
 
 # --- bars of shares -----------------------------------------------------------------------------

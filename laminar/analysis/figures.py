@@ -1,7 +1,8 @@
 """How well a run used its processes: figures from intervals, by the definitions in docs/metrics.md.
 
 Reads   windows of the log, spans and engine steps of the timeline
-Gives   overlap, decode_gap_ratio, publish_stall_share, time shares; None where there is no basis
+Gives   overlap, decode_gap_ratio, nearly_empty_share, publish_stall_share, time shares; None where
+        there is no basis
 
 Each figure is a ratio of times measured in one run on one machine, so it means the same on a laptop
 and on a cluster.
@@ -26,6 +27,7 @@ from laminar.analysis.intervals import (
 )
 from laminar.analysis.timeline import Span, Steps, in_state
 
+NEARLY_EMPTY = 8  #: one in so many slots
 GAPS_MIN = 20
 """Fewer intervals than this have no 95th percentile worth the name."""
 
@@ -75,6 +77,16 @@ def _decode_gaps(steps: Steps, running: Intervals) -> Intervals:
     decoding = (steps[:-1, 2] > 0) & (steps[1:, 2] > 0)
     chosen: Intervals = gaps[decoding & inside(gaps, running)]
     return chosen
+
+
+def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> float | None:
+    """Of the steps that sample, those with at most an eighth of their replica's slots in use."""
+    sampling, empty = 0, 0
+    for name, rows in steps.items():
+        sequences = rows[rows[:, 2] > 0, 2]
+        sampling += len(sequences)
+        empty += int((sequences * NEARLY_EMPTY <= slots[name]).sum())
+    return empty / sampling if sampling else None
 
 
 def publish_stall_share(stalls: Intervals, publishes: Sequence[Publish]) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from laminar.analysis.evaluations import beside, is_shaped, score, share
+from laminar.analysis.figures import NEARLY_EMPTY
 from laminar.analysis.page_data import PageData
 
 ENDS_SHARE = 0.1
@@ -34,7 +35,16 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     for found in summary["by_length"]:
         yield "  by length", length_line(found)
     yield "mismatch KL", _figure(summary["mismatch_kl_mean"], "per token")
-    yield "generated", _figure(summary["tokens_per_s"], "tokens/s")
+    yield "generated", _generated(summary)
+    if summary["latency_s_mean"] is not None:
+        mean, longest = summary["latency_s_mean"], summary["latency_s_max"]
+        yield "answers took", f"mean {mean:.3g} s, max {longest:.3g} s from their first placement"
+    if summary["kv_use_mean"] is not None:
+        yield "cache in use", _share(summary["kv_use_mean"], "of its tokens")
+    if summary["nearly_empty_steps"] is not None:
+        share = _share(summary["nearly_empty_steps"], "of the decode steps")
+        yield "nearly empty", f"{share}: at most one slot in {NEARLY_EMPTY} in use"
+    yield from _repack(summary["repack"])
     yield "reward errors", _errors(summary)
 
 
@@ -142,6 +152,38 @@ def _lengths(summary: Mapping[str, Any]) -> str:
 
 def _share(share: float | None, of: str) -> str:
     return "-" if share is None else f"{share:.2%} {of}"
+
+
+def _generated(summary: Mapping[str, Any]) -> str:
+    rate, half = summary["tokens_per_s"], summary["tokens_per_s_ci95"]
+    sure = "" if half is None else f" ± {half:,.3g} (95 % interval)"
+    return "-" if rate is None else f"{rate:,.4g}{sure} tokens/s"
+
+
+def _repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Nothing for a run without it."""
+    if found is None:
+        return
+    late = f", {found['expired']} of them without an answer in time" if found["expired"] else ""
+    yield (
+        "repack",
+        f"{found['policy']}: {_count(found['replicas_emptied'], 'replica', 'replicas')} emptied"
+        f"{late}, {_count(found['moves'], 'trajectory', 'trajectories')} moved, "
+        f"{found['tokens_prefilled_again']:,} tokens prefilled again",
+    )
+    if found["hand_over_s"]:
+        whole, release = found["hand_over_s"], found["release_s"]
+        yield (
+            "  hand-over",
+            f"mean {whole['mean']:.3g} s, max {whole['max']:.3g} s until all goes on elsewhere; "
+            f"{release['mean']:.3g} s of it until it is let go",
+        )
+    if found["sooner_s"]:
+        sooner = found["sooner_s"]
+        yield (
+            "  free sooner by",
+            f"mean {sooner['mean']:.3g} s, together {sooner['sum']:.4g} s, at most",
+        )
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -1,4 +1,5 @@
-"""Why a replica was idle: what it did instead of generating, who refused it work, what ended it.
+"""Why a replica was idle: what it did instead of generating, who refused it work, what ended it;
+and while it ran something, why repack did not empty it.
 
 Reads   a replay; a time, as seconds since the run's first event or as an event number
 Gives   IdleTimes, an observer that ends with sentences
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from laminar.analysis.idleness import DOWN, NO_WEIGHTS, RUN_ENDING, Idle, Idleness
 from laminar.analysis.lives import Moment, Moments
+from laminar.analysis.looks import Looks, look_lines, one_look
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, brief, said, spell_lines, times
 from laminar.config import ConfigError
 from laminar.core.state import State
@@ -40,9 +42,11 @@ class IdleTimes:
         self._running = ""  #: what it was doing then
         self._times: list[Idle] = []
         self._work: dict[int, _Work] = {}  #: by the event that ended an idle time
+        self._looks = Looks()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._moments.at(stamped)
+        self._looks.take(now, stamped, commands, state, {self.name})
         for idle in self._idleness.take(now, stamped, state):
             if idle.replica == self.name:
                 self._times.append(idle)
@@ -72,6 +76,7 @@ class IdleTimes:
         else:
             yield from self._idle_lines(idle)
         yield from self._sum_lines()
+        yield from self._look_lines()
 
     def _chosen(self) -> Idle | None:
         """The idle time at the instant that was asked about, else the longest in the run."""
@@ -105,6 +110,17 @@ class IdleTimes:
             yield f"{self.name} was not there yet: it was ready at {self._moments.said(ready)}."
         else:
             yield f"{self.name} was not idle at {self.at}: it ran {self._running}."
+
+    def _look_lines(self) -> Iterable[str]:
+        """What repack did with it while it ran something."""
+        looks = self._looks.of.get(self.name, [])
+        asked = self._asked
+        last = [look for look in looks if asked is not None and look.at.seq <= asked.seq]
+        if self.at and last:
+            yield from one_look(last[-1], self._moments)
+        if looks:
+            yield f"While it ran something, repack looked at it {times(len(looks))}:"
+            yield from look_lines(looks, self._moments)
 
     def _idle_lines(self, idle: Idle) -> Iterable[str]:
         at, last = self._moments.said, self._moments.now

@@ -1,4 +1,5 @@
-"""Why a trajectory moved: every placement after its first, with the events that caused it.
+"""Why a trajectory moved: every placement after its first, with the events that caused it; and why
+repack left it where it was.
 
 Reads   a replay
 Gives   Moves, an observer that ends with sentences
@@ -11,8 +12,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from laminar.analysis.lives import DISPATCHED, LOST, Life, Lives, Moments, Placement
+from laminar.analysis.looks import EMPTIED, NOT_IN_TAIL, Looks, look_lines
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, times
 from laminar.analysis.plain import step_number
+from laminar.analysis.repack_book import given_away
 from laminar.config import ConfigError
 from laminar.core import keys
 from laminar.core.state import State
@@ -43,6 +46,7 @@ class Moves:
         self._restart = self._waited = False  #: since it was lost
         self._moves: list[_Move] = []
         self._again = ""  #: the id under which an evaluation ran it again
+        self._looks = Looks()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._moments.at(stamped)
@@ -54,6 +58,9 @@ class Moves:
                 self._again = self._again or life.trajectory_id
         if self._lost is not None:
             self._watch(stamped, state)
+        trajectory = state.trajectories.get(self.name)
+        if trajectory is not None:
+            self._looks.take(now, stamped, commands, state, {trajectory.replica})
 
     def _change(self, what: str, life: Life, stamped: Stamped, state: State) -> None:
         if what == LOST:
@@ -76,7 +83,7 @@ class Moves:
         self._waited = self._waited or _timer(stamped) == keys.resume(self.name)
 
     def _reason(self, before: Placement, after: Placement, state: State) -> str:
-        if self._lost is not None and _given_away(self._lost):
+        if self._lost is not None and given_away(self._lost):
             return (
                 f"{before.replica} ran only a few long answers and could take new work with newer "
                 f"weights, and {after.replica} had v{after.version} and kept room for it (repack)"
@@ -116,12 +123,25 @@ class Moves:
         for move in self._moves:
             yield from self._move_lines(move)
         yield from self._end_lines(life)
+        yield from self._stay_lines()
+
+    def _stay_lines(self) -> Iterable[str]:
+        """Why repack left it where it was, while its replica was in its tail."""
+        looks = [
+            look
+            for found in self._looks.of.values()
+            for look in found
+            if self.name in look.running and look.reason not in (EMPTIED, *NOT_IN_TAIL)
+        ]
+        if looks:
+            yield f"Repack found its replica in its tail and left it {times(len(looks))}:"
+            yield from look_lines(looks, self._moments)
 
     def _move_lines(self, move: _Move) -> Iterable[str]:
         at, before, after = self._moments.said, move.before, move.after
         assert before.left is not None
         yield f"Placement {after.number}:"
-        how = "gave it away" if _given_away(move.lost) else "lost it"
+        how = "gave it away" if given_away(move.lost) else "lost it"
         yield f"  {before.replica} {how} at {at(before.left)}: {said(move.lost)}."
         waited_s = (after.dispatched.unix_ns - before.left.unix_ns) / 1e9
         if move.placed is move.lost:
@@ -161,12 +181,6 @@ class Moves:
         yield f"It ended as {how}{step} at {self._moments.said(life.ending)}."
         if self._again:
             yield f"The evaluation ran its prompt again as {self._again}."
-
-
-def _given_away(stamped: Stamped) -> bool:
-    """By repack: the replica has let go of it, or has not done so in time."""
-    expired = keys.deadline(keys.release(""))
-    return isinstance(stamped.event, ev.TrajectoriesReleased) or _timer(stamped).startswith(expired)
 
 
 def _timer(stamped: Stamped) -> str:

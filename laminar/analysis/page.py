@@ -16,6 +16,7 @@ from laminar.analysis.charts import Chart, Line, draw, draw_shares
 from laminar.analysis.evaluations import is_shaped
 from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page_data import PageData, Points
+from laminar.analysis.replicas_page import repack_section, replicas_charts
 from laminar.analysis.samples import Sample
 from laminar.program import typed
 
@@ -92,7 +93,8 @@ def html(runs: Sequence[PageData]) -> str:
         "<h2>Lengths and staleness</h2>",
         *_grid([*_lengths(runs), *(_staleness(data, runs) for data in runs), _scores(runs)]),
         "<h2>Speed, and where the time went</h2>",
-        *_grid([*_rates(runs), *(_times(data, runs) for data in runs)]),
+        *_grid([*_rates(runs), *(_times(data, runs) for data in runs), *replicas_charts(runs)]),
+        *repack_section(runs),
         *(part for data in runs for part in _samples(data, runs)),
     ]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from laminar.analysis.course import Course
+from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.history import WallClock
 from laminar.analysis.prompt_lengths import ranges
+from laminar.analysis.replica_series import Points, Series, series
 from laminar.analysis.report import summary_of
 from laminar.analysis.samples import Choice, Decode, Sample, find_samples
 from laminar.analysis.timeline import read_steps, whole_lines
@@ -32,8 +35,6 @@ RATE_BINS = 40  #: of the time of a run
 LENGTH_BINS = 6  #: of trained responses, each with about as many of them
 SCORE_BINS = 16  #: likewise
 SAMPLES = 3  #: of each kind that are shown
-
-Points = tuple[list[float], list[float]]
 
 
 class StepTimes:
@@ -77,6 +78,7 @@ class PageData(NamedTuple):
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
     scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by what they are
+    series: Series  #: of its replicas
 
     def figure(self, key: str) -> Points:
         """One figure of metrics.jsonl, over the completed steps."""
@@ -90,8 +92,8 @@ class PageData(NamedTuple):
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """Without `decode`, no answers."""
-    times = StepTimes()
-    summary = summary_of(run_dir, times)
+    times, use, course = StepTimes(), EngineUse(), Course()
+    summary = summary_of(run_dir, times, use=use, course=course)
     responses = _responses(run_dir)
     return PageData(
         name=run_dir.resolve().name,
@@ -103,6 +105,7 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
         staleness=_staleness(responses),
         scores=_scores(responses),
         samples={} if decode is None else _samples(run_dir, decode),
+        series=series(use, course.repack, course.moments.first_ns),
     )
 
 

@@ -21,6 +21,9 @@ import msgspec
 import numpy as np
 
 from laminar.analysis import figures
+from laminar.analysis.confidence import estimate
+from laminar.analysis.course import Course
+from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.intervals import Intervals, intersect, union
@@ -48,6 +51,8 @@ from laminar.events.reasons import DropReason
 from laminar.ids import Purpose
 from laminar.rundir import COORDINATOR_FILE, SUMMARY_FILE
 
+RATE_PARTS = 20
+"""Of the time in which a run samples: the throughput's interval is from the rates in them."""
 LEFT_OUT_SHOWN = 32
 """Replicas and versions whose rows were left out; the log has all."""
 
@@ -59,6 +64,7 @@ class Milestones:
         self.coordinators = 0
         self.published_ns: dict[int, int] = {}  #: by version
         self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
+        self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -72,6 +78,8 @@ class Milestones:
             names = self.names.setdefault(role, [])
             if stamped.peer not in names:
                 names.append(stamped.peer)
+        if isinstance(event, ev.ReplicaReady):  # it takes a group more, which waits for slots
+            self.slots[stamped.peer] = event.max_num_seqs - state.settings.group_size
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
@@ -81,10 +89,14 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
-    """The summary; nothing is written. `observers` see the same replay."""
+def summary_of(
+    run_dir: Path, *observers: Observer, use: EngineUse | None = None, course: Course | None = None
+) -> dict[str, Any]:
+    """The summary; nothing is written. `observers` see the same replay, as do `use` and `course`,
+    which are made here unless they are given."""
     account, windows, milestones = Account(), Windows(), Milestones()
-    replayed = replay_log(run_dir, account, windows, milestones, *observers)
+    use, course = use or EngineUse(), course or Course()
+    replayed = replay_log(run_dir, account, windows, milestones, use, course, *observers)
     state = replayed.machine.state
     trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
     replicas = sorted(milestones.names.get("rollout", []))
@@ -100,7 +112,11 @@ def summary_of(run_dir: Path, *observers: Observer) -> dict[str, Any]:
         "warnings": state.warnings,
         **_rewards(state, account),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
-        "tokens_per_s": tokens_per_s(steps.values()),
+        "seed": state.settings.seed,
+        **_throughput(steps.values()),
+        "nearly_empty_steps": figures.nearly_empty_share(steps, milestones.slots),
+        **use.facts(),
+        **course.facts(),
         **_timing(account, windows, milestones, trainers, pulls, steps, cut),
         "timelines_cut": cut,
         "processes": _processes(run_dir, state),
@@ -192,13 +208,26 @@ def _mismatch(account: Account) -> float | None:
     return total / tokens if tokens else None
 
 
-def tokens_per_s(steps: Iterable[Steps]) -> float | None:
-    """Sampled tokens by the time from the first to the last engine step of the run."""
+def _throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
+    """Its parts are long enough for one to say little of the next."""
+    rates = estimate(token_rates(steps, RATE_PARTS))
+    return {
+        "tokens_per_s": rates.mean if rates else None,
+        "tokens_per_s_ci95": rates.half if rates else None,
+    }
+
+
+def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
+    """Sampled tokens per second in equal parts of the time from the first to the last engine step;
+    none if there is no such time."""
     rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
-    if not len(rows):
-        return None
-    seconds = (rows[:, 1].max() - rows[:, 0].min()) / 1e9
-    return float(rows[:, 3].sum() / seconds) if seconds else None
+    if not len(rows) or rows[:, 1].max() == rows[:, 0].min():
+        return []
+    begin, end = int(rows[:, 0].min()), int(rows[:, 1].max())
+    place = (rows[:, 1] - begin) * parts // (end - begin)
+    tokens = np.bincount(np.minimum(place, parts - 1), weights=rows[:, 3], minlength=parts)
+    rates: list[float] = (tokens * parts * 1e9 / (end - begin)).tolist()
+    return rates
 
 
 # --- times ------------------------------------------------------------------------------------

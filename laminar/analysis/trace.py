@@ -7,7 +7,8 @@ Raises  ConfigError for a file that cannot be written
 Trajectories lie on the slots of their replica, versions on the relay, steps and publishes on the
 trainer, phases, evaluations and lost work on the coordinator. An arrow has both its ends at one
 event: a publish leads from the trainer's work to the version, a pull from the version to the
-replica, a move from one placement to the next. What is open at the end of the log is closed there.
+replica, a move (repack: what was given away) from one placement to the next. What is open at the
+end of the log is closed there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from laminar.analysis.lives import (
     Placement,
 )
 from laminar.analysis.plain import step_number
+from laminar.analysis.repack_book import given_away
 from laminar.analysis.timeline import read_spans
+from laminar.analysis.trace_engines import HAND_OVER, EngineTracks
 from laminar.analysis.tracks import FLAGS, Span, Tracks
 from laminar.config import ConfigError
 from laminar.core.state import State
@@ -45,19 +48,12 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 
-PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING, VERSION, PULL, REFUSED, SLOT, REWARD, OWN = (
-    "phase",
-    "evaluation",
-    "lost work",
-    "work",
-    "publishing",
-    "version",
-    "pull",
-    "refused",
-    "slot",
-    "reward",
-    "own record",
-)
+PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
+    "phase", "evaluation", "lost work", "work", "publishing",
+)  # fmt: skip
+VERSION, PULL, REFUSED, SLOT, REWARD, OWN = (
+    "version", "pull", "refused", "slot", "reward", "own record",
+)  # fmt: skip
 KINDS = (
     PHASE,
     EVALUATION,
@@ -68,6 +64,7 @@ KINDS = (
     VERSION,
     PULL,
     REFUSED,
+    HAND_OVER,
     SLOT,
     REWARD,
     OWN,
@@ -151,6 +148,7 @@ class Trace:
         self._publishing: dict[int, Span] = {}  #: by version
         self._scoring: dict[str, Span] = {}  #: by trajectory
         self._refused: dict[str, str] = {}  #: reason by replica
+        self._engines = EngineTracks(tracks)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now, event = self._moments.at(stamped), stamped.event
@@ -159,7 +157,8 @@ class Trace:
             self._actors.setdefault(stamped.peer)
             self._tracks.flag(stamped.peer, us, _tag(event), event=now.seq, **_facts(event))
         for change in self._lives.take(now, event, commands, state):
-            self._trajectory(change, now, us)
+            self._trajectory(change, now, us, given_away(stamped))
+        self._engines.take(stamped, us, commands, state)
         if not isinstance(event, FREQUENT) or commands:
             self._work(stamped, us, commands, state)
             self._coordinator(now, us, state)
@@ -179,11 +178,11 @@ class Trace:
 
     # --- trajectories ---------------------------------------------------------------------------
 
-    def _trajectory(self, change: Change, now: Moment, us: float) -> None:
+    def _trajectory(self, change: Change, now: Moment, us: float, given: bool) -> None:
         what, life = change
         slot = _slot(life, life.placement)
         if what == DISPATCHED:
-            self._dispatched(life, now, us)
+            self._dispatched(life, now, us, given)
         elif what == STARTED:
             resumed = life.placement.tokens_resumed
             self._tracks.inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
@@ -204,7 +203,7 @@ class Trace:
             self._tracks.end(_lost_span(life), us, event=now.seq, **facts)
             self._end_scoring(life, us, event=now.seq, **facts)
 
-    def _dispatched(self, life: Life, now: Moment, us: float) -> None:
+    def _dispatched(self, life: Life, now: Moment, us: float, given: bool) -> None:
         placement = life.placement
         span, lost = _slot(life, placement), _lost_span(life)
         facts = {
@@ -220,8 +219,9 @@ class Trace:
             self._tracks.end(lost, us, event=now.seq)
         elif placement.number > 1:  # by the event that lost it
             before = _slot(life, life.placements[-2])
-            self._tracks.arrow("move", us, before, span)
-            self._tracks.end(before, us, event=now.seq, lost=True)
+            self._tracks.arrow("repack" if given else "move", us, before, span)
+            how = {"given_away": True} if given else {"lost": True}
+            self._tracks.end(before, us, event=now.seq, **how)
 
     def _lost(self, life: Life, now: Moment, us: float) -> None:
         """The old placement leads to a span among the lost work, until there is a new one."""

@@ -1,7 +1,7 @@
 """Spans, arrows and flags in the trace-event format that Perfetto and Chrome read.
 
 Reads   nothing
-Gives   Tracks: every begin, end, arrow and flag as one JSON object, handed to `emit` at once
+Gives   Tracks: every begin, end, arrow, flag and figure as a JSON object, handed to `emit` at once
 
 A process of the trace is given by name; a thread is one lane of one kind of span, so that spans on
 a thread never overlap, and each end finds its begin. Times are microseconds and must not decrease.
@@ -84,6 +84,11 @@ class Tracks:
         """A moment."""
         place = self._thread(process, FLAGS, 0)
         self._emit({"ph": "i", "s": "t", "name": name, "ts": us, **place, "args": args})
+
+    def count(self, process: str, us: float, name: str, /, **values: int) -> None:
+        """Figures that hold from now on, drawn as a chart of the process."""
+        place = self._thread(process, FLAGS, 0)
+        self._emit({"ph": "C", "name": name, "ts": us, **place, "args": values})
 
     def whole(self, process: str, kind: str, us: float, length_us: float, name: str) -> None:
         """A span that is known from begin to end; they come in order and do not overlap."""

@@ -174,6 +174,7 @@ class Progress:
                 f"{status['tokens_per_s']:.0f} tok/s",
                 f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
                 f"version {status['newest_version']}",
+                *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
                 *([f"REWARD FAILED {failed_share(errors)}"] if errors else []),
             ]
         )
@@ -184,7 +185,7 @@ class Progress:
         table.add_row("trainer", f"{status['trainer']}, {status['groups_ready']} groups ready")
         for name, replica in status["replicas"].items():
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
-            running = f"{replica['running']} running{waiting}"
+            running = f"{replica['running']} running{waiting}{_cache(replica['engine'])}"
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for facts in status["evaluations"][-3:]:
             table.add_row("held-out", f"after step {facts['step']}: {held_out(facts)}")
@@ -222,6 +223,13 @@ def failed_share(errors: dict[str, Any]) -> str:
     by_reason = errors["by_reason"]
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
     return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
+
+
+def _cache(engine: dict[str, int] | None) -> str:
+    """How much of its room for keys and values is used, by its last gauge."""
+    if not engine or not engine["kv_capacity_tokens"]:
+        return ""
+    return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
 
 
 def _more(waiting: int) -> str:

@@ -1,7 +1,8 @@
 """Repack: which replicas give what they run to which others, so that they can take new work.
 
 Reads   Standing of the replicas in their tail, all of one weight version
-Gives   plan: moves, each of everything that one replica runs to another one
+Gives   plan: moves, each of everything that one replica runs to another one; why_not, of one that
+        is not moved
 Source  the paper's section 5, Algorithm 1; its faults are mended: a replica that has been given
         work is not emptied later, and room is left for what moved work still samples
 
@@ -126,6 +127,19 @@ def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> li
         else:
             destinations.put_in(number)
     return moves
+
+
+def why_not(source: Standing, others: Sequence[Standing], prefill_tokens: int) -> str:
+    """Why a plan leaves this one where it is, though it may be emptied; empty: it need not.
+
+    `others`: of its version in their tail. `prefill_tokens`: as for a plan.
+    """
+    if not others:
+        return "alone"
+    fitting = [load for load in map(_Load, others) if load.fits(source)]
+    if not fitting:
+        return "no-room"
+    return "" if any(_pays(source, load, prefill_tokens) for load in fitting) else "no-gain"
 
 
 def _pays(source: Standing, load: _Load, prefill_tokens: int) -> bool:

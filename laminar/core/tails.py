@@ -2,7 +2,7 @@
 
 Reads   replicas with their gauges, trajectories, groups, relays, the staleness bound
 Writes  nothing
-Gives   tails (Standing by version), released_max
+Gives   tails (Standing by version), released_max; at_work, stays, trajectory_stays: why not
 
 A replica is in its tail when it takes no new group, nothing waits for a slot as of the last command
 that it was given, and it runs fewer than a decode step has room for. It follows from the state each
@@ -28,16 +28,23 @@ def tails(state: State) -> dict[int, list[Standing]]:
     found: dict[int, list[Standing]] = {}
     for number in sorted(index.numbers_of(index.of(lambda kind: kind.serving))):
         replica = index.replicas[number]
-        if _only_stragglers(replica) and refusal(state, replica):
+        if not at_work(state, replica):
             found.setdefault(replica.version, []).append(_standing(state, replica))
     return found
 
 
-def _only_stragglers(replica: Replica) -> bool:
+def at_work(state: State, replica: Replica) -> str:
+    """Why a replica that serves is not in its tail; empty: it is."""
     packing = replica.packing
-    if packing is None or packing.waiting or packing.as_of < packing.asked:
-        return False
-    return 0 < replica.load < packing.max_batch
+    if packing is None or packing.as_of < packing.asked:
+        return "not-heard"
+    if packing.waiting:
+        return "waiting"
+    if not replica.load:
+        return "empty"
+    if replica.load >= packing.max_batch:
+        return "full"
+    return "" if refusal(state, replica) else "admits"
 
 
 def _standing(state: State, replica: Replica) -> Standing:
@@ -55,9 +62,7 @@ def _standing(state: State, replica: Replica) -> Standing:
         room=room(replica),
         kv_capacity=packing.kv_capacity,
         max_batch=packing.max_batch,
-        movable=not replica.incoming
-        and _can_take_new_work(state, replica)
-        and _may_move(state, there),
+        movable=not stays(state, replica),
     )
 
 
@@ -74,25 +79,33 @@ def expected_left(state: State, trajectory: Trajectory) -> int:
     return max(mean - sampled, sampled // 2, 1)
 
 
-def _may_move(state: State, trajectories: list[Trajectory]) -> bool:
-    """Not what has been moved because a batch waited for it, what may have killed a replica, what
-    has been moved often, or held-out answers."""
-    return all(
-        not t.waits
-        and not t.deaths
-        and state.progress[t.id].moves < MOVES_MAX
-        and state.groups[t.group].purpose == Purpose.TRAIN
-        for t in trajectories
-    )
+def stays(state: State, replica: Replica) -> str:
+    """Why a replica in its tail is not emptied, whatever room there is elsewhere; empty: it may be.
 
-
-def _can_take_new_work(state: State, replica: Replica) -> bool:
-    """The newest version is at its relay, and no evaluation waits for the one that it has."""
+    It must be able to take new work, and nothing that it runs may be of the kinds that stay.
+    """
+    if replica.incoming:
+        return "receives"
+    if state.newest <= replica.version:
+        return "no-newer-weights"
+    if state.newest_for(replica) != state.newest:
+        return "weights-not-here"
     evaluation = state.evaluation
-    evaluated = (
-        evaluation is not None and evaluation.queue and evaluation.version == replica.version
-    )
-    return replica.version < state.newest == state.newest_for(replica) and not evaluated
+    if evaluation is not None and evaluation.queue and evaluation.version == replica.version:
+        return "evaluation"
+    found = (trajectory_stays(state, state.trajectories[t]) for t in replica.running)
+    return next(filter(None, found), "")
+
+
+def trajectory_stays(state: State, trajectory: Trajectory) -> str:
+    """Why this one is not moved; empty: it may be."""
+    if state.groups[trajectory.group].purpose != Purpose.TRAIN:
+        return "held-out"
+    if trajectory.waits:
+        return "waited-for"
+    if trajectory.deaths:
+        return "seen-deaths"
+    return "moved-often" if state.progress[trajectory.id].moves >= MOVES_MAX else ""
 
 
 def released_max(state: State) -> int:
@@ -101,14 +114,14 @@ def released_max(state: State) -> int:
     Those that are empty or load get theirs first.
     """
     settings = state.settings
-    admitted = min(groups_wanted(state), _within_bound(state))
+    admitted = min(groups_wanted(state), within_bound(state))
     index = indexes_of(state).replicas
     busy = dict.fromkeys(index.empty(list(index.kinds)))
     busy |= dict.fromkeys(index.numbers_of(index.of(lambda kind: kind.loading)))
     return max(admitted // settings.groups_per_version - len(busy), 0)
 
 
-def _within_bound(state: State) -> int:
+def within_bound(state: State) -> int:
     """New groups of the newest version that the staleness bound admits now; no group that there is
     has a later deadline than theirs."""
     settings = state.settings

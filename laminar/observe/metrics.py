@@ -27,6 +27,7 @@ from laminar.events.base import Command, Stamped
 from laminar.observe.board import Scalars
 from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.files import GrowingFile
+from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.rundir import METRICS_FILE
 
@@ -81,13 +82,14 @@ class MetricsWriter:
         self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._boards = boards
         self._pulls: list[float] = []
-        self._gauges = StepGauges()
+        self._gauges, self._repack = StepGauges(), RepackCounts()
         self._evaluations = written.evaluations
         self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
         self._gauges.take(stamped, state)
+        self._repack.take(commands, state)
         if isinstance(event, ev.WeightsLoaded):
             self._pulls.append(event.seconds)
         elif isinstance(event, ev.StepCompleted):
@@ -123,6 +125,7 @@ class MetricsWriter:
             "events/seq": stamped.seq,
             **_reward_errors(state),
             **self._gauges.drain(),
+            **(self._repack.drain() if state.settings.repack_policy else {}),
         }
         if seconds > 0:
             figures["timing_s/between_steps"] = seconds

@@ -27,6 +27,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
+from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.rundir import STATUS_FILE
 
@@ -53,12 +54,13 @@ class StatusWriter:
         self._tokens: tuple[float, int] = (clock(), 0)
         self._rate = 0.0
         self.last_metrics: dict[str, float] = {}
-        self._gauges = LatestGauges()
+        self._gauges, self._repack = LatestGauges(), RepackCounts()
         self.left_out: deque[str] = deque(maxlen=LEFT_OUT_SHOWN)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._clock()
         self._gauges.take(stamped, state)
+        self._repack.take(commands, state)
         metrics = getattr(stamped.event, "metrics", None)
         if metrics:
             self.last_metrics = metrics
@@ -104,8 +106,15 @@ class StatusWriter:
             "left_out": list(self.left_out),
             "warnings": list(state.warnings.values()),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
+            "repack": self._repacked(state),
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
+
+    def _repacked(self, state: State) -> dict[str, int] | None:
+        """What repack did since this coordinator began; None without it."""
+        if not state.settings.repack_policy:
+            return None
+        return {"emptied": self._repack.emptied, "moves": self._repack.moves}
 
     def _replicas(self, state: State) -> dict[str, dict[str, Any]]:
         """What each does, asked once for all of a kind: there may be ten thousand. What its engine

@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "left_out": [],
     "warnings": [],
     "silent_nodes": [],
+    "repack": None,
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
 ERRORS = {"answers": 40, "by_reason": {"timeout": 1, "error": 9}, "first": FIRST}
@@ -143,7 +144,8 @@ def test_the_time_that_is_left_follows_the_pace_of_the_last_steps() -> None:
 
 
 def test_what_waits_for_a_slot_is_not_said_to_run(tmp_path: Path) -> None:
-    doing = {"version": 3, "running": 64, "waiting": 8, "doing": "admitting"}
+    doing: dict[str, Any] = {"version": 3, "running": 64, "waiting": 8, "doing": "admitting"}
+    doing["engine"] = None
     for terminal, said in ((True, "64 running, 8 waiting, admitting"), (False, "64 +8 admitting")):
         assert said in show(tmp_path, terminal, {"replicas": {"rollout-0": doing}})
     doing["waiting"] = 0
@@ -191,3 +193,13 @@ def test_the_last_lines_show_the_score_with_its_error() -> None:
         "held-out score   0.750 ± 0.038 -> 0.900 ± 0.038 (the exported model)",
         "held-out right   0.000 ± 0.000 -> 0.000 ± 0.000 (the exported model)",
     ]
+
+
+def test_the_cache_and_the_moves_of_repack_are_shown(tmp_path: Path) -> None:
+    engine = {"kv_used_tokens": 250, "kv_capacity_tokens": 1_000}
+    doing = {"version": 3, "running": 2, "waiting": 0, "doing": "draining", "engine": engine}
+    replicas = {"replicas": {"rollout-0": doing}}
+    assert "2 running, 25% of its cache, draining" in show(tmp_path, True, replicas)
+    assert "moved" not in show(tmp_path, False, replicas)
+    packed = {"repack": {"emptied": 2, "moves": 7}}
+    assert "7 moved" in show(tmp_path, False, packed)

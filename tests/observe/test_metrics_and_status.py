@@ -11,6 +11,7 @@ import pytest
 from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.metrics import MetricsWriter
@@ -176,6 +177,30 @@ def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> N
     writer = StatusWriter(tmp_path, TELEMETRY)
     feed(look, small_world())
     assert any(waiting for _, waiting in running)
+
+
+def test_what_repack_does_is_counted_in_each_step_and_in_the_status(tmp_path: Path) -> None:
+    packed = {"repack_policy": "best-fit", "repack_interval_ms": 200, "repack_release_ms": 2_000}
+    world = World(
+        settings(total_steps=4, max_staleness=4, **packed),
+        replicas=4,
+        num_train=60,
+        faults=Faults(slow_tail=0.3),
+        seed=0,
+    )
+    world.max_batch, world.kv_capacity = world.capacity, 1_000
+    world.run()
+    feed(MetricsWriter(tmp_path, TELEMETRY), world)
+    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), world)
+    steps = [line for line in lines(tmp_path) if "staleness/mean" in line]
+    told = json.loads((tmp_path / "status.json").read_text())["repack"]
+    ordered = [c for _, cs in world.log for c in cs if isinstance(c, cmd.ReleaseTrajectories)]
+    assert told["emptied"] == len(ordered) > 0
+    assert 0 < told["moves"] <= sum(len(c.items) for c in ordered)
+    assert sum(line["repack/moves"] for line in steps) <= told["moves"]
+    (tmp_path / "off").mkdir()
+    feed(MetricsWriter(tmp_path / "off", TELEMETRY), small_world())
+    assert not any("repack/moves" in line for line in lines(tmp_path / "off"))
 
 
 def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""The part of a page about the replicas over time, and about repack.
+
+Reads   PageData
+Gives   HTML: charts of cache, running and waiting sequences; of runs with and without repack, what
+        each policy reached. Nothing where there is nothing to show
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from laminar.analysis.charts import Bar, Chart, Line, draw, draw_bars
+from laminar.analysis.confidence import Estimate
+from laminar.analysis.page_data import PageData
+from laminar.analysis.policies import Policy, gains, policies
+from laminar.analysis.replica_series import Lines
+
+SECONDS = "seconds since the start"
+
+
+def replicas_charts(runs: Sequence[PageData]) -> list[str]:
+    """Cache, then running and waiting sequences, of each run on the same axes."""
+    told = [data for data in runs if data.series.running]
+    cache = [data for data in told if data.series.kv_percent]
+    y_cache = _top([data.series.kv_percent for data in cache])
+    y_running = _top([lines for d in told for lines in (d.series.running, d.series.waiting)])
+    charts = []
+    for data in told:
+        of = f" ({data.name})" if len(runs) > 1 else ""
+        if data in cache:
+            lines = [Line(name, *points) for name, points in data.series.kv_percent.items()]
+            title = f"Cache in use, by replica{of}"
+            charts.append(draw(Chart(title, SECONDS, "% of its tokens", lines, y_cache)))
+        lines = [Line(name, *points) for name, points in data.series.running.items()]
+        lines += [
+            Line(f"{name} waiting", *points, dashed=True, colour=place)
+            for place, (name, points) in enumerate(data.series.waiting.items())
+        ]
+        title = f"Sequences in the engine, by replica{of}"
+        charts.append(draw(Chart(title, SECONDS, "sequences", lines, y_running)))
+    return charts
+
+
+def _top(found: Sequence[Lines]) -> tuple[float, float]:
+    values = [y for lines in found for _, ys in lines.values() for y in ys]
+    return 0.0, max(values, default=0.0) * 1.05 or 1.0
+
+
+def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
+    """Only where a run has it; what the policies reached only where there are several."""
+    with_it = [data for data in runs if data.summary["repack"]]
+    if not with_it:
+        return
+    yield "<h2>Repack</h2>"
+    found = policies([data.summary for data in runs])
+    yield '<div class="grid">'
+    if len(found) > 1:
+        yield f"<div>{_throughput(found)}</div>"
+    yield f"<div>{_moves(with_it, runs)}</div></div>"
+    if len(found) > 1:
+        yield from _table(found)
+        for name, pairs, gain in gains([data.summary for data in runs]):
+            count = "one pair of runs" if pairs == 1 else f"{pairs} pairs of runs"
+            yield (
+                f"<p>{escape(name)}: {_plus_minus(gain, 100, '+.1f')} % tokens per second against "
+                f"off ({count} with the same seed)</p>"
+            )
+
+
+def _throughput(found: Sequence[Policy]) -> str:
+    bars = [
+        Bar(f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
+        for p in found
+        if p.tokens_per_s is not None
+    ]
+    title = "Sampled tokens per second by policy (runs), with 95 % intervals"
+    return draw_bars(title, bars, "tokens/s")
+
+
+def _moves(with_it: Sequence[PageData], runs: Sequence[PageData]) -> str:
+    lines = []
+    for place, data in enumerate(with_it):
+        of = f", {data.name}" if len(runs) > 1 else ""
+        lines.append(Line(f"moved{of}", *data.series.moved, colour=place))
+        lines.append(Line(f"emptied{of}", *data.series.emptied, dashed=True, colour=place))
+    title = "Trajectories moved, and replicas emptied, so far"
+    return draw(Chart(title, SECONDS, "count", lines))
+
+
+def _table(found: Sequence[Policy]) -> Iterator[str]:
+    rows = [
+        ("runs", [str(p.runs) for p in found]),
+        ("tokens/s", [_plus_minus(p.tokens_per_s, 1, ",.0f") for p in found]),
+        ("latency of an answer, mean (s)", [_figure(p.latency_mean_s) for p in found]),
+        ("latency of an answer, max (s)", [_figure(p.latency_max_s) for p in found]),
+        ("hand-over, mean (s)", [_figure(p.hand_over_s) for p in found]),
+        ("cache in use, mean", [_percent(p.kv_use) for p in found]),
+        ("nearly empty decode steps", [_percent(p.nearly_empty) for p in found]),
+    ]
+    yield f"<table><tr><th></th>{''.join(f'<th>{escape(p.name)}</th>' for p in found)}</tr>"
+    for name, cells in rows:
+        yield f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+
+
+def _plus_minus(found: Estimate | None, factor: float, form: str) -> str:
+    if found is None:
+        return "-"
+    half = "" if found.half is None else f" ± {factor * found.half:{form.removeprefix('+')}}"
+    return f"{factor * found.mean:{form}}{half}"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,190 @@
+"""What repack did, told three times: in the summary, on the page, and as reasons and arrows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from laminar.analysis.charts import Bar, draw_bars
+from laminar.analysis.confidence import estimate, relative_gain
+from laminar.analysis.engine_use import EngineUse
+from laminar.analysis.headline import headline
+from laminar.analysis.history import replay_log
+from laminar.analysis.page import html
+from laminar.analysis.page_data import page_data
+from laminar.analysis.policies import gains, policies
+from laminar.analysis.repack_book import RepackBook
+from laminar.analysis.replica_series import LINES_MAX, series
+from laminar.analysis.trace import write_trace
+from laminar.analysis.why import why
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Settings
+from laminar.testing.logs import Log
+from laminar.testing.run_directory import CLOCK_NS, make_run, write_steps
+from laminar.testing.world import World
+from laminar.testing.world_parts import Faults, settings
+
+SECOND = 10**9
+
+
+def world_of(**changes: object) -> World:
+    """Four replicas whose answers have a long tail."""
+    values: dict[str, object] = {"total_steps": 4, "max_staleness": 4}
+    packed: Settings = settings(**(values | changes))
+    world = World(packed, replicas=4, num_train=60, faults=Faults(slow_tail=0.3), seed=0)
+    world.max_batch, world.kv_capacity = world.capacity, 1_000
+    return world.run()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Log]:
+    """A run whose replicas give away what they run."""
+    world = world_of(
+        repack_policy="best-fit",
+        repack_interval_ms=200,
+        repack_release_ms=2_000,
+        repack_prefill_tokens=500,
+    )
+    return run_of(tmp_path_factory.mktemp("packed") / "packed", world.log, 30), world.log
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without repack."""
+    return run_of(tmp_path_factory.mktemp("plain") / "plain", world_of().log, 20)
+
+
+def run_of(run_dir: Path, log: Log, tokens: int) -> Path:
+    """With an engine that sampled so many tokens in each of two seconds."""
+    make_run(run_dir, log)
+    rows = [(CLOCK_NS + n * SECOND, CLOCK_NS + (n + 1) * SECOND, 1, tokens) for n in range(2)]
+    write_steps(run_dir, "rollout-0", rows)
+    return run_dir
+
+
+def test_every_hand_over_is_in_the_summary(packed: tuple[Path, Log]) -> None:
+    run_dir, log = packed
+    told = page_data(run_dir, None).summary["repack"]
+    released = [c for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories)]
+    answers = [s.event for s, _ in log if isinstance(s.event, ev.TrajectoriesReleased)]
+    awaited = {(i.trajectory_id, i.placement + 1) for c in released for i in c.items}
+    moved = [
+        c
+        for _, commands in log
+        for c in commands
+        if isinstance(c, cmd.GenerateTrajectory) and (c.trajectory_id, c.placement) in awaited
+    ]
+    assert told["policy"] == "best-fit" and len(released) == len(answers) > 1
+    assert told["replicas_emptied"] == told["replicas_freed"] == len(released)
+    assert told["moves"] == len(moved) > 0
+    assert told["expired"] == 0
+    assert 0 < told["release_s"]["mean"] <= told["hand_over_s"]["mean"]
+    assert told["sooner_s"]["sum"] > 0
+
+
+def test_a_run_without_repack_has_nothing_of_it(plain: Path) -> None:
+    data = page_data(plain, None)
+    assert data.summary["repack"] is None
+    assert not {"repack", "  hand-over", "  free sooner by"} & dict(headline(data)).keys()
+    page = html([data])
+    assert "Repack" not in page and "moved" not in page
+    assert "Cache in use" not in page  # its engines said nothing of themselves
+
+
+def test_the_policies_are_compared_where_there_are_two(
+    packed: tuple[Path, Log], plain: Path
+) -> None:
+    runs = [page_data(packed[0], None), page_data(plain, None)]
+    summaries = [data.summary for data in runs]
+    assert [(p.name, p.runs) for p in policies(summaries)] == [("off", 1), ("best-fit", 1)]
+    ((name, pairs, gain),) = gains(summaries)
+    assert (name, pairs, gain.half) == ("best-fit", 1, None)
+    assert gain.mean == pytest.approx(0.5)  # 30 tokens a second, and 20
+    page = html(runs)
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert "best-fit: +50.0 % tokens per second against off (one pair of runs" in page
+    assert "hand-over, mean (s)" in page
+    alone = html(runs[:1])
+    assert "Trajectories moved" in alone and "hand-over, mean (s)" not in alone
+
+
+def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
+    data = page_data(packed[0], None)
+    use = EngineUse()
+    replay_log(packed[0], use)
+    assert use.replicas == [f"rollout-{n}" for n in range(4)]
+    shares = [s for name in use.replicas for s in use.of(name).kv_use.tolist() if s == s]
+    assert data.summary["kv_use_mean"] == pytest.approx(sum(shares) / len(shares))
+    assert list(data.series.kv_percent) == ["0", "1", "2", "3"]
+    last = data.series.kv_percent["2"]
+    assert last[1][-1] == pytest.approx(100 * [s for s in use.of("rollout-2").kv_use if s == s][-1])
+    assert data.series.moved[1][-1] == data.summary["repack"]["moves"]
+
+
+def test_many_replicas_are_summed_up(
+    packed: tuple[Path, Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, book = EngineUse(), RepackBook()
+    replay_log(packed[0], use)
+    monkeypatch.setattr("laminar.analysis.replica_series.LINES_MAX", LINES_MAX // 4)
+    found = series(use, book, CLOCK_NS)
+    assert list(found.running) == ["lowest", "mean", "highest"]
+    lowest, mean, highest = (found.running[name][1] for name in found.running)
+    assert all(a <= b <= c for a, b, c in zip(lowest, mean, highest, strict=True))
+    assert max(highest) > min(lowest)
+    assert found.moved == ([], [])
+
+
+def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]) -> None:
+    run_dir, log = packed
+    source = next(c.to for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories))
+    lines = list(why(run_dir, source))
+    looked = next(line for line in lines if "repack looked at it" in line)
+    times = int(re.findall(r"looked at it (\d+) times", looked)[0])
+    reasons = lines[lines.index(looked) + 1 :]
+    counts = [1 if "once, " in r else int(re.findall(r"(\d+) times, ", r)[0]) for r in reasons]
+    assert sum(counts) == times > 1
+    assert any(": it was emptied" in reason for reason in reasons)
+
+
+def test_the_moves_of_a_trace_are_arrows(packed: tuple[Path, Log], tmp_path: Path) -> None:
+    run_dir, log = packed
+    write_trace(run_dir, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    moves = page_data(run_dir, None).summary["repack"]["moves"]
+    arrows = Counter(e["ph"] for e in events if e.get("name") == "repack")
+    assert arrows == {"s": moves, "f": moves}
+    spans = [e["name"] for e in events if e.get("cat") == "hand-over" and e["ph"] == "B"]
+    released = [c for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories)]
+    assert len(spans) == len(released)
+    assert spans[0].startswith(f"gives {len(released[0].items)} to rollout-")
+    charts = Counter(e["name"] for e in events if e["ph"] == "C")
+    assert charts.keys() == {"cache", "sequences"}
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    assert estimate([]) is None
+    assert estimate([3.0]) == (3.0, None)
+    found = estimate([1.0, 2.0, 3.0])
+    assert found is not None and found.mean == 2
+    assert found.half == pytest.approx(4.303 / 3**0.5)
+    many = estimate([0.0, 2.0] * 50)
+    assert many is not None and many.half == pytest.approx(1.960 * 1.00504 / 10, rel=1e-4)
+    gain = relative_gain([100, 50], [110, 60])
+    assert gain is not None and gain.mean == pytest.approx(0.15)
+
+
+def test_bars_have_their_interval() -> None:
+    svg = draw_bars("Speed", [Bar("off", 10, 2), Bar("<on>", 20, 0)], "tokens/s")
+    ElementTree.fromstring(svg)
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
+    assert svg.count("<path") == 1 and "off: 10 ± 2" in svg
+    assert "no figures yet" in draw_bars("Speed", [], "tokens/s")
