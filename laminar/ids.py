@@ -10,6 +10,7 @@ evaluation with index 2 "e2.5".
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NewType
 
@@ -69,6 +70,18 @@ def actor_name(role: str, node: str, index: int) -> ActorName:
 def hash64(*parts: int | str) -> int:
     """xxh3_64 of the MessagePack array of `parts`: the same on every machine and Python."""
     return xxhash.xxh3_64_intdigest(_encode(parts))
+
+
+def batch_digest(batch: Sequence[str]) -> str:
+    """xxh3_128 (hex) of the MessagePack array of the ids of a batch, in order."""
+    return xxhash.xxh3_128_hexdigest(_encode(batch))
+
+
+def chained(before: str, *batches: Sequence[str]) -> str:
+    """The digest of all batches so far: `before` of those before these; empty: there are none."""
+    for batch in batches:
+        before = xxhash.xxh3_128_hexdigest(_encode((before, batch_digest(batch))))
+    return before
 
 
 def trajectory_seed(run_seed: int, group: GroupId, sibling: int, attempt: int) -> int:

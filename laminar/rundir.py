@@ -14,7 +14,8 @@ timeline/         what each process did when
                   parts before it; the oldest of them go
 metrics.jsonl  tensorboard/  status.json  summary.json
 report.html       figures, charts and samples, by `laminar report`; comparison.html of several runs
-checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version
+checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, and with
+                     the optimizer's state and what else the trainer needs to go on from there
 export/           the trained model as a Hugging Face directory
 """
 
@@ -40,6 +41,7 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
 VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
+RESUME_FILE = "trainer.json"  #: of a checkpoint: what was trained, and how (training/resume.py)
 EXPORT_DIR = "export"
 
 

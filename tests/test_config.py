@@ -14,6 +14,7 @@ from laminar.config.foreign_keys import OTHERS, TRL, VERL
 
 ROOT = Path(__file__).parents[1]
 GOOD = ["model.name=m", "data.dataset=spell_backward"]
+EMULATED = ["rollout.engine=emulated"]
 
 
 def flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
@@ -78,6 +79,13 @@ def test_the_async_section_keeps_its_name() -> None:
         (["data=3"], ["data", "section"]),
         (["nonsense"], ["nonsense", "key=value"]),
         (["rollout.replicas=0"], ["rollout.replicas", "at least 1"]),
+        (["emulation.replicas_per_process=0"], ["emulation.replicas_per_process", "at least 1"]),
+        (["emulation.step_us=0"], ["emulation.step_us", "at least 1"]),
+        (["emulation.train_s=-1"], ["emulation.train_s", "at least 0"]),
+        (["emulation.weights_mb=0.5"], ["emulation.weights_mb", "whole number"]),
+        ([*EMULATED, "data.max_response_length=65537"], ["data.max_response_length", "65536"]),
+        ([*EMULATED, "data.max_prompt_length=70000"], ["data.max_prompt_length", "65536"]),
+        ([*EMULATED, "data.dataset_size=128"], ["data.val_size = 128", "lower it"]),
         (["algorithm.loss_agg_mode=mean"], ["mean", "token-mean"]),
         ([*GOOD, "rollout.top_p=0.9"], ["rollout.top_p", "0.9"]),
         ([*GOOD, "rollout.temperature=0"], ["rollout.temperature"]),

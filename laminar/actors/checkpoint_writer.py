@@ -1,12 +1,13 @@
-"""Checkpoints: the model as it is now, written to disk while the trainer goes on.
+"""Checkpoints: model and optimizer as they are now, written to disk while the trainer goes on.
 
-Reads   the policy's tensors
+Reads   the policy's tensors, the optimizer's state, the ids of what was trained
 Writes  checkpoints/step_N/ of the run directory
 Emits   CheckpointSaved
 
-The trainer stands still for one copy of the weights and their probe; files, digest and the removal
-of old checkpoints go on beside it. A checkpoint that is still being written when the next is due
-makes that one be left out: the trainer never waits for a disk.
+The trainer stands still for one copy of its tensors and the probe; files, digests and the removal
+of old checkpoints go on beside it. An old one goes when the coordinator knows the new one: until
+then nobody would go on from the new one. A checkpoint that is still being written when the next is
+due makes that one be left out: the trainer never waits for a disk.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar.actors.model_files import ModelFiles, Weights, save_model
-from laminar.config import ConfigError
 from laminar.events import events as ev
-from laminar.rundir import CHECKPOINTS_DIR, VERSION_FILE
+from laminar.rundir import CHECKPOINTS_DIR, RESUME_FILE, VERSION_FILE
+from laminar.training.resume import LearnerFacts, Resume, encode
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:
@@ -38,15 +39,24 @@ class CheckpointWriter:
         files: ModelFiles,
         specs: tuple[mf.TensorSpec, ...],
         probe: Callable[[], Awaitable[mf.Probe]],
+        facts: Callable[[], LearnerFacts],
     ) -> None:
-        """`specs`: how a version is published. `probe`: of the present weights."""
+        """`specs`: how a version is published. `probe`, `facts`: of the present weights."""
         self.host = host
+        self._facts = facts
+        self._before = ""  #: chained digest of the batches up to the last checkpoint
+        self._batches: list[tuple[str, ...]] = []  #: since then
         self._files, self._specs, self._probe = files, specs, probe
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: by version, oldest first
+        self._old: list[Path] = []  #: to be removed
         self._idle = asyncio.Event()  #: none is being written
         self._idle.set()
+
+    def consumed(self, batch: tuple[str, ...]) -> None:
+        """These trajectories have been trained, in this order."""
+        self._batches.append(batch)
 
     async def save_if_due(self, version: int, step: int, event_seq: int) -> None:
         """Begin a checkpoint of the weights after `step` steps; they may change on return."""
@@ -57,10 +67,20 @@ class CheckpointWriter:
             return
         started = self.host.now_ns()
         weights = await self._files.copy()
+        resume = self._resume(version, step)
         probe = await self._probe()
         self.host.span("saving", started, self.host.now_ns(), step=step)
         self._idle.clear()
-        self.host.spawn(self._save(version, step, weights, probe, event_seq))
+        self.host.spawn(self._save(resume, weights, probe, event_seq))
+
+    def _resume(self, version: int, step: int) -> Resume:
+        """What was trained up to now; from here on it is counted anew."""
+        batches = tuple(self._batches)
+        resume = Resume(
+            version=version, step=step, before=self._before, batches=batches, learner=self._facts()
+        )
+        self._before, self._batches = resume.digest, []
+        return resume
 
     async def close(self) -> None:
         """Let a write come to its end, for a while; a part of a checkpoint has no name yet."""
@@ -71,37 +91,41 @@ class CheckpointWriter:
             self.host.log.warning("checkpoint-left-out", reason="the trainer ends")
 
     async def _save(
-        self, version: int, step: int, weights: Weights, probe: mf.Probe, event_seq: int
+        self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
         try:
-            await self._write(version, step, weights, probe, event_seq)
+            await self._write(resume, weights, probe, event_seq)
         finally:
             self._idle.set()
+        await self._remove_old()
 
     async def _write(
-        self, version: int, step: int, weights: Weights, probe: mf.Probe, event_seq: int
+        self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
         """A disk that fails costs this checkpoint and nothing else."""
+        version, step = resume.version, resume.step
         path = f"{CHECKPOINTS_DIR}/step_{step}"
         directory = self.host.run_dir / path
         try:
             manifest = await self._files.describe(
                 weights, version=version, step=step, specs=self._specs, probe=probe
             )
-            await save_model(self._files, directory, weights, {VERSION_FILE: mf.encode(manifest)})
-        except (OSError, ConfigError) as error:
+            extra = {VERSION_FILE: mf.encode(manifest), RESUME_FILE: encode(resume)}
+            await save_model(self._files, directory, weights, extra)
+        except OSError as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
             return
         self._kept[version] = directory
-        await self._remove_old()
+        while self._keep and len(self._kept) > self._keep:
+            self._old.append(self._kept.pop(next(iter(self._kept))))
         saved = ev.CheckpointSaved(version=version, step=step, path=path, kept=tuple(self._kept))
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
     async def _remove_old(self) -> None:
-        """Those beyond the newest few. What is half removed is not kept."""
-        while self._keep and len(self._kept) > self._keep:
-            version = next(iter(self._kept))
+        """Those beyond the newest few, which the coordinator knows not to be kept."""
+        await self.host.acknowledged()
+        while self._old:
             try:
-                await self._files.remove(self._kept.pop(version))
+                await self._files.remove(self._old.pop(0))
             except OSError as error:
                 self.host.log.warning("checkpoint-not-removed", reason=str(error))

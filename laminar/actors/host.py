@@ -37,6 +37,7 @@ ORPHAN_STORE_S = 10.0
 ORPHAN_EXIT_S = 20.0
 """An actor without a node has no process that would kill it when it does not end."""
 WATCH_S = 0.5
+ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
 """Of a failure: it goes to every process of the run. The log of this one has all of it."""
 
@@ -89,6 +90,11 @@ class Process(Protocol):
     @property
     def silent_ns(self) -> int:
         """How long the coordinator has said nothing."""
+        ...
+
+    @property
+    def unacknowledged(self) -> int:
+        """Events that the coordinator has not on its disk yet."""
         ...
 
     def join(self, host: Host) -> None:
@@ -201,6 +207,11 @@ class Host:
         except TimeoutError:
             return
         raise Ended(f"{self.name} was ended while it waited")
+
+    async def acknowledged(self) -> None:
+        """The coordinator has on disk all that was sent; Ended when this process is to end."""
+        while self.process.unacknowledged:
+            await self.pause(ACKNOWLEDGED_POLL_S)
 
     def client(self, server: str) -> Client:
         """A client of the store or the relay of this run (not started)."""

@@ -2,7 +2,7 @@
 
 Reads   a copy of the weights, or the present ones
 Writes  a directory, through ModelFiles
-Raises  ConfigError when it exists; OSError: nothing of it is left, it can be tried again
+Raises  OSError: nothing of it is left, it can be tried again
 
 Everything is written and synced beside the name first. Who finds the name may read all of it,
 whenever the trainer or its machine died.
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 from laminar.weights.version import manifest as mf
 
 Weights = Any
-"""A copy of a model's weights; only who made it looks into it."""
+"""A copy of a model's weights and of its optimizer; only who made it looks into it."""
 
 
 class ModelFiles(Protocol):
     """The trainer's model, as files; the work of threads. All raise OSError."""
 
     async def copy(self) -> Weights:
-        """The present weights, which may change on return."""
+        """The present ones, which may change on return."""
 
     async def describe(
         self,
@@ -39,18 +39,19 @@ class ModelFiles(Protocol):
         """As a relay would describe the version that is made of these weights."""
 
     async def begin(self, directory: Path) -> Path:
-        """An empty directory for what is to become `directory`; ConfigError when that exists."""
+        """An empty directory for what is to become `directory`."""
 
     async def write(
         self, directory: Path, weights: Weights | None, extra: Mapping[str, bytes]
     ) -> None:
-        """Put the model into a directory, with further files; None: with its present weights."""
+        """Put the model into a directory, with further files; None: with its present weights, and
+        without the optimizer."""
 
     async def sync(self, directory: Path) -> None:
         """All its files are on the disk on return."""
 
     async def rename(self, directory: Path, name: Path) -> None:
-        """It has this name on return, also after a power cut."""
+        """It has this name on return, also after a power cut, in the place of what had it."""
 
     async def remove(self, directory: Path) -> None:
         """Remove it with its files."""

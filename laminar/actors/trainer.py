@@ -34,6 +34,7 @@ from laminar.ids import TrajectoryId
 from laminar.rundir import EXPORT_DIR
 from laminar.storage import messages as store
 from laminar.tasks.rewards import is_right, numbers_of
+from laminar.training.resume import LearnerFacts
 from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample
 from laminar.weights.version import manifest as mf
 
@@ -62,6 +63,9 @@ class Learner(Protocol):
 
     async def reload(self, directory: Path) -> None:
         """Take the weights of an exported model in the place of the present ones."""
+
+    def facts(self) -> LearnerFacts:
+        """What a checkpoint has to say of it."""
 
 
 class Book(Protocol):
@@ -103,7 +107,9 @@ class Trainer:
         self.publisher = WeightPublisher(self.host, relay, self._attach, specs, self._probe)
         await self.publisher.start()
         self.probe_ids = probe_sequences(await self._prompts(), self.config.max_model_len - 1)
-        self.checkpoints = CheckpointWriter(self.host, self._files, specs, self._probe)
+        self.checkpoints = CheckpointWriter(
+            self.host, self._files, specs, self._probe, self.learner.facts
+        )
         self.host.spawn(self._work(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         weights_bytes = mf.check_tensors(specs)
@@ -141,6 +147,7 @@ class Trainer:
             self.host.span("waiting", self._waiting_from_ns, now)
             if isinstance(command, cmd.TrainStep):
                 result, seconds = await self._train(command)
+                checkpoints.consumed(command.trajectories)
                 await publisher.publish(command.version, command.step_index + 1, order.cause)
                 await self._report(order, command, result, seconds)
                 await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)

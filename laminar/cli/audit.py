@@ -8,6 +8,7 @@ from typing import Any
 
 from laminar.analysis.audit import Audit, audit
 from laminar.analysis.ledger_book import LedgerRow
+from laminar.cli.emulated import notes
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 def run_audit(arguments: argparse.Namespace) -> int:
     """Print the ledger and what contradicts it; 0 when the books agree, else 1."""
     found = audit(arguments.run)
-    for line in lines(found):
+    for line in [*notes(arguments.run), *lines(found)]:
         print(line)
     return 1 if found.problems else 0
 

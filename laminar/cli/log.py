@@ -33,6 +33,7 @@ from laminar.analysis.story import dump, story
 from laminar.analysis.timeline import cut_timelines
 from laminar.analysis.trace import write_trace
 from laminar.analysis.why import why
+from laminar.cli.emulated import notes
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
 from laminar.eventlog.replay import Difference, Replay
 
@@ -101,6 +102,7 @@ def positive(text: str) -> int:
 def run_replay(arguments: argparse.Namespace) -> int:
     """Prints what was compared; 1 at the first difference, with both sides."""
     found, lines = _replayed(arguments)
+    lines = [*notes(arguments.run), *lines]
     lines += [f"{found.events} events, {found.decisions} decisions, {found.hashes} state hashes"]
     if found.difference is None:
         lines.append("identical")
@@ -125,8 +127,10 @@ def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
     return found, [f"begun at {snapshot.name}, after event {snapshot.seq}{why}"]
 
 
-def _note_beginning(run: Path) -> None:
+def _note_run(run: Path) -> None:
     """To stderr, so that what reads the output is not disturbed."""
+    for note in notes(run):
+        print(f"laminar: {note}", file=sys.stderr)
     if gone := segments_gone(run):
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
@@ -150,7 +154,7 @@ def _field_diff(difference: Difference) -> str:
 
 
 def run_dump(arguments: argparse.Namespace) -> int:
-    _note_beginning(arguments.run)
+    _note_run(arguments.run)
     _print(_raw_lines(arguments.run) if arguments.raw else dump(arguments.run))
     return 0
 
@@ -162,13 +166,13 @@ def _raw_lines(run: Path) -> Iterator[str]:
 
 
 def run_tail(arguments: argparse.Namespace) -> int:
-    _note_beginning(arguments.run)
+    _note_run(arguments.run)
     _print(deque(dump(arguments.run), maxlen=arguments.n))
     return 0
 
 
 def run_story(arguments: argparse.Namespace) -> int:
-    _note_beginning(arguments.run)
+    _note_run(arguments.run)
     if arguments.logs:
         _note_cut("logs", cut_logs(arguments.run))
     _print(story(arguments.run, arguments.id, logs=arguments.logs))
@@ -176,6 +180,7 @@ def run_story(arguments: argparse.Namespace) -> int:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
+    _note_run(arguments.run)
     _print(why(arguments.run, arguments.id, arguments.at))
     return 0
 
@@ -183,6 +188,7 @@ def run_why(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Says where the trace is and how to look at it."""
     path = arguments.output or arguments.run / TRACE_FILE
+    _note_run(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))
     count = write_trace(arguments.run, path)
     _print([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
@@ -193,13 +199,14 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Says what was written; the columns are explained in docs/debugging.md."""
     from laminar.analysis.export import export  # pyarrow takes longer to load than most logs
 
+    _note_run(arguments.run)
     rows = export(arguments.run, arguments.parquet, force=arguments.force)
     _print(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
     return 0
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
-    _note_beginning(arguments.run)
+    _note_run(arguments.run)
     events, decisions = Counter[str](), Counter[str]()
     clock, times = WallClock(), []
     segments = set[int]()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laminar.cli.emulated import EMULATED
 from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError, DataConfig
 from laminar.coordinator.strategy import load_strategy
@@ -63,10 +64,12 @@ def check_settings(config: Config) -> Config:
     _check_directory(config.run_dir)
     _check_port(config, "coordinator.port", config.coordinator.port)
     _check_loggers(config)
-    check_devices(config)
-    config = localize(config)
-    _check_model(config)
-    check_import(config.reward.custom_reward_function.path, "reward.custom_reward_function.path")
+    if not config.is_emulated:
+        check_devices(config)
+        config = localize(config)
+        _check_model(config)
+        path = config.reward.custom_reward_function.path
+        check_import(path, "reward.custom_reward_function.path")
     _check_strategy(config)
     check_room(run_size(config))
     return config
@@ -74,6 +77,8 @@ def check_settings(config: Config) -> Config:
 
 def look_at_data(config: Config) -> Plan:
     """All of the data, the tokenizer and the reward; nothing is written."""
+    if config.is_emulated:
+        return emulated_plan(config)
     spec = reward_spec(config)
     prompts = load_prompts(config.data)
     check_rows(spec, [*prompts.train, *prompts.held_out])
@@ -116,6 +121,26 @@ def _templated(
         "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` is what the "
         "model sees"
     }
+
+
+def emulated_plan(config: Config) -> Plan:
+    """There is nothing to look at."""
+    scope = "group" if config.reward.scope == "group" else "trajectory"
+    reward = msgspec.structs.replace(config.reward, scope=scope)
+    num_train = config.data.dataset_size - config.data.val_size
+    return Plan(
+        config=msgspec.structs.replace(config, reward=reward),
+        num_train=num_train,
+        num_held_out=config.data.val_size,
+        overlap=0,
+        steps=planned_steps(config, num_train),
+        first_prompt="emulated",
+        first_prompt_ids=[],
+        end_ids=[],
+        reward=RewardSpec(scope, []),
+        trial=[],
+        warnings={"emulated": EMULATED},
+    )
 
 
 def planned_steps(config: Config, num_train: int) -> int:

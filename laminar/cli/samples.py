@@ -16,6 +16,7 @@ from typing import Any
 
 from laminar.analysis.samples import Choice, Sample, find_samples
 from laminar.cli.arguments import run_config
+from laminar.cli.emulated import notes
 from laminar.cli.endings import say
 from laminar.cli.log import positive
 from laminar.tasks.decoding import decoder_of
@@ -62,6 +63,8 @@ def run_samples(arguments: argparse.Namespace) -> int:
         best=arguments.best,
     )
     found = find_samples(arguments.run, choice, decoder_of(arguments.run, config))
+    for note in notes(arguments.run):
+        say("laminar", note)
     limit = _limit(arguments)
     shown = 0
     for sample in islice(found, limit):

@@ -74,7 +74,9 @@ def train(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
-        found = plan.warnings | show_trial(plan.reward, plan.config.reward, plan.trial, console)
+        found = dict(plan.warnings)
+        if not config.is_emulated:
+            found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
         if arguments.dry_run:
             console.lines([f"WARNING: {text}" for text in found.values()])
             return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
@@ -149,19 +151,26 @@ def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
 def plan_lines(plan: Plan) -> list[str]:
     """What will happen, in a few lines; the first prompt as the model sees it."""
     c = plan.config
+    prompt = [
+        f"prompt 0   {plan.first_prompt!r}",
+        f"as ids     {plan.first_prompt_ids}",
+        f"ends with  {plan.end_ids}",
+    ]
     return [
         f"run        {c.run_dir}",
-        f"model      {c.model.name}",
+        f"model      {_model(c)}",
         f"data       {plan.num_train} training prompts, {plan.num_held_out} held out "
         f"({plan.overlap} further rows left out because their prompt is held out)",
         f"steps      {plan.steps} of {c.data.train_batch_size} prompts x "
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
         f"replicas   {c.rollout.replicas * c.run.nodes} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
-        f"prompt 0   {plan.first_prompt!r}",
-        f"as ids     {plan.first_prompt_ids}",
-        f"ends with  {plan.end_ids}",
+        *([] if c.is_emulated else prompt),
     ]
+
+
+def _model(c: Config) -> str:
+    return f"emulated, {c.emulation.weights_mb} MiB" if c.is_emulated else c.model.name
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[str]:

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "rollout.engine": ("torch", "vllm"),
+    "rollout.engine": ("torch", "vllm", "emulated"),
     "rollout.device": ("auto", "cpu", "cuda"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
     "reward.kind": ("auto", "dataset", "math", "exact", "custom"),
@@ -105,6 +105,15 @@ MINIMA: dict[str, float] = {
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
     "recovery.coordinator_restart_ms": 0,
+    "emulation.replicas_per_process": 1,
+    "emulation.step_us": 1,
+    "emulation.sequence_us": 0,
+    "emulation.token_us": 0,
+    "emulation.prefill_tokens_per_s": 1,
+    "emulation.kv_capacity_tokens": 1,
+    "emulation.median_response": 1,
+    "emulation.train_s": 0,
+    "emulation.weights_mb": 1,
 }
 
 #: Largest legal value, likewise.
@@ -125,6 +134,8 @@ GROUP_SIZE_MAX = 4_096
 QUESTION_BYTES_MAX = 14 << 20
 """Of what a user's batch strategy is asked, which is one message, too."""
 BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
+EMULATED_TOKENS_MAX = 1 << 16
+"""Of a prompt or a response: so many are made up before they begin again."""
 CONFIG_CHARS_MAX = 1 << 20
 """Of the whole configuration: every coordinator of a run writes it into the event log."""
 
@@ -193,12 +204,14 @@ def _words(kind: Any) -> list[str]:
 
 def check_together(c: Config) -> None:
     """Rules over several keys (each a sentence with the values and the fix)."""
-    if bool(c.data.dataset) == bool(c.data.train_files):
+    if c.is_emulated:
+        _check_emulated(c)
+    elif bool(c.data.dataset) == bool(c.data.train_files):
         raise ConfigError(
             "give exactly one of data.dataset (a reasoning-gym name) and data.train_files"
         )
     _check_place(c)
-    if not c.model.name:
+    if not (c.model.name or c.is_emulated):
         raise ConfigError("model.name is empty; give the directory of a Hugging Face model")
     if c.rollout.max_num_seqs < c.rollout.group_size:
         raise ConfigError(
@@ -231,6 +244,21 @@ def check_together(c: Config) -> None:
         raise ConfigError(
             f"coordinator.node_lease_ms = {c.coordinator.node_lease_ms} must be at least "
             f"coordinator.lease_ms = {c.coordinator.lease_ms}"
+        )
+
+
+def _check_emulated(c: Config) -> None:
+    """What a real run may be told and an emulated one cannot do."""
+    for key in ("max_prompt_length", "max_response_length"):
+        if (tokens := getattr(c.data, key)) > EMULATED_TOKENS_MAX:
+            raise ConfigError(
+                f'data.{key} = {tokens} is too long for rollout.engine = "emulated": give at most '
+                f"{EMULATED_TOKENS_MAX}"
+            )
+    if c.data.val_size >= c.data.dataset_size:
+        raise ConfigError(
+            f"data.val_size = {c.data.val_size} leaves none of the data.dataset_size = "
+            f"{c.data.dataset_size} emulated prompts for training; lower it"
         )
 
 

@@ -67,7 +67,9 @@ class ValKwargsConfig(Section, frozen=True, kw_only=True):
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    engine: str = "torch"  #: torch: embedded, for Qwen2, Qwen3, Llama | vllm: docs/engines.md
+    engine: str = (
+        "torch"  #: torch: embedded, for Qwen2, Qwen3, Llama | vllm | emulated: docs/engines.md
+    )
     replicas: int = 2  #: engines of each machine; each is a process
     group_size: int = 8  #: responses to one prompt
     max_num_seqs: int = 64  #: trajectories that one replica runs at a time
@@ -164,8 +166,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: int = 0  #: 0: total_epochs passes over the data
     total_epochs: int = 1  #: passes over the data when total_training_steps is 0
     test_freq: int = 0  #: evaluate every so many steps; 0: only first and last
-    save_freq: int = 0  #: write a checkpoint every so many steps; 0: none
-    max_ckpt_to_keep: int = 0  #: the newest so many checkpoints; 0: all
+    save_freq: int = 20  #: write a checkpoint every so many steps; 0: none
+    max_ckpt_to_keep: int = 2  #: the newest so many checkpoints; 0: all
     val_before_train: bool = True  #: evaluate version 0
     micro_batch_tokens: int = 16_384  #: padded tokens of one forward/backward
     batch_wait_s: float = 600.0  #: an idle trainer acts on the group that it waits for
@@ -210,6 +212,20 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     prefill_tokens_per_step: int = 512  #: tokens prefilled in the time of one decode step
 
 
+class EmulationConfig(Section, frozen=True, kw_only=True):
+    """Only read when rollout.engine is "emulated": what takes how long there."""
+
+    replicas_per_process: int = 1  #: each with its own sockets
+    step_us: float = 8_000.0  #: of one decode step, whatever the batch
+    sequence_us: float = 60.0  #: added to a step by each sequence in it
+    token_us: float = 0.0  #: added to a step by each token in the cache
+    prefill_tokens_per_s: float = 20_000.0  #: of prompts, and of what is resumed; all others wait
+    kv_capacity_tokens: int = 1_000_000  #: of a replica's cache
+    median_response: int = 100  #: tokens; the 99th percentile is ten times that
+    train_s: float = 3.0  #: of one training step
+    weights_mb: int = 8  #: MiB of one version, which are really published and read
+
+
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: int = 10_000  #: lost work waits so long for its version, then starts over
     max_restarts: int = 3  #: of one actor, by its node
@@ -233,6 +249,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     coordinator: CoordinatorConfig = CoordinatorConfig()
     repack: RepackConfig = RepackConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    emulation: EmulationConfig = EmulationConfig()
+
+    @property
+    def is_emulated(self) -> bool:
+        """No model: engines, trainer, prompts and rewards take time and make up the rest."""
+        return self.rollout.engine == "emulated"
 
     @property
     def run_dir(self) -> Path:

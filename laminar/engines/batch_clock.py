@@ -1,4 +1,4 @@
-"""A generation engine as a clock: who runs, how fast, and who is finished when.
+"""A generation engine as a clock: who runs, how fast, and who is finished when. No cache limits it.
 
 Reads   lengths of responses, the engine's timing, the time and the slowness of its process
 Gives   finished responses, token counts so far
@@ -40,6 +40,7 @@ class Sequence:
     done: int  #: tokens that an earlier holder generated
     total: int
     hangs: bool = False  #: it is never sampled again, as an environment that does not return
+    prompt: int = 0  #: tokens
     begin: float = NEVER  #: value of the clock at its first new token
     slot: bool = False
 
@@ -75,6 +76,16 @@ class BatchClock:
     @property
     def waiting(self) -> int:
         return len(self.sequences) - self._running
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the responses here, as of the last `advance`."""
+        return sum(self.tokens(sequence) for sequence in self.sequences.values())
+
+    @property
+    def preempted(self) -> int:
+        """The cache has no limit."""
+        return 0
 
     def add(self, sequence: Sequence) -> None:
         self.advance()

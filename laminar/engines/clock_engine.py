@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable
 
 from laminar.engines.batch_clock import BatchClock, Sequence, Timer
+from laminar.engines.cache_clock import CacheClock
 from laminar.engines.made_up_tokens import logprobs_of, tokens_of
 from laminar.engines.protocol import (
     LENGTH,
@@ -35,8 +36,9 @@ class Response(Sequence):
     __slots__ = ("seed", "sent", "spoiled")
 
     def __init__(self, request: GenerateRequest, total: int, hangs: bool = False) -> None:
-        super().__init__(request.request_id, len(request.done_ids), total, hangs)
-        self.seed, self.sent, self.spoiled = request.seed, len(request.done_ids), False
+        done, prompt = len(request.done_ids), len(request.prompt_ids)
+        super().__init__(request.request_id, done, total, hangs, prompt)
+        self.seed, self.sent, self.spoiled = request.seed, done, False
 
 
 class ClockEngine:
@@ -53,12 +55,14 @@ class ClockEngine:
         on_deltas: OnDeltas,
         on_ends: OnDeltas,
     ) -> None:
-        """`limit`: tokens of a response. `on_ends` takes the deltas with which responses end."""
+        """`limit`: tokens of a response. `kv_capacity`: what an engine whose cache has no limit
+        says that it holds. `on_ends` takes the deltas with which responses end."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._limit, self._capacity = limit, kv_capacity
+        self._limit, self._capacity = limit, timing.cache_tokens or kv_capacity
         self._on_deltas, self._on_ends = on_deltas, on_ends
-        self.clock = BatchClock(timer, timing, slots, self._on_finished)
+        kind = CacheClock if timing.cache_tokens else BatchClock
+        self.clock: CacheClock | BatchClock = kind(timer, timing, slots, self._on_finished)
 
     def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
@@ -80,8 +84,9 @@ class ClockEngine:
         """What was sampled so far is handed over with it."""
         self._hand_over()
         clock = self.clock
-        held = sum(clock.tokens(sequence) for sequence in clock.sequences.values())
-        return EngineStats(held, self._capacity, clock.running, clock.waiting)
+        return EngineStats(
+            clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
+        )
 
     def drain_steps(self) -> list[StepRecord]:
         return []

@@ -1,11 +1,11 @@
 """How long generation takes and how long answers are: an engine without a model.
 
-Reads   the seed of a trajectory, the number of sequences that decode together
+Reads   the seed of a trajectory, the number of sequences that decode together, their cache
 Gives   durations in nanoseconds, response lengths in tokens
 
-Pure. Decoding is bound by memory traffic: one step costs a base (reading the weights) and a little
-for each sequence (reading its cache), whatever the tokens are. Response lengths are lognormal with
-p99 = 10 x median, the long tail that makes synchronous training wait.
+Pure. Decoding is bound by memory traffic: one step costs a base (reading the weights), a little for
+each sequence and a little for each token of their caches, whatever the tokens are. Response lengths
+are lognormal with p99 = 10 x median, the long tail that makes synchronous training wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from laminar.ids import hash64
 
 P99_TO_MEDIAN = 10.0
 _NORMAL = NormalDist()
-_SIGMA = math.log(P99_TO_MEDIAN) / _NORMAL.inv_cdf(0.99)
+_P99 = _NORMAL.inv_cdf(0.99)
 _HASHES = float(2**64)
 
 
@@ -29,10 +29,13 @@ class EngineTiming(msgspec.Struct, frozen=True):
     step_us: float = 8_000.0  #: of one decode step, whatever the batch
     sequence_us: float = 60.0  #: added to a step by each sequence in it
     prefill_tokens_per_s: float = 20_000.0
+    token_us: float = 0.0  #: added to a step by each token in the cache, if that is limited
+    #: that the cache holds; 0: no limit, and a prefill then delays its own sequence only
+    cache_tokens: int = 0
 
-    def step_ns(self, sequences: int) -> float:
-        """One token for each of `sequences` that decode together."""
-        return 1e3 * (self.step_us + self.sequence_us * sequences)
+    def step_ns(self, sequences: int, cached: int = 0) -> float:
+        """One token for each of `sequences` that decode together; so many tokens are cached."""
+        return 1e3 * (self.step_us + self.sequence_us * sequences + self.token_us * cached)
 
     def prefill_ns(self, tokens: int) -> float:
         """Prompt and resumed tokens before the first new one."""
@@ -44,9 +47,11 @@ class ResponseLengths(msgspec.Struct, frozen=True):
 
     median: int = 100  #: tokens
     limit: int = 2_000  #: tokens
+    p99_to_median: float = P99_TO_MEDIAN
 
     def of(self, seed: int) -> int:
         """Tokens of the response that belongs to a trajectory's seed, 1..limit."""
         uniform = (hash64(seed, "length") + 0.5) / _HASHES
-        drawn = self.median * math.exp(_SIGMA * _NORMAL.inv_cdf(uniform))
+        sigma = math.log(self.p99_to_median) / _P99
+        drawn = self.median * math.exp(sigma * _NORMAL.inv_cdf(uniform))
         return max(1, min(self.limit, round(drawn)))

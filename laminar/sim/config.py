@@ -59,7 +59,10 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     release_ms: Ints = (200, 2_000)
     prefill_tokens_per_step: Ints = (1, 500)
     max_batch: Ints = (2, 8, 0)  #: sequences of a decode step; 0: as many as an engine runs
-    kv_capacity: Ints = (2_000, 1_000_000)  #: tokens, as an engine reports it
+    kv_capacity: Ints = (
+        2_000,
+        1_000_000,
+    )  #: tokens, where an engine has no limit
 
 
 class TimeConfig(Section, frozen=True, kw_only=True):
@@ -79,8 +82,13 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     score_s: Floats = (0.01, 0.2)  #: one reward
     step_us: Floats = 8_000.0  #: one decode step of an engine, whatever the batch
     sequence_us: Floats = 60.0  #: added to it by each sequence
+    token_us: Floats = 0.0  #: added to it by each token in a limited cache
+    prefill_tokens_per_s: Floats = 20_000.0
+    #: tokens in an engine's cache; 0: no end, and a prefill then delays its own sequence only
+    cache_tokens: Ints = 0
     median_tokens: Ints = (50, 200)  #: of a response; p99 is ten times as much
     max_tokens: Ints = 2_000
+    p99_to_median: Floats = 10.0  #: of response lengths
 
 
 class LogConfig(Section, frozen=True, kw_only=True):

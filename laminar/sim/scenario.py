@@ -128,7 +128,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     """The world of this seed."""
     pick = _pick_from(stream(seed, "scenario"))
     work, time, repack = config.work, config.time, config.repack
-    packing = _pick_from(stream(seed, "repack"))
+    packing, caching = _pick_from(stream(seed, "repack")), _pick_from(stream(seed, "cache"))
     settings = _settings(work, seed, pick)
     if policy := packing(repack.policy):
         settings = msgspec.structs.replace(
@@ -160,8 +160,18 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         load_s=pick(time.load_s),
         train_s=pick(time.train_s),
         score_s=pick(time.score_s),
-        engine=EngineTiming(step_us=pick(time.step_us), sequence_us=pick(time.sequence_us)),
-        lengths=ResponseLengths(median=pick(time.median_tokens), limit=pick(time.max_tokens)),
+        engine=EngineTiming(
+            step_us=pick(time.step_us),
+            sequence_us=pick(time.sequence_us),
+            prefill_tokens_per_s=caching(time.prefill_tokens_per_s),
+            token_us=caching(time.token_us),
+            cache_tokens=caching(time.cache_tokens),
+        ),
+        lengths=ResponseLengths(
+            median=pick(time.median_tokens),
+            limit=pick(time.max_tokens),
+            p99_to_median=caching(time.p99_to_median),
+        ),
         segment_bytes=pick(config.log.segment_bytes),
         snapshot_every=pick(config.log.snapshot_every),
         save_freq=pick(work.save_freq),

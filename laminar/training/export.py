@@ -3,27 +3,20 @@
 Reads   the model, and the tokenizer of the model it started from
 Writes  safetensors, config, generation config, tokenizer files and chat template
 
-Each function is one step of a way that actors/model_files.py goes: a directory that exists under
-its name is whole. The files are written one by one because save_pretrained of a model refuses
-generation configs that published models do ship (a temperature without do_sample), and a run must
-not fail at its end.
+The files are written one by one because save_pretrained of a model refuses generation configs that
+published models do ship (a temperature without do_sample), and a run must not fail at its end.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from laminar.config import ConfigError
+from laminar.training.checkpoint import MODEL_FILE, save_tensors
 from laminar.training.model import named_weights
 
 TOKENIZER_FILES = (
@@ -35,18 +28,6 @@ TOKENIZER_FILES = (
     "*.model",
     "chat_template*",
 )
-
-
-def begin(directory: Path) -> Path:
-    """An empty directory for what is to become `directory`; ConfigError when that exists."""
-    if directory.exists():
-        raise ConfigError(f"export directory {directory} exists; remove it or give another path")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial")
-    if partial.exists():  # an export that died half-way
-        shutil.rmtree(partial)
-    partial.mkdir()
-    return partial
 
 
 def write_model(
@@ -67,18 +48,6 @@ def write_model(
         (directory / name).write_bytes(content)
 
 
-def sync(directory: Path) -> None:
-    """All its files are on the disk on return."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
-
-
-def rename(directory: Path, name: Path) -> None:
-    """What was synced has this name, also after a power cut."""
-    directory.rename(name)
-    _sync(name.parent)
-
-
 def _copy_tokenizer(source: Path, directory: Path) -> None:
     """The files as they are: saving a loaded tokenizer may rewrite its rules."""
     for pattern in TOKENIZER_FILES:
@@ -92,19 +61,6 @@ def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory
     if model.can_generate():
         model.generation_config.to_json_file(directory / "generation_config.json")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    path = directory / "model.safetensors"
-    try:
-        save_file(contiguous, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own name for a disk that fails
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
+    path = directory / MODEL_FILE
+    save_tensors(path, contiguous)
     path.chmod((directory / "config.json").stat().st_mode)  # it is written for its owner alone
-
-
-def _sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

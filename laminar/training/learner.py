@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
@@ -42,8 +43,9 @@ from laminar.training.metrics import (
     token_metrics,
 )
 from laminar.training.mismatch import MismatchLimits, rounding_of
-from laminar.training.model import LoadedPolicy
+from laminar.training.model import LoadedPolicy, named_weights
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
+from laminar.training.resume import CheckpointError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
     MISMATCH,
@@ -111,6 +113,7 @@ class Learner:
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
+        self.reference_digest = "" if self.reference is None else _digest(self.reference)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
@@ -172,6 +175,25 @@ class Learner:
             for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
                 scores[i] = part.tolist()
         return scores
+
+    def facts(self) -> LearnerFacts:
+        """What a checkpoint needs besides parameters and optimizer."""
+        return LearnerFacts(
+            torch=str(torch.__version__),
+            threads=torch.get_num_threads(),
+            micro_batch_tokens=self.config.trainer.micro_batch_tokens,
+            reference=self.reference_digest,
+            moved=self._limits.movements,
+        )
+
+    def restore(self, facts: LearnerFacts) -> None:
+        """The rest of a checkpoint whose parameters and optimizer are there; CheckpointError."""
+        if facts.reference != self.reference_digest:
+            raise CheckpointError(
+                f"its KL term compares with a reference of digest {facts.reference or 'none'}, "
+                f"and model.name has {self.reference_digest or 'none'} now"
+            )
+        self._limits.restore(facts.moved)
 
     def _check(self, samples: Sequence[TrainSample]) -> None:
         if not samples:
@@ -320,6 +342,15 @@ def with_advantages(
         )
         found |= zip((s.sample_id for s in siblings), advantages.tolist(), strict=True)
     return [replace(s, advantage=found[s.sample_id]) for s in samples]
+
+
+def _digest(policy: LoadedPolicy) -> str:
+    """Of all weights: names, types, shapes and bytes."""
+    found = xxhash.xxh3_128()
+    for name, tensor in named_weights(policy.model):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:

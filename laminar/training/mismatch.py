@@ -43,6 +43,15 @@ class MismatchLimits:
     def moved_by(self, step: int) -> float:
         return self._moved[step]
 
+    @property
+    def movements(self) -> dict[int, float]:
+        """Of every step so far, for a checkpoint."""
+        return dict(self._moved)
+
+    def restore(self, movements: Mapping[int, float]) -> None:
+        """As they were after the last of these steps."""
+        self._moved = dict(movements)
+
     def suspects(
         self, mismatch: Mapping[Origin, Mismatch], made: Mapping[int, int], step: int
     ) -> dict[Origin, Suspect]:

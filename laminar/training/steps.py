@@ -12,11 +12,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from laminar.ids import batch_digest
 from laminar.storage.rules import Span
 
 # Why an update is left out.
@@ -159,4 +158,4 @@ def sampled_by(
 
 def ids_digest(samples: Sequence[TrainSample]) -> str:
     """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([s.sample_id for s in samples]))
+    return batch_digest([s.sample_id for s in samples])

@@ -9,22 +9,33 @@ Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from laminar.config import Config
-from laminar.training import export
+from laminar.training import checkpoint, export
+from laminar.training.directories import ThreadedDirectories
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
+from laminar.training.moments import copy_moments
+from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Copied(NamedTuple):
+    """What a checkpoint is made of."""
+
+    weights: Tensors
+    moments: Tensors
+
+
 Describe = Callable[..., Any]
 """weights/version/checkpoint.py: describe."""
 
@@ -74,49 +85,52 @@ class ThreadedLearner:
         reloaded = await asyncio.to_thread(self._load, str(directory))
         self.model.load_state_dict(reloaded.model.state_dict())
 
+    def facts(self) -> LearnerFacts:
+        return self.learner.facts()
+
+    async def resume(self, directory: Path) -> Resume:
+        """Take parameters and optimizer of a checkpoint in the place of the present ones;
+        CheckpointError."""
+        return await asyncio.to_thread(checkpoint.load, directory, self.learner)
+
     def _load(self, name: str) -> LoadedPolicy:
         return load_policy(name, self._device, tokenizer_size=self._size)
 
 
-class ThreadedFiles:
+class ThreadedFiles(ThreadedDirectories):
     """The directories of models of one run."""
 
-    def __init__(
-        self, model: Callable[[], PreTrainedModel], source: str, describe: Describe
-    ) -> None:
+    def __init__(self, learner: Callable[[], Learner], source: str, describe: Describe) -> None:
         """`source`: the directory that the run's tokenizer came from."""
-        self._model = model
+        self._learner = learner
         self._source = source
         self._describe = describe
 
-    async def copy(self) -> Tensors:
+    async def copy(self) -> Copied:
         return await asyncio.to_thread(self._copy)
 
-    async def describe(self, weights: Tensors, **facts: Any) -> Any:
-        return await asyncio.to_thread(self._describe, tensors=weights.items(), **facts)
-
-    async def begin(self, directory: Path) -> Path:
-        return await asyncio.to_thread(export.begin, directory)
+    async def describe(self, copied: Copied, **facts: Any) -> Any:
+        return await asyncio.to_thread(self._describe, tensors=copied.weights.items(), **facts)
 
     async def write(
-        self, directory: Path, weights: Tensors | None, extra: Mapping[str, bytes]
+        self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]
     ) -> None:
-        await asyncio.to_thread(
-            export.write_model, self._model(), self._source, directory, weights, extra
+        await asyncio.to_thread(self._write, directory, copied, extra)
+
+    def _copy(self) -> Copied:
+        learner = self._learner()
+        weights = named_weights(learner.policy.model)
+        return Copied(
+            {name: tensor.to("cpu", copy=True) for name, tensor in weights},
+            copy_moments(learner.policy.model, learner.optimizer),
         )
 
-    async def sync(self, directory: Path) -> None:
-        await asyncio.to_thread(export.sync, directory)
-
-    async def rename(self, directory: Path, name: Path) -> None:
-        await asyncio.to_thread(export.rename, directory, name)
-
-    async def remove(self, directory: Path) -> None:
-        await asyncio.to_thread(shutil.rmtree, directory)
-
-    def _copy(self) -> Tensors:
-        weights = named_weights(self._model())
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+    def _write(self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]) -> None:
+        weights = copied.weights if copied is not None else None
+        model = self._learner().policy.model
+        export.write_model(model, self._source, directory, weights, extra)
+        if copied is not None:
+            checkpoint.save(directory, copied.moments)
 
 
 def _device(name: str) -> str:

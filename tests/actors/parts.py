@@ -54,6 +54,8 @@ class FakeHost:
         self.gauges: list[Event] = []
         self.failures: list[str] = []
         self.announced: list[str] = []
+        self.durable = asyncio.Event()  #: what was sent; cleared by a test that looks before that
+        self.durable.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def emit(self, event: Event, **context: Any) -> None:
@@ -83,6 +85,9 @@ class FakeHost:
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(0.001)
+
+    async def acknowledged(self) -> None:
+        await self.durable.wait()
 
     now_ns = SystemProcess.now_ns
     client = SystemProcess.client

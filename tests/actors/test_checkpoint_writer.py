@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -11,15 +12,18 @@ from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
+from laminar import ids
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.events import events as ev
-from laminar.training import export
+from laminar.rundir import RESUME_FILE
+from laminar.training import export, resume
+from laminar.training.learner import Learner
 from laminar.training.model import load_policy, named_weights
 from laminar.training.threaded import ThreadedFiles
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import tensor_view
-from tests.actors.parts import PROBE, FakeHost
+from tests.actors.parts import PROBE, FakeHost, until
 
 MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
 
@@ -33,15 +37,18 @@ class Trainer:
 
     def __init__(self, run_dir: Path, *settings: str) -> None:
         self.host = FakeHost(run_dir, "trainer-0", f"model.name={MODEL}", *settings)
-        self.model = load_policy(MODEL, "cpu", tokenizer_size=260).model
+        policy = load_policy(MODEL, "cpu", tokenizer_size=260)
+        self.model = policy.model
+        learner = Learner(self.host.config, policy)
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
         specs = mf.layout(shapes, "bfloat16")
-        self.files = ThreadedFiles(lambda: self.model, MODEL, checkpoint.describe)
-        self.writer = CheckpointWriter(self.host, self.files, specs, _probe)  # type: ignore[arg-type]
+        self.files = ThreadedFiles(lambda: learner, MODEL, checkpoint.describe)
+        self.writer = CheckpointWriter(self.host, self.files, specs, _probe, learner.facts)  # type: ignore[arg-type]
 
     async def step(self, step: int) -> None:
         """Every parameter becomes the number of the step."""
         self.change(step)
+        self.writer.consumed((f"0.{step}.0", f"0.{step}.1"))
         await self.writer.save_if_due(step, step, 1)
 
     def change(self, value: float) -> None:
@@ -77,8 +84,40 @@ async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         await trainer.step(step)
         await trainer.writer.close()
     assert [event.kept for event in trainer.saved] == [(1,), (1, 2), (2, 3)]
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["step_2", "step_3"]
+    await until(lambda: left(tmp_path) == ["step_2", "step_3"])
+
+
+async def test_an_old_one_goes_when_the_coordinator_knows_the_new_one(tmp_path: Path) -> None:
+    """Until then it is what a restarted trainer would go on from."""
+    trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    await trainer.step(1)
+    await trainer.writer.close()
+    trainer.host.durable.clear()
+    await trainer.step(2)
+    await trainer.writer.close()
+    await asyncio.sleep(0.05)
+    assert left(tmp_path) == ["step_1", "step_2"] and trainer.saved[-1].kept == (2,)
+    trainer.host.durable.set()
+    await until(lambda: left(tmp_path) == ["step_2"])
+
+
+async def test_what_was_consumed_is_there_by_id_and_as_a_chain(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, "trainer.save_freq=2")
+    for step in (1, 2, 3, 4):
+        await trainer.step(step)
+        await trainer.writer.close()
+    first, second = (
+        resume.decode((tmp_path / "checkpoints" / f"step_{step}" / RESUME_FILE).read_bytes())
+        for step in (2, 4)
+    )
+    batches = [(f"0.{step}.0", f"0.{step}.1") for step in (1, 2, 3, 4)]
+    assert (first.before, [*first.batches, *second.batches]) == ("", batches)
+    assert second.before == first.digest != second.digest == ids.chained("", *batches)
+    assert ids.chained("", *batches) != ids.chained("", *batches[::-1])
+
+
+def left(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 async def test_a_slow_disk_costs_checkpoints_and_no_time(
@@ -128,7 +167,7 @@ async def test_a_file_that_the_library_cannot_write_is_a_failed_checkpoint(
     def full(*args: object, **named: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr("laminar.training.checkpoint.save_file", full)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     with capture_logs() as lines:
         await trainer.step(1)
@@ -153,7 +192,7 @@ async def test_an_old_checkpoint_that_cannot_be_removed_does_not_hide_the_new_on
 
 
 async def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path)
+    trainer = Trainer(tmp_path, "trainer.save_freq=0")
     await trainer.step(1)
     await trainer.writer.close()
     assert not trainer.saved and not (tmp_path / "checkpoints").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from laminar.actors.system.roles import ROLES, kind, needs
@@ -35,3 +39,16 @@ def test_a_machine_imports_what_its_own_actors_need() -> None:
     store = needs(["store"], config(data, "data.dataset="), gpus=False)["torch"].modules
     assert "reasoning_gym.factory" not in store
     assert "reasoning_gym.factory" in needs(["store"], config(), gpus=False)["torch"].modules
+
+
+def test_an_emulated_run_has_one_kind_of_process_which_never_loads_a_model() -> None:
+    emulated = load([], ["rollout.engine=emulated"])
+    found = needs(ROLES, emulated, gpus=False)
+    assert {kind(role, emulated) for role in ROLES} == {*found} == {"emulated"}
+    names = json.dumps(found["emulated"].modules)
+    program = (
+        "import importlib, json, sys\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "assert not {'torch', 'transformers'} & {*sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", program, names], check=True)

@@ -21,7 +21,9 @@ from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.arena.region import ArenaError
 from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes
 from laminar.weights.version.slot_writer import SlotWriter
+from laminar.weights.version.tensors import write_tensors
 from tests.actors.parts import PROBE, SHAPE, SPECS, FakeHost, until
 from tests.actors.test_relay import Machine, content
 
@@ -50,10 +52,13 @@ class Trainer:
         self.publisher = WeightPublisher(
             self.host,  # type: ignore[arg-type]
             client,
-            partial(SlotWriter, lambda: [("w", self.model.w)]),
+            partial(SlotWriter, self._fill),
             SPECS,
             _probe,
         )
+
+    def _fill(self, view: Bytes, specs: tuple[mf.TensorSpec, ...]) -> None:
+        write_tensors(view, specs, [("w", self.model.w)])
 
     async def step(self, version: int) -> None:
         self.model.become(version)

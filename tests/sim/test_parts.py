@@ -9,6 +9,7 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.engines.batch_clock import BatchClock, Sequence
+from laminar.engines.cache_clock import CacheClock
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS
@@ -62,17 +63,22 @@ def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
 # --- the engine ---------------------------------------------------------------------------------
 
 
+both = pytest.mark.parametrize("cached", [False, True])
+
+
 class Bench:
     """An engine alone in a world."""
 
-    def __init__(self, slots: int = 2) -> None:
+    def __init__(self, cached: bool, slots: int = 2) -> None:
         self.world = World(calm(), 1)
         self.process = self.world.processes["rollout-0"]
         self.process.boot, self.process.alive = 1, True
         self.process.model = self  # type: ignore[assignment]
         self.finished: list[str] = []
-        timing = EngineTiming(step_us=1_000_000, sequence_us=0)  # a token a second
-        self.engine = BatchClock(self.process, timing, slots, self._on_finished)
+        capacity = 1_000 if cached else 0
+        timing = EngineTiming(step_us=1e6, sequence_us=0, cache_tokens=capacity)  # a token a second
+        kind = CacheClock if cached else BatchClock
+        self.engine = kind(self.process, timing, slots, self._on_finished)
 
     def _on_finished(self, finished: list[Sequence]) -> None:
         self.finished += [sequence.id for sequence in finished]
@@ -97,8 +103,9 @@ class Bench:
             self.engine.advance()
 
 
-def test_sequences_advance_together_and_end_in_order() -> None:
-    bench = Bench()
+@both
+def test_sequences_advance_together_and_end_in_order(cached: bool) -> None:
+    bench = Bench(cached)
     long, short = bench.add("long", 10), bench.add("short", 4)
     bench.until(3.5)
     assert (bench.engine.tokens(long), bench.engine.tokens(short)) == (3, 3)
@@ -109,8 +116,9 @@ def test_sequences_advance_together_and_end_in_order() -> None:
     assert bench.finished == ["short", "long"]
 
 
-def test_a_full_engine_lets_others_wait() -> None:
-    bench = Bench(slots=1)
+@both
+def test_a_full_engine_lets_others_wait(cached: bool) -> None:
+    bench = Bench(cached, slots=1)
     bench.add("a", 3)
     waiting = bench.add("b", 2)
     bench.until(2.5)
@@ -120,8 +128,9 @@ def test_a_full_engine_lets_others_wait() -> None:
     assert bench.finished == ["a", "b"]
 
 
-def test_resumed_sequence_generates_only_the_rest() -> None:
-    bench = Bench()
+@both
+def test_resumed_sequence_generates_only_the_rest(cached: bool) -> None:
+    bench = Bench(cached)
     bench.add("r", total=10, done=8)
     bench.until(1.5)
     assert bench.finished == []
@@ -129,19 +138,20 @@ def test_resumed_sequence_generates_only_the_rest() -> None:
     assert bench.finished == ["r"]
 
 
-def test_aborted_and_hanging_sequences_never_end() -> None:
-    bench = Bench()
+@both
+def test_aborted_and_hanging_sequences_never_end(cached: bool) -> None:
+    bench = Bench(cached)
     bench.add("hung", 3, hangs=True)
     bench.add("gone", 3)
     bench.until(1.5)
     bench.engine.abort("gone")
     bench.until(20)
     assert bench.finished == [] and bench.engine.running == 1
-    assert bench.finished == []
 
 
-def test_slow_and_paused_engines_take_longer() -> None:
-    bench = Bench()
+@both
+def test_slow_and_paused_engines_take_longer(cached: bool) -> None:
+    bench = Bench(cached)
     bench.add("s", 4)
     bench.until(2)
     bench.process.pause()

@@ -100,3 +100,13 @@ def test_what_the_product_raises_is_a_violation(monkeypatch: pytest.MonkeyPatch)
     outcome = run_seed(calm(), 8)
     assert outcome.invariant == "nothing_raises" and "planted" in outcome.details
     assert story(calm(), outcome), "without a subject the last events are told"
+
+
+def test_engines_with_a_small_cache_keep_every_promise() -> None:
+    """Some lose their cache, many wait, and nothing else changes."""
+    limited = {"cache_tokens": 800, "token_us": 2.0, "max_tokens": 600}
+    world = ran(calm(**SHORT, **limited), seed=4)
+    engines = [p.model.engine.clock.batch for p in world.rollouts]  # type: ignore[attr-defined]
+    assert sum(batch.preempted for batch in engines) > 10
+    outcomes = list(run_seeds(config(**SHORT, **limited), range(1, 4), 1))
+    assert [outcome.invariant for outcome in outcomes] == ["", "", ""]

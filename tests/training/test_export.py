@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar.actors.model_files import save_model
-from laminar.config import ConfigError
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy
@@ -25,7 +25,8 @@ Make = Callable[..., Any]
 
 
 async def export(model: Any, source: str, target: Path) -> None:
-    await save_model(ThreadedFiles(lambda: model, source, describe), target)
+    learner = SimpleNamespace(policy=SimpleNamespace(model=model))
+    await save_model(ThreadedFiles(lambda: learner, source, describe), target)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -69,15 +70,15 @@ async def test_everything_a_user_needs_lies_beside_the_weights(
     assert (config["dtype"], config["architectures"]) == ("float32", ["Qwen2ForCausalLM"])
 
 
-async def test_an_existing_directory_is_refused_and_left_alone(
+async def test_an_export_takes_the_place_of_the_one_of_a_trainer_that_died(
     tmp_path: Path, make_model: Make, model_directory: Make
 ) -> None:
     target = tmp_path / "export"
     target.mkdir()
-    (target / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists"):
-        await export(make_model(), str(model_directory()), target)
-    assert [p.name for p in target.iterdir()] == ["mine.txt"]
+    (target / "old.txt").write_text("old")
+    await export(make_model(), str(model_directory()), target)
+    assert [p.name for p in tmp_path.glob("*export*")] == ["export"]
+    assert (target / "model.safetensors").exists() and not (target / "old.txt").exists()
 
 
 async def test_an_export_without_room_leaves_the_room_it_took(
@@ -89,7 +90,7 @@ async def test_an_export_without_room_leaves_the_room_it_took(
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("laminar.training.export.save_file", full)
+    monkeypatch.setattr("laminar.training.checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space left") as failed:
         await export(make_model(), str(model_directory()), target)
     assert failed.value.errno == errno.ENOSPC
@@ -105,7 +106,7 @@ async def test_an_export_that_dies_leaves_nothing_under_the_name(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr("laminar.training.export.save_file", die)
+        patch.setattr("laminar.training.checkpoint.save_file", die)
         await export(make_model(), source, target)
     assert not target.exists()
     await export(make_model(), source, target)

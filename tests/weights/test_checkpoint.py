@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from laminar.rundir import VERSION_FILE
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.checkpoint import MODEL_FILE, VERSION_FILE, CheckpointError
+from laminar.weights.version.checkpoint import MODEL_FILE
 from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.restored import CheckpointError
 from laminar.weights.version.tensors import write_tensors
 
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)

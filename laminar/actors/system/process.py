@@ -89,6 +89,10 @@ class SystemProcess:
     def silent_ns(self) -> int:
         return self.control.absent_ns
 
+    @property
+    def unacknowledged(self) -> int:
+        return self.control.unacknowledged
+
     async def start(self) -> None:
         await self.control.start()
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from laminar.actors.host import Host
 from laminar.actors.system.engine_steps import EngineSteps
-from laminar.actors.weight_loader import NotReadable
+from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.rundir import reward_log
@@ -21,30 +20,7 @@ from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
-from laminar.weights.arena.arena import Arena
-from laminar.weights.arena.region import ArenaError
 from laminar.weights.version import checkpoint
-from laminar.weights.version.hashes import Bytes, verify
-from laminar.weights.version.manifest import Manifest
-
-
-class ReplicaFiles:
-    """Arenas and checkpoints, without keeping the event loop waiting."""
-
-    def attach(self, arena: str) -> Arena:
-        try:
-            return Arena.attach(Path(arena))
-        except ArenaError as error:
-            raise NotReadable(str(error)) from error
-
-    async def read_checkpoint(self, directory: Path, version: int) -> checkpoint.Restored:
-        try:
-            return await asyncio.to_thread(checkpoint.read, directory, version)
-        except checkpoint.CheckpointError as error:
-            raise NotReadable(str(error)) from error
-
-    async def verify(self, view: Bytes, manifest: Manifest) -> None:
-        await asyncio.to_thread(verify, view, manifest)
 
 
 def reward_workers(host: Host) -> RewardPool:
@@ -67,7 +43,7 @@ class RealParts:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.weights = ReplicaFiles()
+        self.weights = ReplicaFiles(checkpoint.read)
         self.rewards = reward_workers(host)
         steps = EngineSteps(host.run_dir, host.name)
         self._steps = host.outlet("engine steps", steps.write)

@@ -18,9 +18,14 @@ from laminar.engines.environment import engine_modules, environment
 
 if TYPE_CHECKING:
     from laminar.actors.host import Actor, Host
+    from laminar.actors.trainer import Book
+    from laminar.weights.version.hashes import Bytes
+    from laminar.weights.version.manifest import TensorSpec
 
 COMMON = "torch"
 """The kind of every process without an engine of another kind."""
+EMULATED = "emulated"
+"""The kind of every process of a run without models."""
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _MODULES = {
@@ -40,12 +45,28 @@ _MODULES = {
     ),
     "rollout": ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
 }
+_EMULATED_MODULES = {
+    "store": (
+        "laminar.actors.store",
+        "laminar.storage.database",
+        "laminar.actors.system.emulated_prompts",
+    ),
+    "relay": _MODULES["relay"],
+    "trainer": (
+        "laminar.actors.trainer",
+        "laminar.actors.system.emulated_trainer",
+        "laminar.weights.version.slot_writer",
+    ),
+    "rollout": ("laminar.actors.rollout", "laminar.actors.system.emulated_replica"),
+}
 
 ROLES = tuple(_MODULES)
 
 
 def kind(role: str, config: Config) -> str:
     """Processes of one kind have the same imports and the same environment."""
+    if config.is_emulated:
+        return EMULATED
     return config.rollout.engine if role == "rollout" else COMMON
 
 
@@ -61,6 +82,9 @@ def needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Need
     found: dict[str, Needs] = {}
     for role in dict.fromkeys(roles):
         need = found.setdefault(kind(role, config), Needs(["uvloop"], {}))
+        if config.is_emulated:
+            need.modules.extend(_EMULATED_MODULES[role])
+            continue
         need.modules.extend(_MODULES[role])
         if role == "store" and config.data.dataset:
             need.modules.append("reasoning_gym.factory")
@@ -79,34 +103,66 @@ def make(host: Host) -> Actor:
         from laminar.weights.machine import RelayMachine
 
         return Relay(host, RelayMachine(host.run_dir, host.node, host.boot_id))
-    if host.role == "trainer":
-        return _trainer(host)
-    from laminar.actors.rollout import Rollout
-    from laminar.actors.system.replica import RealParts
-
-    return Rollout(host, RealParts(host))
+    return _trainer(host) if host.role == "trainer" else _rollout(host)
 
 
 def _store(host: Host) -> Actor:
     from laminar.actors.store import Store
     from laminar.rundir import STORE_FILE
     from laminar.storage.database import Database
+
+    open_database = partial(Database, host.run_dir / STORE_FILE)
+    if host.config.is_emulated:
+        from laminar.actors.system.emulated_prompts import EmulatedPrompts
+
+        return Store(host, open_database, EmulatedPrompts(host.config))
     from laminar.tasks.run_prompts import RunPrompts
 
-    return Store(host, partial(Database, host.run_dir / STORE_FILE), RunPrompts(host.config))
+    return Store(host, open_database, RunPrompts(host.config))
+
+
+def _rollout(host: Host) -> Actor:
+    from laminar.actors.rollout import Rollout
+
+    if host.config.is_emulated:
+        from laminar.actors.system.emulated_replica import EmulatedParts
+
+        return Rollout(host, EmulatedParts(host))
+    from laminar.actors.system.replica import RealParts
+
+    return Rollout(host, RealParts(host))
 
 
 def _trainer(host: Host) -> Actor:
     from laminar.actors.trainer import Trainer
     from laminar.rundir import TRAINER_BOOK_FILE
     from laminar.storage.durable_lines import DurableLines
+    from laminar.weights.version.slot_writer import SlotWriter
+
+    book = DurableLines(host.run_dir / TRAINER_BOOK_FILE)
+    if host.config.is_emulated:
+        from laminar.actors.system.emulated_trainer import EmulatedLearner
+        from laminar.actors.system.emulated_weights import EmulatedFiles, EmulatedWeights
+
+        weights = EmulatedWeights(host.config)
+        learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)
+        return Trainer(host, learner, partial(SlotWriter, weights.fill), files, book)
+    return _real_trainer(host, book)
+
+
+def _real_trainer(host: Host, book: Book) -> Actor:
+    from laminar.actors.trainer import Trainer
     from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
     from laminar.training.threaded import ThreadedFiles, ThreadedLearner
     from laminar.weights.version.checkpoint import describe
     from laminar.weights.version.slot_writer import SlotWriter
+    from laminar.weights.version.tensors import write_tensors
 
     name = host.config.model.name
     learner = ThreadedLearner(host.config, lambda: tokenizer_size(load_tokenizer(name)))
-    files = ThreadedFiles(lambda: learner.model, name, describe)
-    book = DurableLines(host.run_dir / TRAINER_BOOK_FILE)
-    return Trainer(host, learner, partial(SlotWriter, learner.weights), files, book)
+    files = ThreadedFiles(lambda: learner.learner, name, describe)
+
+    def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
+        write_tensors(view, specs, learner.weights())
+
+    return Trainer(host, learner, partial(SlotWriter, fill), files, book)

@@ -22,11 +22,11 @@ import numpy as np
 
 from laminar.actors.host import Host
 from laminar.actors.trainer import Trainer
-from laminar.config import ConfigError
 from laminar.sim.models.idle import Idle
 from laminar.sim.models.versions import PROBE_LOGPROB, SHAPES, weights_of
 from laminar.sim.runtime.violation import Violation
 from laminar.training import steps
+from laminar.training.resume import LearnerFacts
 from laminar.weights.arena.region import ArenaError
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
@@ -92,6 +92,9 @@ class SimTrainer(Idle):
     async def reload(self, directory: Path) -> None:
         await self.work(SAVE_S)
         self.weights = self.world.models[str(directory)].weights
+
+    def facts(self) -> LearnerFacts:
+        return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
 
     def content(self) -> Bytes:
         """What goes into a slot; the same weights once more may, as a fault, be other bytes."""
@@ -160,8 +163,6 @@ class SimModelFiles:
         return manifest_of(weights, tensors=specs, **facts)
 
     async def begin(self, directory: Path) -> Path:
-        if str(directory) in self._models:
-            raise ConfigError(f"{directory} exists")
         partial = directory.with_name(f".{directory.name}.partial")
         self._models[str(partial)] = ModelDirectory()
         return partial

@@ -145,10 +145,11 @@ class StoreDatabase(MemoryDatabase):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self._request: m.Request = m.Stats()  #: that is being handled
+        self._request: m.Request = m.Stats()  #: that is being handled, and
+        self._placements: dict[str, int] = {}  #: by trajectory, what it writes to
 
     def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
-        self._request = request
+        self._request, self._placements = request, {}
         reply = super()._handle(request)
         if isinstance(reply, m.EndReply):
             for result in reply.results:
@@ -171,8 +172,10 @@ class StoreDatabase(MemoryDatabase):
 
     def _placement(self, trajectory_id: str) -> int:
         """Under which the request that is being handled writes to this trajectory."""
-        items = self._request.items  # type: ignore[union-attr]
-        return next(i.placement for i in items if i.trajectory_id == trajectory_id)
+        if not self._placements:
+            items = self._request.items  # type: ignore[union-attr]
+            self._placements = {item.trajectory_id: item.placement for item in reversed(items)}
+        return self._placements[trajectory_id]
 
     def _require_own_tokens(self, row: Row) -> None:
         """Whichever replica generated which part: the response is the one of its seed."""

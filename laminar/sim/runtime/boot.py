@@ -188,6 +188,10 @@ class Boot:
         return self.link.incarnation
 
     @property
+    def unacknowledged(self) -> int:
+        return len(self.link.outbox)
+
+    @property
     def silent_ns(self) -> int:
         return self.link.silent_ns(self._scheduler.now)
 

@@ -1,0 +1,41 @@
+"""Arenas and checkpoints of this machine, without keeping the event loop waiting.
+
+Reads   the memory of relays; directories of models, as `read` does
+Gives   ReplicaFiles, the WeightFiles of actors/weight_loader.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar.actors.weight_loader import NotReadable
+from laminar.weights.arena.arena import Arena
+from laminar.weights.arena.region import ArenaError
+from laminar.weights.version.hashes import Bytes, verify
+from laminar.weights.version.manifest import Manifest
+from laminar.weights.version.restored import CheckpointError, Restored
+
+
+class ReplicaFiles:
+    """Of one replica."""
+
+    def __init__(self, read: Callable[[Path, int], Restored]) -> None:
+        """`read(directory, version)`: a version of a checkpoint; CheckpointError."""
+        self._read = read
+
+    def attach(self, arena: str) -> Arena:
+        try:
+            return Arena.attach(Path(arena))
+        except ArenaError as error:
+            raise NotReadable(str(error)) from error
+
+    async def read_checkpoint(self, directory: Path, version: int) -> Restored:
+        try:
+            return await asyncio.to_thread(self._read, directory, version)
+        except CheckpointError as error:
+            raise NotReadable(str(error)) from error
+
+    async def verify(self, view: Bytes, manifest: Manifest) -> None:
+        await asyncio.to_thread(verify, view, manifest)

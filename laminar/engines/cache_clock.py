@@ -1,0 +1,125 @@
+"""A generation engine with a cache of limited size as a clock; the face of batch_clock.py.
+
+Reads   lengths of prompts and responses, the engine's timing, the time and slowness of its process
+Gives   finished responses, token counts so far
+
+Pure. What a batch does in time is in timed_batch.py; its time stands still and slows down with the
+process. One wake-up per change of the batch is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from laminar.engines.batch_clock import Sequence, Timer
+from laminar.engines.timed_batch import TimedBatch
+from laminar.engines.timing import EngineTiming
+
+
+class CacheClock:
+    """A batch, what waits for its cache, and time."""
+
+    def __init__(
+        self,
+        timer: Timer,
+        timing: EngineTiming,
+        slots: int,
+        on_finished: Callable[[list[Sequence]], None],
+    ) -> None:
+        self.sequences: dict[str, Sequence] = {}
+        self.batch = TimedBatch(timing, slots)
+        self._timer = timer
+        self._on_finished = on_finished
+        self._clock = 0.0  #: nanoseconds of the batch
+        self._looked_ns = timer.now_ns()
+        self._hanging = 0
+        self._plan = 0
+        self._plan_due = False
+
+    @property
+    def running(self) -> int:
+        return self.batch.running + self._hanging
+
+    @property
+    def waiting(self) -> int:
+        return self.batch.waiting
+
+    @property
+    def cached(self) -> int:
+        return self.batch.cached
+
+    @property
+    def preempted(self) -> int:
+        return self.batch.preempted
+
+    def add(self, sequence: Sequence) -> None:
+        """One that hangs takes nothing from the others."""
+        self._look()
+        self.sequences[sequence.id] = sequence
+        if sequence.hangs:
+            self._hanging += 1
+        else:
+            self.batch.add(sequence.id, sequence.prompt, sequence.done, sequence.total, self._clock)
+        self._changed()
+
+    def abort(self, sequence_id: str) -> None:
+        sequence = self.sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        self.advance()
+        if sequence.hangs:
+            self._hanging -= 1
+        elif self.batch.has(sequence_id):
+            self.batch.remove(sequence_id, self._clock)
+        self._changed()
+
+    def tokens(self, sequence: Sequence) -> int:
+        """Tokens of the response so far, as of the last `advance`."""
+        if sequence.hangs:
+            return sequence.done
+        return self.batch.tokens(sequence.id) if self.batch.has(sequence.id) else sequence.total
+
+    def advance(self) -> None:
+        """Bring the batch to the present; who is finished is told when this instant is over."""
+        self._look()
+        self.batch.advance(self._clock)
+        if self.batch.finished:
+            self._changed()
+
+    def freeze(self) -> None:
+        """The process stands still."""
+        self.advance()
+
+    def thaw(self) -> None:
+        """It goes on, or at another speed."""
+        self._looked_ns = self._timer.now_ns()
+        self._changed()
+
+    def _look(self) -> None:
+        now = self._timer.now_ns()
+        self._clock += (now - self._looked_ns) / self._timer.slow
+        self._looked_ns = now
+
+    def _changed(self) -> None:
+        """Plan anew once everything that happens at this instant has happened."""
+        if not self._plan_due:
+            self._plan_due = True
+            self._timer.after(0, self._replan)
+
+    def _wake(self, plan: int) -> None:
+        if plan == self._plan:
+            self._replan()
+
+    def _replan(self) -> None:
+        self._plan_due = False
+        self._look()
+        self.batch.advance(self._clock)
+        finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
+        self.batch.finished.clear()
+        self._plan += 1
+        if self.batch.next_ns < math.inf:
+            left = (self.batch.next_ns - self._clock) * self._timer.slow
+            self._timer.after(math.ceil(left), self._wake, self._plan)
+        if finished:
+            self._on_finished(finished)

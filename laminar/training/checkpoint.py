@@ -1,0 +1,111 @@
+"""A checkpoint beside its model: the optimizer, trainer.json, and a digest of each of its files.
+
+Reads   a directory that `save` completed
+Writes  optimizer.safetensors and digests.json into a directory that has a model and trainer.json;
+        parameters and optimizer of a learner
+Gives   `save`, `load`; CheckpointError, one sentence, for what is damaged or another model's
+
+The published version in the directory has a digest of its own, but engines may take a shorter
+type than the parameters have, so every byte that training goes on from is checked here.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from laminar.rundir import RESUME_FILE
+from laminar.training import resume
+from laminar.training.learner import Learner
+from laminar.training.model import named_weights
+from laminar.training.moments import restore_moments
+from laminar.training.resume import CheckpointError, Resume
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+DIGESTS_FILE = "digests.json"
+BLOCK = 1 << 24
+"""Bytes that are read at a time."""
+
+
+def save(directory: Path, moments: Mapping[str, Tensor]) -> None:
+    """Complete a directory that has all but the optimizer; OSError from the disk."""
+    save_tensors(directory / OPTIMIZER_FILE, moments)
+    names = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
+    digests = {name: _digest(directory / name) for name in names}
+    (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
+
+
+def load(directory: Path, learner: Learner) -> Resume:
+    """Have the learner as it was."""
+    try:
+        _check(directory)
+        found = resume.decode((directory / RESUME_FILE).read_bytes())
+        _load_weights(directory / MODEL_FILE, learner)
+        with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
+            moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        restore_moments(learner.policy.model, learner.optimizer, moments)
+        learner.restore(found.learner)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        raise CheckpointError(f"checkpoint {directory} cannot be trained on: {error}") from error
+    return found
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """OSError from the disk: the library has a name of its own for it."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
+
+
+def _check(directory: Path) -> None:
+    """Every file is as it was written."""
+    try:
+        digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
+    for name in (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE):
+        digest = _digest(directory / name)
+        if digest != digests.get(name):
+            raise CheckpointError(
+                f"its {name} is damaged: it has digest {digest}, and was written with "
+                f"{digests.get(name, 'none')}"
+            )
+
+
+def _load_weights(path: Path, learner: Learner) -> None:
+    weights = dict(named_weights(learner.policy.model))
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        other = sorted(names ^ weights.keys())
+        if other:
+            raise CheckpointError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
+        for name, tensor in weights.items():
+            saved = file.get_tensor(name)
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"its {MODEL_FILE} is of another model: {name!r} is {saved.dtype} "
+                    f"{tuple(saved.shape)}, and not {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            with torch.no_grad():
+                tensor.copy_(saved)
+
+
+def _digest(path: Path) -> str:
+    """xxh3_128 of a file."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()

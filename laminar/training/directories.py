@@ -1,0 +1,74 @@
+"""A directory of the run that is made beside its name, and has it when it is whole.
+
+Writes  .NAME.partial, then NAME
+Gives   ThreadedDirectories, the part of ModelFiles (actors/model_files.py) that knows no model
+Raises  OSError from the disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+
+class ThreadedDirectories:
+    """What takes time runs in a thread."""
+
+    async def begin(self, directory: Path) -> Path:
+        return await asyncio.to_thread(_begin, directory)
+
+    async def sync(self, directory: Path) -> None:
+        await asyncio.to_thread(_sync_all, directory)
+
+    async def rename(self, directory: Path, name: Path) -> None:
+        await asyncio.to_thread(_rename, directory, name)
+
+    async def remove(self, directory: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, directory)
+
+
+def _begin(directory: Path) -> Path:
+    """An empty directory for what is to become `directory`."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    for left in (partial, _set_aside(directory)):  # by a process that died half-way
+        if left.exists():
+            shutil.rmtree(left)
+    partial.mkdir()
+    return partial
+
+
+def _sync_all(directory: Path) -> None:
+    """All its files are on the disk on return."""
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def _rename(directory: Path, name: Path) -> None:
+    """What was synced has this name, also after a power cut; what had it before is removed.
+
+    Only a trainer that was started again finds something there: the step, or the export, of one
+    that died before anybody had heard of it.
+    """
+    before = _set_aside(name)
+    if name.exists():
+        name.rename(before)
+    directory.rename(name)
+    _sync(name.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def _set_aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.before")
+
+
+def _sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,56 @@
+"""The state of the optimizer by parameter name, as tensors of a file.
+
+Reads   a model and its AdamW
+Writes  the optimizer's state
+Gives   `copy_moments`, `restore_moments`; CheckpointError for tensors that are not this model's
+
+Of every parameter that was ever updated: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, as the
+optimizer has them, so that a step after a restart gives the bytes that it would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from laminar.training.resume import CheckpointError
+
+KINDS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """On the CPU, and nobody else's."""
+    return {
+        f"{kind}.{name}": optimizer.state[parameter][kind].detach().to("cpu", copy=True)
+        for name, parameter in model.named_parameters()
+        if optimizer.state.get(parameter)
+        for kind in KINDS
+    }
+
+
+def restore_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    """In the place of whatever state there is; what is not in the file has had no update."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        parameter = parameters.get(name)
+        if kind not in KINDS or parameter is None:
+            raise CheckpointError(f"its optimizer has {key!r}, which this model does not")
+        if kind != "step" and tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"its optimizer has {key!r} of shape {tuple(tensor.shape)}, and this model's "
+                f"parameter has {tuple(parameter.shape)}"
+            )
+        device = "cpu" if kind == "step" else parameter.device
+        found.setdefault(name, {})[kind] = tensor.to(device, copy=True)
+    torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
+    if torn:
+        raise CheckpointError(f"its optimizer lacks a part of the state of {torn!r}")
+    optimizer.state.clear()
+    for name, state in found.items():
+        optimizer.state[parameters[name]] = state

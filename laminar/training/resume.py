@@ -1,0 +1,56 @@
+"""What a checkpoint says of the training that made it: trainer.json.
+
+Reads   the bytes of that file
+Gives   Resume, LearnerFacts; `encode`, `decode`; CheckpointError for a file that is none
+
+Without torch: the trainer actor, which writes and reads the file, does not load it. What was
+consumed is there by id since the checkpoint before, and as one digest that is chained over all
+batches before, so that it can be compared with the log.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar import ids
+
+
+class CheckpointError(RuntimeError):
+    """This directory cannot be trained on from: it is damaged, or another run's."""
+
+
+class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the learner as it was, besides parameters and optimizer."""
+
+    torch: str  #: its version; another one may round otherwise
+    threads: int
+    micro_batch_tokens: int
+    reference: str  #: digest of the weights that the KL term compares with; empty: there is none
+    #: by step: how far its updates moved the log-probs, nats per token (training/mismatch.py)
+    moved: dict[int, float]
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One checkpoint."""
+
+    version: int
+    step: int  #: completed
+    before: str  #: chained digest of all batches before these; empty: there are none
+    batches: tuple[tuple[str, ...], ...]  #: ids in order, since the checkpoint before
+    learner: LearnerFacts
+
+    @property
+    def digest(self) -> str:
+        """Chained over all batches that made these weights."""
+        return ids.chained(self.before, *self.batches)
+
+
+def encode(resume: Resume) -> bytes:
+    return msgspec.json.encode(resume)
+
+
+def decode(data: bytes) -> Resume:
+    try:
+        return msgspec.json.decode(data, type=Resume)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"its trainer.json is damaged: {error}") from error

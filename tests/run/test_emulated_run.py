@@ -1,0 +1,78 @@
+"""An emulated run: no model, and everything else as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laminar.cli.commands import run
+from laminar.events import events as ev
+from tests.run.conftest import Finished, history, laminar
+
+pytestmark = pytest.mark.process
+
+SMALL = [
+    "rollout.engine=emulated",
+    "rollout.replicas=3",
+    "rollout.group_size=4",
+    "rollout.max_num_seqs=16",
+    "rollout.progress_interval_ms=100",
+    "data.dataset_size=300",
+    "data.val_size=8",
+    "data.max_prompt_length=32",
+    "data.max_response_length=200",
+    "data.train_batch_size=4",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "emulation.median_response=20",
+    "emulation.train_s=0.1",
+    "emulation.weights_mb=2",
+]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    directory = tmp_path_factory.mktemp("emulated")
+    done = laminar("train", *SMALL, f"run.output_dir={directory}", "run.name=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Finished(directory / "run", done.returncode, done.stdout)
+
+
+def test_it_trains_and_its_books_agree(emulated: Finished) -> None:
+    for command in (["audit"], ["log", "replay"]):
+        assert run([*command, str(emulated.directory)]) == 0
+    assert emulated.summary["steps"] == 4
+    assert emulated.summary["trajectories_trained"] == 64
+    loaded = [e for e in history(emulated.directory) if isinstance(e, ev.WeightsLoaded)]
+    assert {e.version for e in loaded} > {0}
+    assert max(e.probe_diff for e in loaded) == 0.0
+    published = [e for e in history(emulated.directory) if isinstance(e, ev.WeightsPublished)]
+    assert {e.num_bytes for e in published} == {2 << 20}
+
+
+def test_a_checkpoint_says_what_it_is(emulated: Finished) -> None:
+    for name in ("export", "checkpoints/step_2"):
+        content = emulated.directory / name / "emulated_weights.bin"
+        assert content.stat().st_size == 2 << 20
+
+
+@pytest.mark.parametrize(
+    "command", ["audit", "report", "samples", "log replay", "log stats", "log why rollout-0"]
+)
+def test_every_output_says_that_it_is_emulated(
+    emulated: Finished, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "this run is emulated" in emulated.output
+    assert run([*command.split(), str(emulated.directory)]) == 0
+    said = capsys.readouterr()
+    assert "this run is emulated" in said.out + said.err
+
+
+def test_figures_say_so_too(emulated: Finished) -> None:
+    steps = [line for line in emulated.metrics() if "reward/mean" in line]
+    assert len(steps) == 4
+    assert {line["emulated"] for line in steps} == {1.0}
+    status = json.loads(Path(emulated.directory, "status.json").read_text())
+    assert "emulated" in status["warnings"][0]
