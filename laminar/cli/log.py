@@ -127,10 +127,15 @@ def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
     return found, [f"begun at {snapshot.name}, after event {snapshot.seq}{why}"]
 
 
-def _note_run(run: Path) -> None:
+def _note_emulated(run: Path) -> None:
     """To stderr, so that what reads the output is not disturbed."""
     for note in notes(run):
         print(f"laminar: {note}", file=sys.stderr)
+
+
+def _note_run(run: Path) -> None:
+    """Likewise, with what is gone of the log."""
+    _note_emulated(run)
     if gone := segments_gone(run):
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
@@ -180,7 +185,7 @@ def run_story(arguments: argparse.Namespace) -> int:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
-    _note_run(arguments.run)
+    _note_emulated(arguments.run)
     _print(why(arguments.run, arguments.id, arguments.at))
     return 0
 
@@ -188,7 +193,7 @@ def run_why(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Says where the trace is and how to look at it."""
     path = arguments.output or arguments.run / TRACE_FILE
-    _note_run(arguments.run)
+    _note_emulated(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))
     count = write_trace(arguments.run, path)
     _print([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
@@ -199,7 +204,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Says what was written; the columns are explained in docs/debugging.md."""
     from laminar.analysis.export import export  # pyarrow takes longer to load than most logs
 
-    _note_run(arguments.run)
+    _note_emulated(arguments.run)
     rows = export(arguments.run, arguments.parquet, force=arguments.force)
     _print(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
     return 0

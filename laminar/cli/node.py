@@ -17,7 +17,7 @@ from pathlib import Path
 from laminar import ids
 from laminar.actors.host import Host
 from laminar.actors.node import Node
-from laminar.actors.system.process import run_actor
+from laminar.actors.system.process import run_actors
 from laminar.actors.system.processes import MachineProcesses
 from laminar.actors.system.roles import ROLES
 from laminar.actors.system.warm import Seed
@@ -50,9 +50,9 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     name = arguments.name
 
     def make(host: Host) -> Node:
-        return Node(host, roles, MachineProcesses(host, lock, [role for role, _ in roles], seeds))
+        return Node(host, roles, MachineProcesses(host, lock, roles, seeds))
 
-    return run_actor(lock, name, "node", name, address, make)
+    return run_actors(lock, [name], "node", name, address, make)
 
 
 def default_roles(config: Config) -> list[tuple[str, int]]:

@@ -26,6 +26,8 @@ from laminar.rundir import STATUS_FILE
 
 PACE_STEPS = 20
 """The time that is left is estimated from the pace of so many steps."""
+REPLICAS_SHOWN = 16
+"""Of more, how many do the same is shown."""
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, to show that the run goes on."""
 
@@ -183,7 +185,7 @@ class Progress:
         table = Table(show_header=False, box=None, padding=(0, 2))
         table.add_row("[bold]laminar[/bold]", self._summary(status))
         table.add_row("trainer", f"{status['trainer']}, {status['groups_ready']} groups ready")
-        for name, replica in status["replicas"].items():
+        for name, replica in _shown(status["replicas"]):
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             running = f"{replica['running']} running{waiting}{_cache(replica['engine'])}"
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
@@ -239,6 +241,27 @@ def _more(waiting: int) -> str:
 def _replicas(status: dict[str, Any]) -> str:
     states = (
         f"{name} v{r['version']} {r['running']}{_more(r['waiting'])} {r['doing']}"
-        for name, r in status["replicas"].items()
+        for name, r in _shown(status["replicas"])
     )
     return " | ".join(states)
+
+
+def _shown(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each of a few; of many, those together that do the same with the same weights."""
+    if len(replicas) <= REPLICAS_SHOWN:
+        return list(replicas.items())
+    alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for replica in replicas.values():
+        alike.setdefault((replica["version"], replica["doing"]), []).append(replica)
+    return [(f"{len(found)} replicas", _summed(found)) for _, found in sorted(alike.items())]
+
+
+def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of replicas that do the same."""
+    engines = [engine for replica in replicas if (engine := replica["engine"])]
+    cache = ("kv_used_tokens", "kv_capacity_tokens")
+    return {
+        **replicas[0],
+        **{what: sum(r[what] for r in replicas) for what in ("running", "waiting")},
+        "engine": {what: sum(engine[what] for engine in engines) for what in cache},
+    }

@@ -36,28 +36,48 @@ class _LineLogger:
 def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
     """Send this process's log lines to its file; call once at start. What the telemetry of the
     process loses is reported there."""
-
-    def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
-        """Not through context variables: callbacks of the event loop do not inherit them."""
-        return {"run": run, "process": process, **line}
-
     telemetry = Telemetry()
-    file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{process}.jsonl", in_parts=True)
-    lines = telemetry.outlet("log", file.write)
+    lines = _outlet(run_dir, process, telemetry)
     structlog.configure(
-        processors=[
-            name_process,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        processors=_processors(run, process),
+        wrapper_class=_filtering(level),
         logger_factory=lambda *_: _LineLogger(lines),
         cache_logger_on_first_use=True,
     )
     telemetry.tell_losses(_say_losses)
     return telemetry
+
+
+def logger_of(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> Any:
+    """Of one of several actors of this process, with a file of its own."""
+    return structlog.wrap_logger(
+        _LineLogger(_outlet(run_dir, actor, telemetry)),
+        processors=_processors(run, actor),
+        wrapper_class=_filtering("info"),
+    )
+
+
+def _outlet(run_dir: Path, name: str, telemetry: Telemetry) -> Outlet[bytes]:
+    file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{name}.jsonl", in_parts=True)
+    return telemetry.outlet("log", file.write)
+
+
+def _filtering(level: str) -> Any:
+    return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
+
+
+def _processors(run: str, process: str) -> list[Any]:
+    def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
+        """Not through context variables: callbacks of the event loop do not inherit them."""
+        return {"run": run, "process": process, **line}
+
+    return [
+        name_process,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
 
 
 def _say_losses(outlet: str, lost: int, reason: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
+from laminar.actors.system.own_process import OwnProcess
 from laminar.actors.system.process import SystemProcess
 from laminar.config import Config, load
 from laminar.events import commands as cmd
@@ -112,7 +113,8 @@ class FakeHost:
 
 def real_host(run_dir: Path, name: str, role: str) -> Host:
     """One that joins the run in this directory, on its first machine."""
-    return Host(SystemProcess(RunLock.join(run_dir, name), name, role, "node-0", "127.0.0.1"))
+    own = OwnProcess(RunLock.join(run_dir, name), name, role)
+    return Host(SystemProcess(own, name, "node-0", "127.0.0.1"))
 
 
 async def until(condition: Callable[[], bool]) -> None:

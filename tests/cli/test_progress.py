@@ -152,6 +152,24 @@ def test_what_waits_for_a_slot_is_not_said_to_run(tmp_path: Path) -> None:
     assert "rollout-0 v3 64 admitting" in show(tmp_path, False, {"replicas": {"rollout-0": doing}})
 
 
+def test_of_many_replicas_those_that_do_the_same_are_told_together(tmp_path: Path) -> None:
+    many = {
+        f"rollout-{i}": {
+            "version": 3 + i % 2, "running": 64, "waiting": i % 2, "doing": "admitting",
+            "engine": {"kv_used_tokens": 50 * (i % 2), "kv_capacity_tokens": 100},
+        }
+        for i in range(256)
+    }  # fmt: skip
+    for terminal in (True, False):
+        text = " ".join(show(tmp_path, terminal, {"replicas": many}).split())
+        assert "rollout-0" not in text
+        assert "128 replicas" in text
+        assert (
+            "8192 running, 128 waiting, 50% of its cache" in text
+            or "128 replicas v4 8192 +128" in text
+        )
+
+
 TOLD = {
     "step": 20, "version": 20, "final": False, "correct": 96, "total": 128, "missing": 0,
     "share": 0.75, "share_se": 0.0384, "score": 0.75, "score_se": 0.0384,

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.process
 
 SMALL = [
     "rollout.engine=emulated",
-    "rollout.replicas=3",
+    "rollout.replicas=5",
+    "emulation.replicas_per_process=3",
     "rollout.group_size=4",
     "rollout.max_num_seqs=16",
     "rollout.progress_interval_ms=100",
@@ -50,6 +51,15 @@ def test_it_trains_and_its_books_agree(emulated: Finished) -> None:
     assert max(e.probe_diff for e in loaded) == 0.0
     published = [e for e in history(emulated.directory) if isinstance(e, ev.WeightsPublished)]
     assert {e.num_bytes for e in published} == {2 << 20}
+
+
+def test_replicas_share_processes(emulated: Finished) -> None:
+    status = json.loads((emulated.directory / "status.json").read_text())
+    pids = [status["processes"][f"rollout-{i}"] for i in range(5)]
+    assert pids[0] == pids[1] == pids[2] != pids[3] == pids[4]
+    logs = emulated.directory / "logs" / "latest"
+    lines = [json.loads(line) for line in (logs / "rollout-4.jsonl").read_text().splitlines()]
+    assert {line["process"] for line in lines} == {"rollout-4"}
 
 
 def test_a_checkpoint_says_what_it_is(emulated: Finished) -> None:

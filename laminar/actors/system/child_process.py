@@ -2,7 +2,7 @@
 registered.
 
 Reads   the ends of children, by their pidfd
-Gives   ForkedProcess, the ChildProcess of actors/node.py; adopt_orphans, reap_orphan
+Gives   ForkedProcess; adopt_orphans, reap_orphan
 
 Linux: a process that has called adopt_orphans becomes the parent of every descendant whose own
 parent ends, and learns of their ends as of those of any other child (prctl(2),
@@ -50,7 +50,6 @@ class ForkedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.boot_id = ""  #: of an actor
         self.returncode: int | None = None  #: exit code, or minus the signal that ended it
         self._fd = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()

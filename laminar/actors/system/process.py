@@ -19,12 +19,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from laminar import exit_codes
 from laminar.actors.host import Actor, Host
-from laminar.config import Config, load
+from laminar.actors.system.own_process import OwnProcess
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
 from laminar.net.calls import Handler
@@ -32,38 +33,25 @@ from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
-from laminar.observe.logs import configure, get_logger
-from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
+from laminar.observe.telemetry import KEPT_MAX, Item, Outlet
 from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
-from laminar.stop_requests import (
-    STARTER_GONE,
-    follow_starter,
-    handle_signals,
-    not_ignored,
-    stop_signals,
-)
+from laminar.rundir import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
-WATCH_S = 0.5
 
 
 class SystemProcess:
     """This process, as its host needs it (actors/host.py: Process)."""
 
-    def __init__(self, lock: RunLock, name: str, role: str, node: str, address: str) -> None:
+    def __init__(self, own: OwnProcess, name: str, node: str, address: str) -> None:
         """`address`: the IP of this machine, which its servers listen on."""
-        self.lock, self.run_dir = lock, (run_dir := lock.run_dir)
-        self.name, self.role, self.node, self.address = name, role, node, address
-        self.config: Config = load([run_dir / CONFIG_FILE])
+        self.own, self.run_dir, self.config = own, own.run_dir, own.config
+        self.name, self.role, self.node, self.address = name, own.role, node, address
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
-        self.telemetry = configure(run_dir, self.config.run.name, name)
-        self.log = get_logger()
-        self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
-        spans = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
-        self._spans = self.telemetry.outlet("timeline", spans.write)
-        self._terminal = self.telemetry.outlet("terminal", print_lines)
+        self.log, self.clock_offset_ns = own.log_of(name), own.clock_offset_ns
+        spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
+        self._spans = own.telemetry.outlet("timeline", spans.write)
 
     def join(self, host: Host) -> None:
         coordinator = self.config.coordinator
@@ -143,29 +131,21 @@ class SystemProcess:
         self._spans.put(json.dumps(line).encode() + b"\n")
 
     def tell(self, text: str) -> None:
-        self._terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
+        self.own.terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
 
     def outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
     ) -> Outlet[Item]:
-        return self.telemetry.outlet(name, write, kept=kept)
+        return self.own.telemetry.outlet(name, write, kept=kept)
 
     def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
-        handle_signals(stop_signals(), terminated)
-        if self.role == "node":
-            handle_signals(not_ignored(signal.SIGINT), terminated)
-        else:  # a terminal's Ctrl-C goes to all processes in it, and actors wait for their node
-            handle_signals([signal.SIGINT], lambda name: None)
-        if self.lock.inherited:  # its starter writes to a coordinator only; only its end counts
-            follow_starter(lambda word: starter_gone() if word == STARTER_GONE else None)
+        self.own.listen(terminated, starter_gone)
 
     def end_by_force(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True)
 
     async def directory_lost(self) -> str:
-        while not (reason := await asyncio.to_thread(self.lock.lost)):
-            await asyncio.sleep(WATCH_S)
-        return reason
+        return await self.own.directory_lost()
 
     def started(self) -> None:
         gc.collect()
@@ -180,22 +160,40 @@ def _open_stacks(path: Path) -> TextIO:
         return sys.stderr
 
 
-def run_actor(
-    lock: RunLock, name: str, role: str, node: str, address: str, make: Callable[[Host], Actor]
+def run_actors(
+    lock: RunLock,
+    names: Sequence[str],
+    role: str,
+    node: str,
+    address: str,
+    make: Callable[[Host], Actor],
 ) -> int:
-    """Body of an actor process; returns its exit code."""
+    """Body of a process with these actors; returns its exit code."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{name}.stacks")
+    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{names[0]}.stacks")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
     async def main() -> int:
-        host = Host(SystemProcess(lock, name, role, node, address))
-        return await host.run(make(host))
+        own = OwnProcess(lock, names[0], role)
+        hosts = [Host(SystemProcess(own, name, node, address)) for name in names]
+        return await _first_failure([host.run(make(host)) for host in hosts])
 
     try:
         return uvloop.run(main())
     finally:
         lock.close()
+
+
+async def _first_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
+    """Until all have ended well, or one has not, which ends the others: its node starts all of them
+    again."""
+    left = {asyncio.ensure_future(run) for run in runs}
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            if code := ended.result():
+                return code
+    return exit_codes.COMPLETE

@@ -7,7 +7,7 @@ Gives   MachineProcesses, the Processes of actors/node.py; gpus_of
 
 Actors are children of the node, whichever process forked them. They have its share of the run
 directory's lock from their birth, and end when the other end of their standard input, which the
-node has, is closed.
+node has, is closed. Emulated replicas share processes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from laminar import ids
 from laminar.actors.host import Host
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
 from laminar.actors.system.roles import kind, needs
 from laminar.actors.system.warm import Seed, WarmProcess
 from laminar.actors.system.warm_process import Launch
+from laminar.config import Config
 from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.run_lock import RunLock
 from laminar.weights.arena.arena import sweep_arenas
@@ -45,6 +47,37 @@ def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list
     return others[first : first + per_replica]
 
 
+def together(
+    roles: Iterable[tuple[str, int]], config: Config, node: str
+) -> dict[str, tuple[str, ...]]:
+    """By name: the actors that share a process, the actor itself included. Only emulated replicas
+    share one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for role, count in roles:
+        share = config.is_emulated and role == "rollout"
+        size = config.emulation.replicas_per_process if share else 1
+        names = [ids.actor_name(role, node, index) for index in range(count)]
+        for start in range(0, count, size):
+            group = tuple(names[start : start + size])
+            found |= dict.fromkeys(group, group)
+    return found
+
+
+class Member:
+    """An actor's process: the ChildProcess of actors/node.py. Its end is that of all who share
+    it."""
+
+    def __init__(self, process: ForkedProcess, boot_id: str) -> None:
+        self.pid, self.boot_id = process.pid, boot_id
+        self.wait, self.dump_stacks = process.wait, process.dump_stacks
+        self.terminate, self.kill = process.terminate, process.kill
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+
 class MachineProcesses:
     """Real processes; close ends the warm ones, and all that still have the lifeline."""
 
@@ -52,17 +85,19 @@ class MachineProcesses:
         self,
         host: Host,
         lock: RunLock,
-        roles: Iterable[str],
+        roles: Sequence[tuple[str, int]],
         seeds: Mapping[str, Seed] | None = None,
     ) -> None:
-        """`seeds`: warm processes that were started before, by kind."""
+        """`roles`: with how many actors. `seeds`: warm processes that were started before, by
+        kind."""
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
+        self._together = together(roles, host.config, host.node)
+        self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
         self._lifeline = os.pipe()  #: its first end is the standard input of the actors
-        self._launched: dict[str, ForkedProcess] = {}  #: the last one of each actor
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
         self._warm = {
             name: WarmProcess(name, need, host.log, ready_s=ready_s, seed=seeds.get(name))
-            for name, need in needs(roles, host.config, gpus=bool(self._gpus)).items()
+            for name, need in needs(dict(roles), host.config, gpus=bool(self._gpus)).items()
         }
 
     def begin(self) -> None:
@@ -72,8 +107,18 @@ class MachineProcesses:
         for warm in self._warm.values():
             warm.begin()
 
-    async def launch(self, name: str, role: str) -> ForkedProcess:
-        host, boot = self._host, secrets.token_hex(8)
+    async def launch(self, name: str, role: str) -> Member:
+        """Its process lives already, if one beside it was launched before."""
+        names = self._together[name]
+        process, boot = self._newest.get(names, (None, ""))
+        if process is None or process.returncode is not None:
+            boot = secrets.token_hex(8)
+            process = await self._fork(names, role, boot)
+            self._newest[names] = process, boot
+        return Member(process, f"{name}-{boot}")
+
+    async def _fork(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
+        host, name = self._host, names[0]
         environment: dict[str, str | None] = {"LAMINAR_BOOT": boot}
         gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config))
         if gpus:
@@ -85,12 +130,10 @@ class MachineProcesses:
             node=host.node,
             address=host.address,
             environment=environment,
+            beside=names[1:],
         )
         warm = self._warm[kind(role, host.config)]
-        process = await warm.fork(launch, self._lifeline[0], self._lock.fd)
-        process.boot_id = f"{name}-{boot}"
-        self._launched[name] = process
-        return process
+        return await warm.fork(launch, self._lifeline[0], self._lock.fd)
 
     async def close(self) -> None:
         for warm in self._warm.values():
@@ -102,6 +145,6 @@ class MachineProcesses:
     async def _reap(self) -> None:
         seen = 0
         while True:
-            known = {process.pid for process in self._launched.values()}
+            known = {process.pid for process, _ in self._newest.values()}
             seen = reap_orphan(known | {warm.pid for warm in self._warm.values()}, seen)
             await asyncio.sleep(REAP_S)

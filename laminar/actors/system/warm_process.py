@@ -34,7 +34,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from laminar import exit_codes
-from laminar.actors.system.process import run_actor
+from laminar.actors.system.process import run_actors
 from laminar.actors.system.roles import make
 from laminar.config import ConfigError
 from laminar.parent_death import die_with_parent
@@ -55,6 +55,7 @@ class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     node: str
     address: str
     environment: dict[str, str | None]  #: what differs from that of the warm process; None: unset
+    beside: tuple[str, ...] = ()  #: further actors of this role, in the same process
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
@@ -210,7 +211,8 @@ def _become(actor: _Actor) -> int:
     except ConfigError as error:
         print(f"{launch.name}: {error}", file=sys.stderr)
         return exit_codes.USER_ERROR
-    return run_actor(lock, launch.name, launch.role, launch.node, launch.address, make)
+    names = (launch.name, *launch.beside)
+    return run_actors(lock, names, launch.role, launch.node, launch.address, make)
 
 
 def leave(code: int) -> NoReturn:
