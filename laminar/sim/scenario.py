@@ -198,7 +198,7 @@ def actor_config(scenario: Scenario) -> Config:
             group_size=settings.group_size,
             max_num_seqs=scenario.slots,
             progress_interval_ms=scenario.progress_ns // MS,
-            max_batch=scenario.max_batch,
+            max_batch=scenario.max_batch or "auto",
         ),
         repack=RepackConfig(policy=settings.repack_policy or "off"),
         recovery=RecoveryConfig(max_restarts=scenario.max_restarts),
