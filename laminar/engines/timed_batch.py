@@ -77,6 +77,11 @@ class TimedBatch:
         return len(self._sequences) - len(self._running)
 
     @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds."""
+        return self._capacity
+
+    @property
     def cached(self) -> int:
         """Tokens in the cache, as of the last `advance`."""
         return self._cached + self._made * len(self._running)

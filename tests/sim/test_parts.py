@@ -168,7 +168,7 @@ def test_slow_and_paused_engines_take_longer(cached: bool) -> None:
 # --- configs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sim_small.toml", "sim_1024.toml"])
+@pytest.mark.parametrize("name", ["sim_small.toml", "sim_1024.toml", "sim_repack.toml"])
 def test_shipped_configs_are_legal(name: str) -> None:
     config = load(ROOT / "configs" / name, KINDS)
     for seed in range(20):

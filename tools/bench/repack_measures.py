@@ -1,0 +1,134 @@
+"""What a run of the repack bench is, and what is measured in it.
+
+Reads   batches of the engines, and what a world tells
+Gives   Setup; Meter, which makes Seen
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from laminar.engines.timed_batch import TimedBatch
+from laminar.engines.timing import EngineTiming, ResponseLengths
+
+SECOND = 1_000_000_000  #: nanoseconds
+GROUP_SIZE = 16
+TRAINER_OF = 16
+SAMPLE_S = 5.0
+
+
+class Setup(NamedTuple):
+    """One run."""
+
+    replicas: int
+    staleness: int
+    policy: str  #: of the core: gain, best-fit; empty: off
+    max_batch: int  #: the paper's B
+    timing: EngineTiming
+    lengths: ResponseLengths
+    seed: int
+    warm_steps: int  #: before anything is measured
+    steps: int  #: in which it is
+    slots: int = 1_024  #: trajectories of a replica, and those that it gets with a version
+    groups_per_step: int = 512
+    start_s: float = 600.0  #: within which the replicas begin, or they would do all together
+    train_s: float = 236.0  #: of 32B on as many GPUs as TRAINER_OF replicas have
+
+    def trains_for_s(self, chance: random.Random) -> float:
+        """The trainer has as many GPUs as the replicas together."""
+        return self.train_s * TRAINER_OF / self.replicas * chance.uniform(0.9, 1.1)
+
+
+class Seen(NamedTuple):
+    """What was measured, from the end of one step to that of another."""
+
+    seconds: float
+    trained: int  #: tokens
+    generated: int  #: tokens
+    cache_use: float
+    latency_mean_s: float
+    latency_max_s: float
+    released: int  #: replicas
+    moved: int  #: trajectories
+    prefilled: int  #: tokens
+    preempted: int
+    idle: float  #: share of replica time without anything running
+    trainer_idle: float  #: share of the time
+
+    @property
+    def trained_per_s(self) -> float:
+        return self.trained / self.seconds
+
+    @property
+    def generated_per_s(self) -> float:
+        return self.generated / self.seconds
+
+
+class Meter:
+    """What happens between the end of the steps before and that of the last one."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._began = self._trainer_free = 0
+        self._at_start: tuple[int, ...] = ()
+        self._sums: dict[str, float] = {}
+        self._latencies: list[float] = []
+
+    def begin(self, now: int, batches: Sequence[TimedBatch]) -> None:
+        self.on, self._began, self._at_start = True, now, _counts(now, batches)
+
+    def add(self, name: str, value: float) -> None:
+        if self.on:
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def latency(self, duration: int) -> None:
+        if self.on:
+            self._latencies.append(duration / SECOND)
+
+    def train_begins(self, now: int) -> None:
+        self.add("trainer_idle", (now - self._trainer_free) / SECOND)
+
+    def trained(self, now: int, tokens: int) -> None:
+        self.add("trained", tokens)
+        self._trainer_free = now
+
+    def sample(self, now: int, batches: Sequence[TimedBatch]) -> None:
+        if self.on:
+            _counts(now, batches)
+            capacity = sum(batch.capacity for batch in batches)
+            self.add("samples", 1)
+            self.add("cache", sum(batch.cached for batch in batches) / capacity)
+            self.add("idle", sum(not batch.running for batch in batches) / len(batches))
+
+    def seen(self, now: int, batches: Sequence[TimedBatch]) -> Seen:
+        counts = _counts(now, batches)
+        sampled, prefilled, preempted = (
+            there - before for there, before in zip(counts, self._at_start, strict=True)
+        )
+        seconds, samples = (now - self._began) / SECOND, self._sums["samples"]
+        return Seen(
+            seconds=seconds,
+            trained=int(self._sums["trained"]),
+            generated=sampled,
+            cache_use=self._sums["cache"] / samples,
+            latency_mean_s=sum(self._latencies) / len(self._latencies),
+            latency_max_s=max(self._latencies),
+            released=int(self._sums.get("released", 0)),
+            moved=int(self._sums.get("moved", 0)),
+            prefilled=prefilled,
+            preempted=preempted,
+            idle=self._sums["idle"] / samples,
+            trainer_idle=self._sums["trainer_idle"] / seconds,
+        )
+
+
+def _counts(now: int, batches: Sequence[TimedBatch]) -> tuple[int, ...]:
+    """Tokens sampled and prefilled, and preemptions, until now."""
+    for batch in batches:
+        batch.advance(float(now))
+    return tuple(
+        sum(values)
+        for values in zip(*((b.sampled, b.prefilled, b.preempted) for b in batches), strict=True)
+    )

@@ -1,0 +1,65 @@
+"""The Laminar paper's admission, for comparison: a replica drains a fixed batch, then pulls.
+
+Gives   `drains`, in which the core decides like that
+
+The product does not have this rule: a replica that took its share goes on as long as there are no
+newer weights. Here it takes nothing more, empties, and takes its next share with the newest
+weights, which may be those that it has. With the policy "best-fit" the core then packs as the
+paper's Algorithm 1 does, destinations pinned: whatever replica is in its tail, and whether or not
+it could take new work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from laminar.core import admission, indexes, planner, tails, weights
+from laminar.core.context import Context
+from laminar.core.replica_index import Kind
+from laminar.core.state import Replica, State
+
+_refusal, _plan_pull, _stayed = admission.refusal, weights.plan_pull, tails.stays
+
+
+def _drains(state: State, replica: Replica) -> str:
+    if replica.took >= state.settings.groups_per_version:
+        return "draining"
+    return _refusal(state, replica)
+
+
+def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
+    """An empty replica gets its next share, with the newest weights."""
+    _plan_pull(ctx, replica)
+    state = ctx.state
+    busy = replica.running or replica.incoming or replica.given or replica.loading
+    if not busy and replica.took >= state.settings.groups_per_version:
+        replica.took = 0
+        indexes.replica_changed(state, replica)
+        ctx.touch(replica.name)
+
+
+def _stays(state: State, replica: Replica) -> str:
+    """Whether there are newer weights is not asked."""
+    why = _stayed(state, replica)
+    return "" if why in ("no-newer-weights", "weights-not-here") else why
+
+
+def _may_admit(others: planner._Others, kind: Kind) -> bool:
+    return kind.serving and not kind.satisfied and kind.step not in others._refused
+
+
+@contextmanager
+def drains() -> Iterator[None]:
+    """Until the end of this block."""
+    with ExitStack() as stack:
+        for owner, name, rule in (
+            (admission, "refusal", _drains),
+            (tails, "refusal", _drains),
+            (tails, "stays", _stays),
+            (weights, "plan_pull", _pulls_or_goes_on),
+            (planner._Others, "_may_admit", _may_admit),
+        ):
+            stack.enter_context(patch.object(owner, name, rule))
+        yield
