@@ -153,7 +153,7 @@ class Relay:
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         for order, command in orders:
             if isinstance(command, cmd.PinVersion):
-                self.slots.pin(command.version)
+                self.slots.pin(command.version, command.unfinished)
             elif isinstance(command, cmd.ForwardWeights):
                 self._forward(order, command)
 

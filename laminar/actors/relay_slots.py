@@ -11,7 +11,7 @@ was started again gets another slot than the one that its previous process may h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol
 
 from laminar.weights import messages as m
@@ -63,6 +63,7 @@ class RelaySlots:
         self._granted: dict[str, int] = {}  #: by writing process, until its version is complete
         self._digesting: set[int] = set()
         self._pin = -1  #: a version to be kept, also one that is not here yet
+        self._unfinished: Collection[int] = ()  #: versions that are evicted last
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -200,15 +201,17 @@ class RelaySlots:
         ended = self._table.revoke(boot_id) if self._table is not None else ()
         return [lease.version for lease in ended]
 
-    def pin(self, version: int) -> None:
-        """Keep this version and no other, also if it comes later; -1: none."""
-        self._pin = version
+    def pin(self, version: int, unfinished: Collection[int] = ()) -> None:
+        """Keep this version and no other, also if it comes later, -1: none; and evict those with
+        unfinished work last."""
+        self._pin, self._unfinished = version, unfinished
         if self._table is not None:
             self._table.unpin()
             self._apply_pin()
 
     def _apply_pin(self) -> None:
         assert self._table is not None
+        self._table.evict_last(self._unfinished)
         if self._pin in self.held:
             self._table.pin(self._pin)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from itertools import chain
 
 from laminar import ids
-from laminar.core import groups, held_out
+from laminar.core import groups, held_out, kept_versions
 from laminar.core.admission import room, serving
 from laminar.core.context import Context
 from laminar.core.dispatch import open_group
@@ -25,7 +25,6 @@ from laminar.core.replica_index import Kind
 from laminar.core.rules import HELD_OUT_FIGURES, applies
 from laminar.core.state import Evaluation, Group, Replica, State
 from laminar.core.statuses import GroupStatus, Phase
-from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason
 from laminar.ids import Purpose
@@ -66,7 +65,7 @@ def _begin_if_due(ctx: Context, replica: Replica) -> None:
     )
     state.next_evaluation += 1
     state.evaluation_due = -1
-    _pin(ctx, replica.version)
+    _pin(ctx)
 
 
 def _answers(state: State) -> int:
@@ -162,7 +161,7 @@ def _move_on(ctx: Context) -> None:
     for group in list(state.groups.values()):
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             groups.drop_group(ctx, group, DropReason.VERSION_GONE)
-    _pin(ctx, -1)
+    _pin(ctx)
     ctx.touch_all()
 
 
@@ -238,11 +237,11 @@ def _finish(ctx: Context, evaluation: Evaluation) -> None:
         )
     )
     state.evaluation = None
-    _pin(ctx, -1)
+    _pin(ctx)
     ctx.touch_all()
 
 
-def _pin(ctx: Context, version: int) -> None:
+def _pin(ctx: Context) -> None:
     """At every relay: a lost share may be run again on any machine."""
     for name in ctx.state.relays:
-        ctx.command(cmd.PinVersion(to=name, version=version))
+        kept_versions.tell_one(ctx, name)

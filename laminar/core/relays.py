@@ -16,7 +16,7 @@ what the trainer made, or it is owed (core/publishing.py).
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import indexes, keys
+from laminar.core import indexes, kept_versions, keys
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, live_actor, master_relay
 from laminar.core.registry import handles
@@ -60,8 +60,8 @@ def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
     ctx.clear_timer(keys.rejoin(relay.name))
     set_head(ctx)
     await_newest(ctx, relay)
-    if state.evaluation is not None:
-        ctx.command(cmd.PinVersion(to=relay.name, version=state.evaluation.version))
+    if state.evaluation is not None or state.unfinished:
+        kept_versions.tell_one(ctx, relay.name)
     return relay
 
 

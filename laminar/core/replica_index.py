@@ -190,6 +190,14 @@ class ReplicaIndex:
                 if not running:
                     yield from numbers
 
+    def busy(self) -> set[int]:
+        """Versions with which some replica runs something."""
+        return {
+            kind.version
+            for kind, loads in self.kinds.items()
+            if any(running for running, _ in loads)
+        }
+
     def numbers_of(self, kinds: Collection[Kind]) -> Iterator[int]:
         """Numbers of all replicas of these kinds."""
         for kind in kinds:

@@ -61,8 +61,14 @@ REPACK = Rule(
     "stragglers are packed on few replicas; what that needs is kept in the state",
     setting="repack_policy",
 )
-RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT, REPACK)
-LOGIC_VERSION = 3
+UNFINISHED_KEPT = Rule(
+    "unfinished-kept",
+    4,
+    "a relay evicts the oldest version that is not pinned",
+    "it is told which versions have unfinished work, and evicts those last",
+)
+RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT, REPACK, UNFINISHED_KEPT)
+LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""
 NEW_RUN = tuple(rule.name for rule in RULES if not rule.setting)
 """What a run that begins now logs in `Settings.rules`."""

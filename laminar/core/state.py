@@ -262,6 +262,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     export_path: str = ""
     #: directories of checkpoints, by version: what relays have evicted is loaded from there
     saved: dict[int, str] = {}
+    #: versions with unfinished work, ascending, as relays were told last
+    unfinished: list[int] = []
 
     evaluation: Evaluation | None = None
     evaluation_due: int = -1  #: at least this version is to be evaluated, -1: none

@@ -12,7 +12,16 @@ from the relay of its own machine and from no other; what that has evicted, from
 
 from __future__ import annotations
 
-from laminar.core import evaluation, handover, indexes, keys, lifecycle, publishing, relays
+from laminar.core import (
+    evaluation,
+    handover,
+    indexes,
+    kept_versions,
+    keys,
+    lifecycle,
+    publishing,
+    relays,
+)
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import ENDS_RUN, handles
@@ -71,6 +80,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     if news:
         evaluation.version_published(ctx, event.version, event.step, previous_step)
         _expect_everywhere(ctx)
+        kept_versions.tell(ctx)
         handover.look(ctx)
 
 
@@ -117,6 +127,7 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     replica.progress_ns = ctx.stamped.time_ns
     indexes.replica_changed(state, replica)
+    kept_versions.tell(ctx)
     if state.lost or evaluation.waits(state):
         ctx.touch_all()  # who has which version decides what the others load
     else:

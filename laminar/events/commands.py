@@ -78,9 +78,12 @@ class ExportModel(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.RELAY)
 class PinVersion(Command, frozen=True, kw_only=True):
-    """Keep this version until another is pinned; -1 unpins."""
+    """Keep this version, -1 for none; of the others evict those with unfinished work last.
+
+    The next such command takes its place."""
 
     version: int
+    unfinished: tuple[int, ...] = ()  #: versions, ascending
 
 
 @carried_out_by(Role.RELAY)

@@ -189,7 +189,7 @@ class Actors(FaultyProcesses):
         self.later(process, 1.0, ev.ModelExported(version=command.version, path="export"))
 
     def _do_PinVersion(self, process: Process, command: cmd.PinVersion, _: int) -> None:
-        process.pinned = command.version
+        process.pinned, process.unfinished = command.version, command.unfinished
 
     def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
         assert not process.work, "a replica pulls only when it is empty"
@@ -386,7 +386,7 @@ class Actors(FaultyProcesses):
         process.held[version] = step, digest
         while len(process.held) > 2:
             evictable = [v for v in sorted(process.held)[:-1] if v != process.pinned]
-            del process.held[evictable[0]]
+            del process.held[min(evictable, key=lambda v: (v in process.unfinished, v))]
 
     def _load(self, process: Process, command: cmd.PullWeights) -> None:
         relay = self.processes[ids.actor_name("relay", process.node, 0)]

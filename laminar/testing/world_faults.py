@@ -101,7 +101,7 @@ class FaultyProcesses:
         process.work.clear()
         process.gauge_due = False
         process.held.clear()
-        process.pinned, process.successor = -1, ""
+        process.pinned, process.unfinished, process.successor = -1, (), ""
         return dead
 
     def _exited(self, process: Process, dead: str, *, restarting: bool) -> None:

@@ -126,6 +126,7 @@ class Process:
     peer_seq: int = 0
     version: int = -1
     pinned: int = -1
+    unfinished: tuple[int, ...] = ()  #: versions that are evicted last
     successor: str = ""  #: of a relay
     held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory

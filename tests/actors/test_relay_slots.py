@@ -178,6 +178,16 @@ async def test_a_pin_may_come_before_its_version(slots: Slots) -> None:
     assert 2 not in slots.held
 
 
+async def test_versions_with_unfinished_work_go_last(slots: Slots) -> None:
+    slots.pin(-1, (2, 3))
+    for version in (1, 2, 3, 4):
+        await publish(slots, version)
+    assert 2 in slots.held and 1 not in slots.held
+    slots.pin(-1, (3, 4))
+    await publish(slots, 5)
+    assert 2 not in slots.held and 3 in slots.held
+
+
 async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:
     slots = slots_in(tmp_path)
     slots.pin(1)

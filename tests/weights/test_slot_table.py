@@ -123,6 +123,19 @@ def test_a_revoked_lease_is_told_so_at_release() -> None:
     assert leased(table, 1, "a").lease_id not in {first.lease_id, second.lease_id}
 
 
+def test_versions_with_unfinished_work_are_evicted_last() -> None:
+    table = filled()
+    table.evict_last([0, 9])
+    assert publish(table, 3).evicted == 1
+    table.evict_last([0, 2])
+    assert publish(table, 4).evicted == 0  # a publish needs a slot
+    table.evict_last([3])
+    table.pin(2)
+    assert publish(table, 5).evicted == 3
+    table.unpin()
+    assert publish(table, 6).evicted == 2
+
+
 def test_one_pin_at_a_time() -> None:
     table = filled()
     table.pin(0)
@@ -177,6 +190,7 @@ class Slots(RuleBasedStateMachine):
         self.leases: dict[int, Lease] = {}
         self.ended: set[int] = set()
         self.pinned: int | None = None
+        self.last: set[int] = set()
         self.newest = -1
 
     def protected(self) -> set[int]:
@@ -189,7 +203,7 @@ class Slots(RuleBasedStateMachine):
             with pytest.raises(SlotError):
                 self.table.grant(writer)
             return
-        idle = sorted(set(self.held) - self.protected())
+        idle = sorted(set(self.held) - self.protected(), key=lambda v: (v in self.last, v))
         full = len(self.held) + len(self.writing) == self.num_slots
         grant = self.table.grant(writer)
         if grant is None:
@@ -258,6 +272,11 @@ class Slots(RuleBasedStateMachine):
         answer = self.table.pin(wanted)
         assert (answer is None) == (wanted in self.held)
         self.pinned = wanted if answer is None else self.pinned
+
+    @rule(back=st.sets(st.integers(0, 5)))
+    def evict_last(self, back: set[int]) -> None:
+        self.last = {self.newest - b for b in back}
+        self.table.evict_last(self.last)
 
     @rule()
     def unpin(self) -> None:

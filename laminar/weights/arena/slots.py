@@ -13,7 +13,7 @@ together with its writer and a lease id is never used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 MIN_SLOTS = 3
@@ -100,6 +100,7 @@ class SlotTable:
         self._leases: dict[int, Lease] = {}
         self._next_lease = 0
         self._pinned: int | None = None
+        self._last: frozenset[int] = frozenset()  #: evicted when nothing else can be
         self._forget = forget
 
     def __repr__(self) -> str:
@@ -132,7 +133,8 @@ class SlotTable:
     # --- writers ------------------------------------------------------------------------------
 
     def grant(self, writer: str) -> Grant | None:
-        """A free slot, else that of the oldest version which is not needed, else None.
+        """A free slot, else that of the oldest version which is not needed, those with unfinished
+        work last, else None.
 
         SlotError if the writer has a slot already: two would leave too few for the versions.
         """
@@ -210,10 +212,15 @@ class SlotTable:
         """Keep no version for its own sake; harmless when none is pinned."""
         self._pinned = None
 
+    def evict_last(self, versions: Collection[int]) -> None:
+        """These, not those named before; a publish still gets a slot of theirs if need be."""
+        self._last = frozenset(versions)
+
     def _evict_for(self, writer: str) -> Grant | None:
         kept = {self.latest, self._pinned, *(lease.version for lease in self._leases.values())}
-        idle = (version for version in self.versions_held if version not in kept)
-        evicted = next((version for version in idle if self._forget(version)), None)
+        idle = [version for version in self.versions_held if version not in kept]
+        order = sorted(idle, key=lambda version: (version in self._last, version))
+        evicted = next((version for version in order if self._forget(version)), None)
         if evicted is None:
             return None
         slot = self._slots.index(Held(evicted))
