@@ -4,10 +4,11 @@ Reads   RestartActor commands; exit codes of its children
 Emits   ProcessExited, once per actor that ended
 
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
-again, up to recovery.max_restarts times; store and trainer are not, since their state is gone with
-them. A child that ends with the code of a user's mistake is never started again: the same mistake
-would meet it. One that the coordinator does not take, while the run ends, say, is tried again after
-longer and longer pauses, and however often: nothing is wrong with it.
+again, up to recovery.max_restarts times. So is a store that was killed: all that it has
+acknowledged is on disk. One that says why it cannot go on is not, and no trainer is: its state is
+gone with it. A child that ends with the code of a user's mistake is never started again: the same
+mistake would meet it. One that the coordinator does not take, while the run ends, say, is tried
+again after longer and longer pauses, and however often: nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class Node:
         lived_s = (self.host.now_ns() - began_ns) / 1e9
         refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
         often = child.restarts >= self._restarts_max and not refused
-        may = child.role in RESTARTED_ROLES and not often
+        killed = child.role == "store" and code < 0
+        may = (child.role in RESTARTED_ROLES or killed) and not often
         restarting = (
             may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
         )

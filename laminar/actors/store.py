@@ -71,6 +71,7 @@ class Store:
         self._disk = DiskWait(host, "the store")
         self._endings: list[tuple[cmd.Order, cmd.EndTrajectories]] = []  #: not on disk yet
         self._ending = False  #: they are being written
+        self._ready = False  #: the data is loaded
         self._wanted: dict[PromptKey, bytes] = {}  #: payloads that have to be tokenised
         self._tokenising = False
         self.server = host.server(
@@ -90,6 +91,8 @@ class Store:
             digest=count.digest,
         )
         self.host.emit(loaded, train=count.train, held_out=count.held_out)
+        self._ready = True
+        self._write_endings()
 
     async def _fill(self, prompts: LoadedPrompts) -> PromptCount:
         if self.database is None:
@@ -98,9 +101,13 @@ class Store:
         return self.database.prompt_count()
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
-        """All endings that arrived together are one transaction."""
+        """All endings that arrived together are one transaction; those that another process of the
+        store has left come before this one has its database."""
         self._endings += [(o, c) for o, c in orders if isinstance(c, cmd.EndTrajectories)]
-        if self._endings and not self._ending:
+        self._write_endings()
+
+    def _write_endings(self) -> None:
+        if self._endings and self._ready and not self._ending:
             self._ending = True
             self.host.spawn(self._end())
 

@@ -10,7 +10,7 @@ store, and the ledger is updated only when the store has answered: until then it
 
 from __future__ import annotations
 
-from laminar.core import keys
+from laminar.core import keys, store_restarts
 from laminar.core.context import Context
 from laminar.core.dispatch import leave_engine
 from laminar.core.indexes import (
@@ -25,6 +25,7 @@ from laminar.core.keys import CommandKey
 from laminar.core.registry import handles
 from laminar.core.state import Group, State, Trajectory
 from laminar.core.statuses import GroupStatus, TrajectoryStatus
+from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.core.transitions import UNFINISHED, move, move_group
 from laminar.core.validation import is_count
 from laminar.events import commands as cmd
@@ -37,8 +38,6 @@ SCORE_TIMEOUT_MS = 600_000
 """A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""
 ENDINGS_PER_COMMAND = 2_048
 """About 150 bytes each: well inside one control message, and inside one request of the store."""
-END_TIMEOUT_MS = 120_000
-"""One transaction of the store; two minutes of silence mean that it hangs, or waits for a disk."""
 
 # --- siblings ---------------------------------------------------------------------------------
 
@@ -199,12 +198,15 @@ def send_endings(ctx: Context) -> None:
     if not ctx.endings:
         return
     store = live_actor(ctx.state, Role.STORE)
+    timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms
+    if store_restarts.awaited(ctx.state):  # its time begins when the store is ready
+        timeout_ms = 0
     for start in range(0, len(ctx.endings), ENDINGS_PER_COMMAND):
         part = tuple(ctx.endings[start : start + ENDINGS_PER_COMMAND])
         ctx.command(
             cmd.EndTrajectories(to=store.name if store else "store-0", endings=part),
             key=keys.end(ctx.next_command_id),
-            timeout_ms=END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms,
+            timeout_ms=timeout_ms,
         )
     ctx.endings.clear()
 

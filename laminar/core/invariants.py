@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar import ids
-from laminar.core import keys
+from laminar.core import keys, store_restarts
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
 from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
@@ -22,6 +22,7 @@ from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
+from laminar.events.base import Command
 from laminar.ids import Purpose
 from laminar.roles import Role
 
@@ -98,7 +99,12 @@ def commands_have_living_owners(state: State) -> None:
     for key, outstanding in state.commands.items():
         actor = state.actors.get(outstanding.command.to)
         if actor is not None and actor.role != Role.NODE:
-            _require(actor.alive and actor.incarnation == outstanding.incarnation, key)
+            present = actor.alive and actor.incarnation == outstanding.incarnation
+            _require(present or _waits_for_store(state, outstanding.command), key)
+
+
+def _waits_for_store(state: State, command: Command) -> bool:
+    return store_restarts.waits(state, command) and store_restarts.awaited(state)
 
 
 def every_wait_has_an_owner(state: State) -> None:
@@ -130,7 +136,7 @@ def commands_have_deadlines(state: State) -> None:
             continue
         timed = keys.deadline(key) in state.timers or keys.restart(command.to) in state.commands
         first = isinstance(command, cmd.PublishWeights) and keys.START in state.timers
-        _require(timed or first, key, outstanding)
+        _require(timed or first or _waits_for_store(state, command), key, outstanding)
 
 
 def _weights_are_on_their_way(state: State) -> None:

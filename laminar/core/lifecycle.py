@@ -11,7 +11,7 @@ DropReason.RUN_ENDED.
 
 from __future__ import annotations
 
-from laminar.core import buffering, groups, keys, publishing
+from laminar.core import buffering, groups, keys, publishing, store_restarts
 from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.indexes import clear_timer, live_actor, master_relay
@@ -234,13 +234,17 @@ def _drop_leftovers(ctx: Context) -> None:
 
 
 def _ending(ctx: Context) -> bool:
-    """Wait until the store has written every end; without a store, the ledger stays open."""
+    """Wait until the store has written every end; without a store, the ledger stays open.
+
+    A store that is started again is waited for.
+    """
     state = ctx.state
     writing = ctx.endings or any(
         isinstance(found.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
         for key, found in state.commands.items()
     )
-    if state.groups and writing and live_actor(state, Role.STORE) is not None:
+    can_write = writing and live_actor(state, Role.STORE) is not None
+    if state.groups and (can_write or store_restarts.awaited(state)):
         return False
     move_run(state, "stop")
     for actor in state.actors.values():

@@ -15,7 +15,7 @@ again until the node is heard or another one has its place.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import keys, lifecycle, publishing, recovery, relays
+from laminar.core import keys, lifecycle, publishing, recovery, relays, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import (
     add_actor,
@@ -35,7 +35,7 @@ from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.roles import ACTOR_ROLES, Role
 
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
-"""Roles whose loss ends the run: their recovery needs a checkpoint or another copy."""
+"""Roles whose loss ends the run, unless a rule says otherwise (core/store_restarts.py)."""
 
 
 @handles(ev.ActorJoined, valid=anything, leads_to=(cmd.AcceptActor, cmd.RefuseActor, *LOSES_ACTOR))
@@ -63,8 +63,10 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         incarnation=incarnation,
     )
     add_actor(state, actor)
+    store_restarts.joined(state, actor)
     ctx.done(keys.restart(event.name))
-    if event.role != Role.RELAY:  # that is awaited until it is ready
+    ready_later = event.role == Role.RELAY or store_restarts.is_restarted(state, event.role)
+    if not ready_later:  # those are awaited until they are ready
         ctx.clear_timer(keys.rejoin(event.name))
     ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
     if event.role == Role.TRAINER:
@@ -80,7 +82,7 @@ def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
     known = ctx.state.actors.get(event.name)
     if known is not None and known.role != event.role:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
-    if ctx.state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED):
+    if relays.ending(ctx.state) and not store_restarts.may_join(ctx.state, event.role):
         return "the run is ending"
     return ""
 
@@ -164,7 +166,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     if not node_alive:
         ctx.clear_timer(keys.rejoin(event.actor))
         _gone_for_good(ctx, event.actor, f"{event.actor}: {reason}")
-    elif not _missed_by_its_node(ctx, event.actor, reason) and not relays.ending(state):
+    elif not _missed_by_its_node(ctx, event.actor, reason) and _is_needed(state, actor):
         ctx.restart(event.actor, reason, again=True)
         ctx.set_timer(keys.rejoin(event.actor), state.settings.start_timeout_ms)
 
@@ -201,10 +203,15 @@ def _missed_by_its_node(ctx: Context, name: str, reason: str) -> bool:
     if node is None or not node.silent:
         return False
     ctx.clear_timer(keys.rejoin(name))
-    if not relays.ending(state):
+    if _is_needed(state, state.actors[name]):
         why = f"{name}: {reason}; nothing is heard from {node.name}, which would start it again"
         _gone_for_good(ctx, name, why)
     return True
+
+
+def _is_needed(state: State, actor: Actor) -> bool:
+    """It is to come back when it is lost."""
+    return not relays.ending(state) or store_restarts.may_join(state, actor.role)
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
@@ -225,6 +232,10 @@ def on_rejoin_expired(ctx: Context, name: str) -> None:
 
 def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     """It is not started again. True if the run cannot go on without it, and ends."""
+    actor = ctx.state.actors.get(name)
+    if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
+        ctx.clear_timer(keys.rejoin(name))
+        return lifecycle.fail(ctx, f"the store is lost: {why}", 1)
     if relays.indispensable(ctx.state, name):
         return lifecycle.fail(ctx, f"the trainer's machine has no relay: {why}", 1)
     if relays.can_work(ctx.state):
@@ -242,14 +253,22 @@ def actor_lost(ctx: Context, name: str, reason: str, *, replaced: bool = False) 
         recovery.replica_lost(ctx, name)
     elif actor.role == Role.RELAY:
         relays.leave(ctx, name)
+    elif store_restarts.is_restarted(state, actor.role):
+        store_restarts.lost(ctx, name)
     for key in list(indexes_of(state).commands.get(name, ())):
-        ctx.done(key)
+        if not store_restarts.waits(state, state.commands[key].command):
+            ctx.done(key)
     if state.phase in (Phase.STOPPING, Phase.ENDED):
         return
-    if actor.role in SINGLE_ROLES:
+    if _ends_run(state, actor):
         lifecycle.fail(ctx, f"{name} is lost: {reason}", 1)
     elif actor.role == Role.NODE:
         _machine_lost(ctx, name, reason, replaced=replaced)
+
+
+def _ends_run(state: State, actor: Actor) -> bool:
+    """Its loss does."""
+    return actor.role in SINGLE_ROLES and not store_restarts.is_restarted(state, actor.role)
 
 
 def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> None:
@@ -258,7 +277,8 @@ def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> No
     A new process that has its name starts them all anew; they have a time for it.
     """
     state, there = ctx.state, _actors_of(ctx.state, node)
-    if any(a.role in SINGLE_ROLES and a.alive for a in there):
+    needed = (a for a in there if a.role in SINGLE_ROLES)
+    if any(a.alive or keys.rejoin(a.name) in state.timers for a in needed):
         lifecycle.fail(ctx, f"{node} is lost: {reason}", 1)
         return
     for actor in there:
@@ -341,11 +361,19 @@ def _row_counts(state: State, event: ev.DataLoaded) -> bool:
     return least <= event.num_train <= ROWS_MAX and 0 <= event.num_eval <= ROWS_MAX
 
 
-@handles(ev.DataLoaded, valid=_row_counts, leads_to=(cmd.PublishWeights,))
+@handles(
+    ev.DataLoaded,
+    valid=_row_counts,
+    leads_to=(cmd.PublishWeights,),
+)
 def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
-    """The store has the prompts; now their number is known, and stays what it is."""
-    state = ctx.state
-    if state.num_train >= 0:
+    """The store has the prompts; now their number is known, and stays what it is: a store that is
+    started again refuses other data."""
+    state, restarted = ctx.state, store_restarts.is_restarted(ctx.state, Role.STORE)
+    known = state.num_train >= 0
+    if known and not restarted:
         return ctx.ignore("repeat")
-    _ready(ctx)
-    state.num_train, state.num_eval = event.num_train, event.num_eval
+    if _ready(ctx) and restarted:
+        store_restarts.ready(ctx, ctx.stamped.peer)
+    if not known:
+        state.num_train, state.num_eval = event.num_train, event.num_eval

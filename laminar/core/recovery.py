@@ -12,7 +12,7 @@ draw shortens the data, so it is the second choice and is counted.
 
 from __future__ import annotations
 
-from laminar.core import buffering, evaluation, groups, indexes, keys
+from laminar.core import buffering, evaluation, groups, indexes, keys, store_restarts
 from laminar.core.context import Context
 from laminar.core.dispatch import lose, place_again
 from laminar.core.indexes import indexes_of
@@ -129,6 +129,8 @@ def batch_wait_expired(ctx: Context) -> None:
     if group is None or not buffering.trainer_idle(state):
         return ctx.ignore("nothing-awaited")
     ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
+    if store_restarts.awaited(state):
+        return
     late = [t for t in groups.members(state, group.id) if t.status in UNFINISHED]
     for trajectory in late:
         trajectory.waits += 1
@@ -166,7 +168,9 @@ def watch_progress(ctx: Context, name: str) -> None:
         return  # it has left, since the run stops
     stall_ms = state.settings.stall_ms
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
-    if replica.running and silent_ms >= stall_ms:
+    if store_restarts.awaited(state):  # who waits for it samples nothing
+        replica.progress_ns = ctx.stamped.time_ns
+    elif replica.running and silent_ms >= stall_ms:
         ctx.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
         replica.progress_ns = ctx.stamped.time_ns
     ctx.set_timer(keys.progress(name), stall_ms)

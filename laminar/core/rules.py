@@ -67,7 +67,20 @@ UNFINISHED_KEPT = Rule(
     "a relay evicts the oldest version that is not pinned",
     "it is told which versions have unfinished work, and evicts those last",
 )
-RULES = (REWARD_ERRORS, HELD_OUT_FIGURES, TROUBLE_NOT_KEPT, REPACK, UNFINISHED_KEPT)
+STORE_RESTARTS = Rule(
+    "store-restarts",
+    4,
+    "the loss of the store ends the run",
+    "its node starts it again, and what it is to write waits for it",
+)
+RULES = (
+    REWARD_ERRORS,
+    HELD_OUT_FIGURES,
+    TROUBLE_NOT_KEPT,
+    REPACK,
+    UNFINISHED_KEPT,
+    STORE_RESTARTS,
+)
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""
 NEW_RUN = tuple(rule.name for rule in RULES if not rule.setting)

@@ -7,14 +7,26 @@ Emits   through those who had set it: restarts, drops, the end of the run
 
 from __future__ import annotations
 
-from laminar.core import handover, indexes, keys, lifecycle, membership, recovery, relays
+from laminar.core import (
+    handover,
+    indexes,
+    keys,
+    lifecycle,
+    membership,
+    recovery,
+    relays,
+)
 from laminar.core.context import Context
 from laminar.core.keys import CommandKey, TimerKind, TimerName
 from laminar.core.registry import LOSES_ACTOR, handles
+from laminar.core.state import State
+from laminar.core.store_restarts import is_restarted
 from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Command
 from laminar.ids import TrajectoryId
+from laminar.roles import Role
 
 
 @handles(
@@ -66,7 +78,11 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         relays.link_expired(ctx, command.to, command.successor)
     elif isinstance(command, cmd.ReleaseTrajectories):
         handover.release_expired(ctx, command)
-    elif command.to in state.replicas:
+    elif command.to in state.replicas or _restarts_store(state, command):
         ctx.restart(command.to, f"{what} was not done in time")
     else:
         lifecycle.fail(ctx, f"{command.to} did not finish {what} in time", 1)
+
+
+def _restarts_store(state: State, command: Command) -> bool:
+    return isinstance(command, cmd.EndTrajectories) and is_restarted(state, Role.STORE)

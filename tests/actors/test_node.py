@@ -91,7 +91,10 @@ async def machine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         ("relay", exit_codes.TERMINATED, True),
         ("rollout", exit_codes.COMPLETE, False),
         ("rollout", exit_codes.USER_ERROR, False),
+        ("store", -signal.SIGKILL, True),
         ("store", exit_codes.TERMINATED, False),
+        ("store", exit_codes.FAILED, False),
+        ("trainer", -signal.SIGKILL, False),
     ],
     indirect=["machine"],
 )

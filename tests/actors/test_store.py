@@ -8,12 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest_asyncio
 
 from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
 from laminar.actors.store import Store
 from laminar.config import ConfigError
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason, End
+from laminar.ids import GroupId, Purpose, TrajectoryId
 from laminar.rundir import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.database import Database
@@ -127,6 +132,40 @@ async def test_another_store_process_does_not_tokenise_again(run: Run) -> None:
     assert again.prompts.asked == []
     await again.client.close(0.0)
     await again.store.stop()
+
+
+async def test_ends_that_another_process_was_to_write_come_before_the_data(run: Run) -> None:
+    """They are sent as soon as the coordinator accepts the new process; the ends of the old one
+    that were written are written again, to the same effect."""
+    run.prompts.let.set()
+    await run.open(1)
+    ended = cmd.EndTrajectories(
+        to="store-0",
+        endings=(
+            cmd.Ending(
+                trajectory_id=TrajectoryId("0.1.0"),
+                group=GroupId("0.1"),
+                sibling=0,
+                purpose=Purpose.TRAIN,
+                row_index=1,
+                placement=2,
+                end=End.DROPPED,
+                reason=DropReason.RUN_ENDED,
+                step=-1,
+            ),
+        ),
+    )
+    order = cmd.Order(command_id=7, cause=1, command=msgspec.Raw(b""))
+    run.store.handle([(order, ended)])
+    first = await run.host.wait(ev.TrajectoriesEnded)
+    await run.store.stop()
+    again = Run(run.directory)
+    again.store.handle([(order, ended)])
+    assert again.host.all(ev.TrajectoriesEnded) == []
+    await again.store.start()
+    assert await again.host.wait(ev.TrajectoriesEnded) == first
+    await again.store.stop()
+    again.host.end()
 
 
 async def test_a_prompt_that_cannot_be_tokenised_ends_the_process_with_its_reason(

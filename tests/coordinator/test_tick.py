@@ -284,7 +284,7 @@ def test_silence_is_judged_by_the_tick() -> None:
         desk.now += 500 * MS
         desk.turn()
     assert not desk.tick.machine.state.actors["store-0"].alive
-    assert desk.tick.machine.state.failure.startswith("store-0 is lost: nothing was heard")
+    assert desk.tick.machine.state.failure.startswith("the store is lost: store-0: nothing")
 
 
 def test_pause_of_the_coordinator_is_nobodys_fault() -> None:

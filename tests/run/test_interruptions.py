@@ -118,15 +118,21 @@ def _work_went_on(run: Path, gaps: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.long
-def test_replicas_are_ended(tmp_path: Path) -> None:
-    """Their node starts them again, whatever ended them: their trajectories are finished elsewhere,
-    the books agree."""
+def test_replicas_and_the_store_are_ended(tmp_path: Path) -> None:
+    """Their node starts them again: replicas whatever ended them, their trajectories are finished
+    elsewhere; the store when it was killed. The books agree."""
     process = start(tmp_path, "trainer.total_training_steps=8", "recovery.resume_wait_ms=1000")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
-    ends = {"rollout-1": -signal.SIGKILL, "rollout-0": exit_codes.TERMINATED}
+    ends = {
+        "rollout-1": -signal.SIGKILL,
+        "rollout-0": exit_codes.TERMINATED,
+        "store-0": -signal.SIGKILL,
+    }
     os.kill(status(tmp_path)["processes"]["rollout-1"], signal.SIGKILL)
     time.sleep(2)
     os.kill(status(tmp_path)["processes"]["rollout-0"], signal.SIGTERM)
+    until(lambda: status(tmp_path)["step"] >= 4, "step 4")
+    os.kill(status(tmp_path)["processes"]["store-0"], signal.SIGKILL)
     run = end(process, tmp_path)
     assert run.code == 0, run.output
     exits = [e for e in history(run.directory) if isinstance(e, ev.ProcessExited)]

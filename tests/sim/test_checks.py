@@ -141,6 +141,17 @@ def test_failure_without_a_loss() -> None:
     assert name == "failure_has_a_reason"
 
 
+def test_failure_of_what_its_lost_node_has_ended() -> None:
+    """A node that was paused for too long learns that it is fenced, and ends its processes."""
+    world = ran(calm(**SMALL), seed=3)
+    state = world.coordinator.state
+    assert state is not None
+    state.failure, state.exit_code = "store-0: ended by SIGTERM", 1
+    assert broken(lambda: final_checks.failure_has_a_reason(world, state))
+    world.checks.failure = 1, ["node-0"]
+    final_checks.failure_has_a_reason(world, state)
+
+
 def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
     """The run fails for the reason that it had before; nobody can write what had no end by then."""
     with World(calm(**SMALL), 3) as world:

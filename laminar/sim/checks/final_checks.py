@@ -63,11 +63,13 @@ def _store_lost(world: World, state: State) -> bool:
 
 
 def failure_has_a_reason(world: World, state: State) -> None:
-    """A run fails only for a process that it has really lost, or for its rewards."""
+    """A run fails only for a process that it has really lost, or one that its lost node has ended
+    or may have, or for its rewards."""
     if not state.failure:
         return
     _, lost = world.checks.failure
-    named = any(name in state.failure for name in lost)
+    with_them = [actor.name for actor in state.actors.values() if actor.node in lost]
+    named = any(name in state.failure for name in (*lost, *with_them))
     drained = state.draining and state.exit_code == 130
     replicas_gone = "no replica is left" in state.failure
     poisoned = world.coordinator.exits.gave_up(state.failure)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from laminar.core.groups import END_TIMEOUT_MS
+from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.sim.config import FaultConfig, SimConfig
 from laminar.sim.runtime.scheduler import MS, SECOND
 from laminar.sim.runtime.violation import Violation

@@ -18,7 +18,7 @@ from collections import Counter
 
 import msgspec
 
-from laminar.core import keys
+from laminar.core import keys, store_restarts
 from laminar.core.machine import Machine
 from laminar.core.state import State, digest
 from laminar.core.statuses import GroupStatus
@@ -26,6 +26,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.ids import Purpose
+from laminar.sim.checks.acted import Acted
 from laminar.sim.checks.durability import Durability
 from laminar.sim.checks.invariants import state_is_sound
 from laminar.sim.checks.leases import Leases
@@ -73,7 +74,7 @@ class Checks:
         self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
         #: by trajectory: (event at which it was decided, placement), ascending
         self._placed: dict[str, list[tuple[int, int]]] = {}
-        self._acted: dict[int, int] = {}
+        self._acted = Acted()
         self._decided: dict[int, str] = {}  #: kind of command by id
         #: by boot id: places in the log of its numbered events, the first being number 1
         self._numbers: dict[str, list[int]] = {}
@@ -227,7 +228,7 @@ class Checks:
                 for g in state.groups.values()
                 if g.status == GroupStatus.OPEN and g.purpose == Purpose.TRAIN
             ]
-            self._idle_waits += bool(waits)
+            self._idle_waits += bool(waits) and not store_restarts.awaited(state)
             if self._idle_waits > WAITS_MAX:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
@@ -277,18 +278,11 @@ class Checks:
             raise Violation("cause_exists", what, process.name)
 
     def obeyed(self, process: Process, order: cmd.Order, command: Command) -> None:
-        self._act(order.command_id, process.name)
+        self._acted.note(order.command_id, command, process.name, process.boot_id)
         self.training.told(process, command)
 
-    def obeyed_here(self, command_id: int) -> None:
-        self._act(command_id, COORDINATOR)
-
-    def _act(self, command_id: int, name: str) -> None:
-        """Every command is acted on at most once."""
-        if command_id in self._acted:
-            what = f"{name} acted twice on command {command_id} of event {command_id >> 20}"
-            raise Violation("acted_once", what, name)
-        self._acted[command_id] = 1
+    def obeyed_here(self, command_id: int, command: Command) -> None:
+        self._acted.note(command_id, command, COORDINATOR, COORDINATOR)
 
     # --- what is durable --------------------------------------------------------------------------
 

@@ -62,9 +62,10 @@ OWN_RATES = {
 """Drawn from streams of their own."""
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
-    "disk-full-for-good": 0.1,
+    "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
 }  # fmt: skip
-"""Part of `share` for kinds that cut a run short, unless a menu asks for them."""
+"""Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
+them."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
 """Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
 must start it again."""

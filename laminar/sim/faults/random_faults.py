@@ -300,13 +300,23 @@ def _store_full(faults: Effects, chance: random.Random) -> None:
     faults.later(chance.uniform(0.1, STORE_FULL_S), has_room)
 
 
+def _store_silent(faults: Effects, chance: random.Random, process: Process) -> None:
+    """For longer than its lease: its node is told to end it and start another."""
+    faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, LONGEST))
+
+
 EXITS: dict[str, Strike] = {
     "event-crashes": _event_crashes,
     "event-poison": _event_poison,
     "disk-full-long": _disk_full_long,
     "disk-full-for-good": _disk_full_for_good,
 }
-STORE: dict[str, Strike] = {"store-full": _store_full}
+STORE: dict[str, Strike] = {
+    "store-full": _store_full,
+    "store-dies": _one("store", _dies),
+    "store-replaced": _one("store", _replaced),
+    "store-silent": _one("store", _store_silent),
+}
 SILENCES: dict[str, Strike] = {
     "node-silent": _node_silent,
     "node-dies": _node_dies,

@@ -299,9 +299,9 @@ class SimCoordinator:
 
     # --- the user's batch strategy ----------------------------------------------------------------
 
-    def _local(self, command_id: int, command: object) -> None:
+    def _local(self, command_id: int, command: Command) -> None:
         """A worker process answers a little later, or not at all, or nonsense."""
-        self.world.checks.obeyed_here(command_id)
+        self.world.checks.obeyed_here(command_id, command)
         if not isinstance(command, cmd.ProposeBatch):
             raise Violation("commands_reach_their_owner", f"{command!r} came to the coordinator")
         groups = [candidate.group for candidate in command.candidates]
