@@ -22,6 +22,7 @@ POINTS_MAX = 400
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 22, 34, 44
+LEGEND_HEIGHT = 17  #: of each row but the first, for which there is room
 BAR_HEIGHT, BAR_LEFT, BARS_TOP = 26, 104, 26
 BAR_WIDTH = WIDTH - RIGHT - BAR_LEFT
 
@@ -79,16 +80,17 @@ def draw(chart: Chart) -> str:
     """The chart; with a sentence in it where there is nothing to draw."""
     lines = [(_colour(line, i), _thinned(line)) for i, line in enumerate(chart.lines)]
     points = [p for _, line in lines for p in _points(line)]
-    body: list[str] = []
-    if points:
-        x, y = _scales(chart, points)
-        body += _axes(chart, x, y)
-        for colour, line in lines:
-            body += _line(line, colour, x, y)
-        body += _legend([(colour, line) for colour, line in lines if any(_points(line))])
-    else:
-        body.append(_text(WIDTH / 2, HEIGHT / 2, "no figures yet", kind="faint"))
-    return _svg(chart.title, HEIGHT, body)
+    if not points:
+        faint = _text(WIDTH / 2, HEIGHT / 2, "no figures yet", kind="faint")
+        return _svg(chart.title, HEIGHT, [faint])
+    x, y = _scales(chart, points)
+    plot = [*_axes(chart, x, y)]
+    for colour, line in lines:
+        plot += _line(line, colour, x, y)
+    rows = _rows([(colour, line) for colour, line in lines if any(_points(line))])
+    lower = LEGEND_HEIGHT * max(len(rows) - 1, 0)
+    body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_legend(rows)]
+    return _svg(chart.title, HEIGHT + lower, body)
 
 
 def _svg(title: str, height: float, body: Iterable[str]) -> str:
@@ -232,18 +234,35 @@ def _error_bar(x: float, low: float, high: float, colour: str) -> str:
     return f'<path d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" stroke="{colour}" fill="none"/>'
 
 
-def _legend(lines: Sequence[tuple[str, Line]]) -> Iterator[str]:
-    """Above the plot, from the right; a single line needs none."""
-    if len(lines) < 2:
-        return
-    at = float(WIDTH - RIGHT)
-    for colour, line in reversed(lines):
-        at -= 6.6 * len(line.name) + 36
-        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        yield (
-            f'<line x1="{at:.0f}" x2="{at + 18:.0f}" y1="26" y2="26" stroke="{colour}" '
-            f'stroke-width="2.4"{dash}/><text x="{at + 22:.0f}" y="30">{escape(line.name)}</text>'
-        )
+def _rows(lines: Sequence[tuple[str, Line]]) -> list[list[tuple[str, Line]]]:
+    """The entries of a legend, in rows that are not too wide; a single line needs none."""
+    rows: list[list[tuple[str, Line]]] = []
+    left = 0.0
+    for colour, line in lines if len(lines) > 1 else ():
+        if not rows or _entry_width(line) > left:
+            rows.append([])
+            left = WIDTH - RIGHT
+        rows[-1].append((colour, line))
+        left -= _entry_width(line)
+    return rows
+
+
+def _entry_width(line: Line) -> float:
+    return 6.6 * len(line.name) + 36
+
+
+def _legend(rows: Sequence[Sequence[tuple[str, Line]]]) -> Iterator[str]:
+    """Above the plot, each row up to the right."""
+    for number, row in enumerate(rows):
+        at, y = float(WIDTH - RIGHT), 26 + LEGEND_HEIGHT * number
+        for colour, line in reversed(row):
+            at -= _entry_width(line)
+            dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+            yield (
+                f'<line x1="{at:.0f}" x2="{at + 18:.0f}" y1="{y}" y2="{y}" stroke="{colour}" '
+                f'stroke-width="2.4"{dash}/>'
+                f'<text x="{at + 22:.0f}" y="{y + 4}">{escape(line.name)}</text>'
+            )
 
 
 # --- bars of figures, from 0 --------------------------------------------------------------------

@@ -49,8 +49,8 @@ def series(use: EngineUse, repack: RepackBook, first_ns: int) -> Series:
         kv_percent={name: points for name, points in kv.items() if points[0]},
         running=running,
         waiting=waiting if waits else {},
-        emptied=(times, [float(n + 1) for n in range(len(times))]),
-        moved=(times, np.cumsum([h.moves for h in placed], dtype=float).tolist()),
+        emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
+        moved=([0.0, *times], [0.0, *np.cumsum([h.moves for h in placed], dtype=float).tolist()]),
     )
 
 

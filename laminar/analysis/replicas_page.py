@@ -24,7 +24,8 @@ def replicas_charts(runs: Sequence[PageData]) -> list[str]:
     told = [data for data in runs if data.series.running]
     cache = [data for data in told if data.series.kv_percent]
     y_cache = _top([data.series.kv_percent for data in cache])
-    y_running = _top([lines for d in told for lines in (d.series.running, d.series.waiting)])
+    y_running = _top([data.series.running for data in told])
+    y_waiting = _top([data.series.waiting for data in told])
     charts = []
     for data in told:
         of = f" ({data.name})" if len(runs) > 1 else ""
@@ -32,13 +33,13 @@ def replicas_charts(runs: Sequence[PageData]) -> list[str]:
             lines = [Line(name, *points) for name, points in data.series.kv_percent.items()]
             title = f"Cache in use, by replica{of}"
             charts.append(draw(Chart(title, SECONDS, "% of its tokens", lines, y_cache)))
-        lines = [Line(name, *points) for name, points in data.series.running.items()]
-        lines += [
-            Line(f"{name} waiting", *points, dashed=True, colour=place)
-            for place, (name, points) in enumerate(data.series.waiting.items())
-        ]
-        title = f"Sequences in the engine, by replica{of}"
-        charts.append(draw(Chart(title, SECONDS, "sequences", lines, y_running)))
+        for what, found, y_range in (
+            ("running", data.series.running, y_running),
+            ("waiting", data.series.waiting, y_waiting),
+        ):
+            lines = [Line(name, *points) for name, points in found.items()]
+            title = f"Sequences {what}, by replica{of}"
+            charts += [draw(Chart(title, SECONDS, "sequences", lines, y_range))] if lines else []
     return charts
 
 
@@ -57,7 +58,10 @@ def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
     yield '<div class="grid">'
     if len(found) > 1:
         yield f"<div>{_throughput(found)}</div>"
-    yield f"<div>{_moves(with_it, runs)}</div></div>"
+    moved = [Line(data.name, *data.series.moved) for data in with_it]
+    yield f"<div>{draw(Chart('Trajectories moved so far', SECONDS, 'trajectories', moved))}</div>"
+    emptied = [Line(data.name, *data.series.emptied) for data in with_it]
+    yield f"<div>{draw(Chart('Replicas emptied so far', SECONDS, 'replicas', emptied))}</div></div>"
     if len(found) > 1:
         yield from _table(found)
         for name, pairs, gain in gains([data.summary for data in runs]):
@@ -76,16 +80,6 @@ def _throughput(found: Sequence[Policy]) -> str:
     ]
     title = "Sampled tokens per second by policy (runs), with 95 % intervals"
     return draw_bars(title, bars, "tokens/s")
-
-
-def _moves(with_it: Sequence[PageData], runs: Sequence[PageData]) -> str:
-    lines = []
-    for place, data in enumerate(with_it):
-        of = f", {data.name}" if len(runs) > 1 else ""
-        lines.append(Line(f"moved{of}", *data.series.moved, colour=place))
-        lines.append(Line(f"emptied{of}", *data.series.emptied, dashed=True, colour=place))
-    title = "Trajectories moved, and replicas emptied, so far"
-    return draw(Chart(title, SECONDS, "count", lines))
 
 
 def _table(found: Sequence[Policy]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 from laminar.analysis.charts import (
     BOTTOM,
     HEIGHT,
+    LEGEND_HEIGHT,
     POINTS_MAX,
     TOP,
     Chart,
@@ -86,3 +87,13 @@ def test_bars_of_shares_fill_their_row_and_only_what_occurs_is_in_the_legend() -
     told = [title.text for title in svg.iter("title")]
     assert told == ["rollout-0: stepping 75.0%", "rollout-0: no work 25.0%", "<x>: stepping 100.0%"]
     ElementTree.fromstring(draw_shares("t", {}, colours))
+
+
+def test_a_legend_that_is_too_wide_has_several_rows() -> None:
+    lines = [Line(f"a run with a long name, {n}", [0, 1], [n, n + 1]) for n in range(7)]
+    svg = draw(Chart("Many", "x", "y", lines))
+    places = [float(x) for x in re.findall(r'<line x1="(-?\d+)" x2="-?\d+" y1="\d+" y2', svg)]
+    assert min(places) >= 0 and svg.count("a run with a long name, 6</text>") == 1
+    few = draw(Chart("Few", "x", "y", lines[:2]))
+    height, least = (int(re.findall(r'viewBox="0 0 \d+ (\d+)"', s)[0]) for s in (svg, few))
+    assert height == least + 3 * LEGEND_HEIGHT
