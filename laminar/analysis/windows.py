@@ -11,41 +11,85 @@ tuples: ("bound",) all serving replicas are refused by the staleness bound and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from laminar.analysis.history import WallClock
 from laminar.analysis.intervals import Intervals, union
-from laminar.core.admission import refusal, room, serving
-from laminar.core.state import Replica, State
+from laminar.core.admission import refusal, room
+from laminar.core.indexes import indexes_of
+from laminar.core.replica_index import Kind
+from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
 Name = tuple[str, ...]
+_Standing = tuple[bool, bool, str, bool]
+"""Of a replica: it runs something, it loads, why it takes no new group, it has room."""
 
 STALENESS_BOUND = "staleness-bound"  #: as admission.refusal says it
 
 
 class Windows:
-    """An observer of a replay."""
+    """An observer of a replay. What an event does not change costs next to nothing."""
 
     def __init__(self) -> None:
         self.first_ns = 0
         self.last_ns = 0
         self._clock = WallClock()
+        self._now = 0
+        self._held: dict[str, frozenset[Name]] = {}  #: by whom it is about
+        self._standing: dict[str, _Standing] = {}  #: of replicas
         self._since: dict[Name, int] = {}
         self._closed: dict[Name, list[tuple[int, int]]] = {}
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self.last_ns = self._clock.unix_ns(stamped)
-        self.first_ns = self.first_ns or now
+        self._now = self.last_ns = self._clock.unix_ns(stamped)
+        self.first_ns = self.first_ns or self._now
         if isinstance(stamped.event, ev.TokenProgress):
             return  # a gauge: it changes nothing that is named here
-        holding = dict.fromkeys(_names(state))
-        for name in [n for n in self._since if n not in holding]:
-            self._closed.setdefault(name, []).append((self._since.pop(name), now))
-        for name in holding:
-            self._since.setdefault(name, now)
+        over = state.phase in (Phase.STOPPING, Phase.ENDED)
+        live = () if over else (a.name for a in state.actors.values() if a.alive and a.ready)
+        self._hold("live", frozenset(("live", name) for name in live))
+        held_back = self._replicas(state)
+        self._hold("", _of_run(state, held_back))
+
+    def _replicas(self, state: State) -> bool:
+        """Whether the staleness bound lets none start anything, and none has anything to do."""
+        index, refusals = indexes_of(state).replicas, dict[Kind, str]()
+        busy, reasons = False, set[str]()
+        gone = set(self._standing)
+        for name, replica in state.replicas.items():
+            kind = index.kind_of(name)
+            if kind is None:
+                continue
+            gone.discard(name)
+            if kind not in refusals:
+                refusals[kind] = refusal(state, replica)
+            reason, running = refusals[kind], bool(replica.running)
+            standing = running, replica.loading, reason, room(replica) > 0
+            busy = busy or running or replica.loading
+            if kind.serving:
+                reasons.add(reason)
+            if standing != self._standing.get(name):
+                self._standing[name] = standing
+                self._hold(name, _of_replica(name, standing))
+        for name in gone:
+            del self._standing[name]
+            self._hold(name, frozenset())
+        return not busy and reasons == {STALENESS_BOUND}
+
+    def _hold(self, owner: str, names: frozenset[Name]) -> None:
+        before = self._held.get(owner, frozenset())
+        if names != before:
+            self._held[owner] = names
+            for name in names ^ before:
+                self._turn(name)
+
+    def _turn(self, name: Name) -> None:
+        """It begins to hold, or ends."""
+        if name in self._since:
+            self._closed.setdefault(name, []).append((self._since.pop(name), self._now))
+        else:
+            self._since[name] = self._now
 
     def __getitem__(self, name: Name) -> Intervals:
         """When it held; what still holds is cut at the last event."""
@@ -54,36 +98,21 @@ class Windows:
         return union(closed + open_since)
 
 
-def _names(state: State) -> Iterator[Name]:
-    yield "phase", state.phase
+def _of_run(state: State, held_back: bool) -> frozenset[Name]:
+    found: set[Name] = {("phase", state.phase)}
     if state.batch is None and not {"publish", "export"} & state.commands.keys():
-        yield ("trainer-free",)
-    if state.phase not in (Phase.STOPPING, Phase.ENDED):
-        for actor in state.actors.values():
-            if actor.alive and actor.ready:
-                yield "live", actor.name
-    live = state.live_replicas()
-    refusals = [refusal(state, replica) for replica in live]
-    for replica, reason in zip(live, refusals, strict=True):
-        yield from _replica_names(replica, reason)
-    if _held_back(state, live, refusals):
-        yield ("bound",)
+        found.add(("trainer-free",))
+    if held_back:
+        found.add(("bound",))
+    return frozenset(found)
 
 
-def _replica_names(replica: Replica, reason: str) -> Iterator[Name]:
-    if replica.running:
-        yield "running", replica.name
-    if replica.loading:
-        yield "loading", replica.name
-    if reason == STALENESS_BOUND:
-        yield "bound", replica.name
-    if reason and room(replica) > 0:
-        yield "spare", replica.name
-
-
-def _held_back(state: State, live: list[Replica], refusals: list[str]) -> bool:
-    """The staleness bound lets no replica start anything, and none has anything to go on with."""
-    if any(replica.running or replica.loading for replica in live):
-        return False
-    reasons = [r for replica, r in zip(live, refusals, strict=True) if serving(state, replica)]
-    return bool(reasons) and all(reason == STALENESS_BOUND for reason in reasons)
+def _of_replica(name: str, standing: _Standing) -> frozenset[Name]:
+    running, loading, reason, has_room = standing
+    holds = {
+        "running": running,
+        "loading": loading,
+        "bound": reason == STALENESS_BOUND,
+        "spare": bool(reason) and has_room,
+    }
+    return frozenset((what, name) for what, does in holds.items() if does)

@@ -1,0 +1,243 @@
+"""Does the control plane keep up? An emulated run of many replicas, whose coordinator is killed.
+
+Usage: python tools/bench/emulated.py [-c configs/emulated_256.toml] [--seconds 300] [key=value ...]
+Prints one JSON line per figure; exits 1 when the run fails, its books do not agree or its log does
+not replay.
+
+The processes, sockets, files and shared memory are those of a real run; engines, trainer, prompts
+and rewards are emulated (docs/engines.md). After half of --seconds, counted from the first weights,
+the coordinator gets SIGKILL; at the end `laminar stop` ends the run in good order.
+
+cpu_percent        of one core, by role, between the first weights and the end
+log_bytes_per_s    of the event log, likewise; events_per_s
+event_to_command   from the line in which a process says that it reports an event to the arrival of
+                   the pull-weights that the event caused, mostly in another process; ms
+event_to_start     the same to the first word of a trajectory that the event caused: after one
+                   commit of the store, and all that was asked of it before; ms
+                   both without what was reported while no coordinator lived, from the first step on
+away_s             from the kill until the next coordinator began with its own first event
+load               what else the machine had to do: mean load average of a minute, cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.analysis.history import WallClock, records, typed_command, typed_event  # noqa: E402
+from laminar.analysis.process_logs import log_lines  # noqa: E402
+from laminar.analysis.timeline import read_spans  # noqa: E402
+from laminar.eventlog.record import DecisionRecord, EventRecord  # noqa: E402
+from laminar.events import commands as cmd  # noqa: E402
+from laminar.events import events as ev  # noqa: E402
+
+POLL_S = 0.5
+START_S, END_S = 300.0, 300.0
+
+
+def laminar(*words: str) -> list[str]:
+    return [sys.executable, "-m", "laminar.cli.main", *words]
+
+
+def tell(name: str, value: Any) -> None:
+    print(json.dumps({"name": name, "value": value, "kind": "emulated"}), flush=True)
+
+
+class Meter:
+    """CPU seconds of the processes of a run, also of those that have ended meanwhile."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._first: dict[int, tuple[str, float]] = {}
+        self._last: dict[int, float] = {}
+        self._began = self._ended = time.monotonic()
+        self._bytes = self._log_bytes()
+        self._load: list[float] = []
+
+    def look(self) -> None:
+        status = _json(self._run_dir / "status.json")
+        pids = {pid: name.partition("-")[0] for name, pid in status.get("processes", {}).items()}
+        pids[_json(self._run_dir / "coordinator.json").get("pid", 0)] = "coordinator"
+        for pid, role in pids.items():
+            try:
+                times = psutil.Process(pid).cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            used = times.user + times.system
+            new = time.monotonic() - self._began > 2 * POLL_S and pid not in self._first
+            self._first.setdefault(pid, (role, 0.0 if new else used))
+            self._last[pid] = used
+        self._load.append(os.getloadavg()[0])
+        self._ended = time.monotonic()
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        seconds = self._ended - self._began
+        used: Counter[str] = Counter()
+        for pid, (role, before) in self._first.items():
+            used[role] += self._last[pid] - before
+        yield "seconds", round(seconds, 1)
+        yield "cpu_percent", {role: round(100 * s / seconds, 1) for role, s in used.items()}
+        yield "log_bytes_per_s", round((self._log_bytes() - self._bytes) / seconds)
+        cores = os.cpu_count()
+        yield "load", {"mean": round(sum(self._load) / len(self._load), 1), "cores": cores}
+
+    def _log_bytes(self) -> int:
+        return sum(file.stat().st_size for file in (self._run_dir / "events").glob("events-*"))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+@dataclass
+class History:
+    """What the log and the processes say, on one clock."""
+
+    reported: dict[int, int] = field(default_factory=dict)  #: unix ns by event
+    pulls: list[tuple[int, int]] = field(default_factory=list)  #: cause, arrival
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    handled: list[int] = field(default_factory=list)  #: unix ns of each event, by the coordinator
+    back_ns: int = 0  #: when the second coordinator began
+    first_step_ns: int = 0
+
+
+def read_history(run_dir: Path) -> History:
+    """The n-th line with which a process reports an event of a kind belongs to the n-th such event
+    of it in the log: none is lost, and none overtakes another."""
+    found, clock = History(), WallClock()
+    lines: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for line in log_lines(run_dir):
+        lines[line.process, line.name].append(line.unix_ns)
+        if line.name == "trajectory-started":
+            found.starts.append((line.event_seq, line.unix_ns))
+    seen: Counter[tuple[str, str]] = Counter()
+    pulls: dict[str, list[int]] = defaultdict(list)
+    coordinators = 0
+    for record in records(run_dir):
+        if isinstance(record, DecisionRecord):
+            command = typed_command(record)
+            if isinstance(command, cmd.PullWeights):
+                pulls[command.to].append(record.cause)
+        elif isinstance(record, EventRecord):
+            event = typed_event(record)
+            now = clock.unix_ns(event)
+            found.handled.append(now)
+            key = (event.peer, str(event.event.__struct_config__.tag))
+            if seen[key] < len(lines[key]):
+                found.reported[event.seq] = lines[key][seen[key]]
+            seen[key] += 1
+            if isinstance(event.event, ev.CoordinatorStarted):
+                coordinators += 1
+                found.back_ns = now if coordinators == 2 else found.back_ns
+            elif isinstance(event.event, ev.StepCompleted):
+                found.first_step_ns = found.first_step_ns or now
+    for replica, causes in pulls.items():
+        spans = [span for span in read_spans(run_dir, replica) if span.state == "pulling"]
+        found.pulls += [(c, span.start_ns) for c, span in zip(causes, spans, strict=False)]
+    return found
+
+
+def latencies(found: History, pairs: list[tuple[int, int]], killed_ns: int) -> dict[str, Any]:
+    """Milliseconds from the report of the cause to the arrival."""
+    taken = [
+        (arrived - reported) / 1e6
+        for cause, arrived in pairs
+        if (reported := found.reported.get(cause)) is not None
+        and reported >= found.first_step_ns
+        and not killed_ns - 1e8 <= reported <= found.back_ns
+    ]
+    if not taken:
+        return {"samples": 0}
+    points = {f"p{q}": round(float(np.percentile(taken, q)), 1) for q in (50, 90, 99)}
+    return {"samples": len(taken), **points, "max": round(max(taken), 1)}
+
+
+def run(config: str, seconds: float, settings: list[str], run_dir: Path) -> int:
+    place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
+    train = subprocess.Popen(laminar("train", "-c", config, *settings, *place), cwd=ROOT)
+    killed_ns = 0
+    try:
+        _until(lambda: _json(run_dir / "status.json").get("newest_version", -1) >= 0, train)
+        meter, began = Meter(run_dir), time.monotonic()
+        while (passed := time.monotonic() - began) < seconds and train.poll() is None:
+            meter.look()
+            if not killed_ns and passed >= seconds / 2:
+                os.kill(_json(run_dir / "coordinator.json")["pid"], signal.SIGKILL)
+                killed_ns = time.time_ns()
+            time.sleep(POLL_S)
+        figures = list(meter.figures())
+        if train.poll() is None:
+            subprocess.run(laminar("stop", str(run_dir)), cwd=ROOT, timeout=END_S)
+        code = train.wait(END_S)
+    finally:
+        train.kill()
+    for name, value in figures:
+        tell(name, value)
+    return report(run_dir, killed_ns, code)
+
+
+def report(run_dir: Path, killed_ns: int, code: int) -> int:
+    summary = _json(run_dir / "summary.json")
+    kept = ("steps", "trajectories_trained", "weight_versions", "tokens_per_s", "staleness_max")
+    tell("run", {"exit_code": code, **{key: summary.get(key) for key in kept}})
+    found = read_history(run_dir)
+    span_s = (found.handled[-1] - found.handled[0]) / 1e9
+    tell("events_per_s", round(len(found.handled) / span_s, 1))
+    tell("event_to_command", latencies(found, found.pulls, killed_ns))
+    tell("event_to_start", latencies(found, found.starts, killed_ns))
+    tell("away_s", round((found.back_ns - killed_ns) / 1e9, 2))
+    failed = code
+    for words in (("audit",), ("log", "replay")):
+        began = time.monotonic()
+        done = subprocess.run(
+            laminar(*words, str(run_dir)), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        last = done.stdout.strip().splitlines()[-1:]
+        tell(" ".join(words), {"said": last, "seconds": round(time.monotonic() - began, 1)})
+        failed = failed or done.returncode
+    return 1 if failed else 0
+
+
+def _until(condition: Any, train: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        if train.poll() is not None or time.monotonic() > deadline:
+            sys.exit("the run did not begin")
+        time.sleep(POLL_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-c", "--config", default="configs/emulated_256.toml")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = arguments.keep or Path(directory) / "emulated"
+        return run(arguments.config, arguments.seconds, arguments.settings, run_dir.absolute())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
