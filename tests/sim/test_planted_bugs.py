@@ -58,6 +58,8 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted_trainer.refused_slot_counts_as_published, ("relay-dies",), 26),
         (planted_trainer.skipped_publish_is_not_reported, ("publish-skipped",), 18),
         (planted_store.full_disk_loses_the_ends, ("store-full",), 0),
+        (planted_store.orders_die_with_the_store, ("store-dies",), 0),
+        (planted_store.orders_keep_the_address_of_the_dead_store, ("store-dies",), 0),
     ],
 )
 def test_planted_bug_is_found(

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from laminar.actors.store import READS, Store
+from laminar.core import store_restarts
 from laminar.ports import DiskError
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
@@ -133,6 +134,14 @@ def chunk_is_taken_under_the_placement_of_its_row(plant: Planter) -> None:
     plant.replace(Handlers, "_append_one", planted)
 
 
+def orders_die_with_the_store(plant: Planter) -> None:
+    plant.replace(store_restarts, "waits", lambda state, command: False)
+
+
+def orders_keep_the_address_of_the_dead_store(plant: Planter) -> None:
+    plant.replace(store_restarts, "joined", lambda state, actor: None)
+
+
 STORE_BUGS: tuple[Callable[[Planter], None], ...] = (
     ends_are_reported_before_they_are_written,
     answers_leave_before_the_commit,
@@ -143,4 +152,6 @@ STORE_BUGS: tuple[Callable[[Planter], None], ...] = (
     prompts_that_are_tokenised_together_are_mixed_up,
     answers_of_a_turn_are_mixed_up,
     chunk_is_taken_under_the_placement_of_its_row,
+    orders_die_with_the_store,
+    orders_keep_the_address_of_the_dead_store,
 )
