@@ -90,14 +90,10 @@ class Looks:
             replica = state.replicas[name]
             if not replica.running:
                 continue
-            reason = EMPTIED if name in released else _reason(state, replica, found)
-            look = Look(
-                now,
-                replica.version,
-                tuple(replica.running),
-                reason,
-                _detail(state, replica, reason),
-            )
+            mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
+            reason = EMPTIED if name in released else _reason(state, replica, mine, found)
+            detail = _detail(state, replica, mine, reason)
+            look = Look(now, replica.version, tuple(replica.running), reason, detail)
             self.of.setdefault(name, []).append(look)
 
 
@@ -109,8 +105,10 @@ def _looked(stamped: Stamped, state: State) -> bool:
     return state.timers.get(keys.REPACK) == next_ns
 
 
-def _reason(state: State, replica: Replica, found: dict[int, list[Standing]]) -> str:
-    """In the order in which the core asks."""
+def _reason(
+    state: State, replica: Replica, mine: Standing | None, found: dict[int, list[Standing]]
+) -> str:
+    """In the order in which the core asks; `mine`: of the replica, in its tail."""
     if replica.given:
         return "given"
     if replica.loading or not state.actor_alive(replica.name):
@@ -120,9 +118,8 @@ def _reason(state: State, replica: Replica, found: dict[int, list[Standing]]) ->
     gain = state.settings.repack_policy == "gain"
     if gain and not released_max(state):
         return _no_new_groups(state)
-    same = found[replica.version]
-    mine = next(standing for standing in same if standing.name == replica.name)
-    others = [standing for standing in same if standing.name != replica.name]
+    assert mine is not None, replica
+    others = [standing for standing in found[replica.version] if standing is not mine]
     prefill = state.settings.repack_prefill_tokens if gain else 0
     return repack.why_not(mine, others, prefill) or "changed"
 
@@ -134,9 +131,15 @@ def _no_new_groups(state: State) -> str:
     return "bound" if within_bound(state) < needed else "others-first"
 
 
-def _detail(state: State, replica: Replica, reason: str) -> str:
+def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) -> str:
     """The figures behind a reason."""
     packing = replica.packing
+    if reason == "no-room" and mine is not None:
+        return (
+            f"{mine.running} trajectories, with half of what they may sample yet {mine.need} tokens"
+        )
+    if reason == "no-gain" and mine is not None:
+        return f"it would have been empty in {mine.longest} steps, by the lengths so far"
     if reason == "waiting" and packing is not None:
         return f"{packing.waiting} waited"
     if reason == "full" and packing is not None:
