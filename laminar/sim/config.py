@@ -63,6 +63,10 @@ class RepackConfig(Section, frozen=True, kw_only=True):
         2_000,
         1_000_000,
     )  #: tokens, where an engine has no limit
+    #: in a world with a policy, in place of those of [work] and [time]; None: those
+    max_staleness: Ints | None = None
+    median_tokens: Ints | None = None
+    progress_ms: Ints | None = None
 
 
 class TimeConfig(Section, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
+from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.runtime.scheduler import MS, SECOND
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
             repack_prefill_tokens=packing(repack.prefill_tokens_per_step),
         )
     replicas = pick(work.replicas)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         settings=settings,
         replicas=replicas,
@@ -179,6 +180,23 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         max_batch=packing(repack.max_batch),
         kv_capacity=packing(repack.kv_capacity),
         checks=config.checks,
+    )
+    return _with_tails(scenario, repack, packing) if policy else scenario
+
+
+def _with_tails(scenario: Scenario, repack: RepackDraw, packing: Pick) -> Scenario:
+    """The same world with what [repack] has in place of [work] and [time], so that it has tails."""
+    settings, lengths = scenario.settings, scenario.lengths
+    if repack.max_staleness is not None:
+        staleness = packing(repack.max_staleness)
+        settings = msgspec.structs.replace(settings, max_staleness=staleness)
+    if repack.median_tokens is not None:
+        lengths = msgspec.structs.replace(lengths, median=packing(repack.median_tokens))
+    progress_ns = scenario.progress_ns
+    if repack.progress_ms is not None:
+        progress_ns = packing(repack.progress_ms) * MS
+    return msgspec.structs.replace(
+        scenario, settings=settings, lengths=lengths, progress_ns=progress_ns
     )
 
 

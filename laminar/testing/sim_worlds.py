@@ -32,8 +32,8 @@ def config(*faults: str, **changes: Any) -> SimConfig:
     menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
     sections = {
         "work": WorkConfig(),
-        "repack": RepackConfig(),
         "time": TimeConfig(),
+        "repack": RepackConfig(),
         "log": LogConfig(),
         "faults": menu if faults else FaultConfig(),
         "checks": CheckConfig(),
@@ -71,6 +71,12 @@ SMALL: dict[str, Any] = {
     "num_train": 10, "num_eval": 2, "test_freq": 2, "total_steps": 0, "train_s": 0.2,
     "median_tokens": 50, "max_tokens": 200, "progress_ms": 2_000, "seconds": 20.0,
     "segment_bytes": 16_384, "snapshot_every": 60,
+}  # fmt: skip
+#: Trajectories move often.
+PACKED: dict[str, Any] = {
+    "policy": "best-fit", "interval_ms": 200, "max_batch": 0, "kv_capacity": 1_000_000,
+    "progress_ms": 500, "slots": 8, "replicas": 8, "group_size": 4, "groups_per_step": 4,
+    "groups_per_version": 1, "max_staleness": 4, "train_s": 1.0, "median_tokens": 200,
 }  # fmt: skip
 #: The coordinator is killed again and again, also while it writes.
 KILLED = ("coordinator-killed",)
