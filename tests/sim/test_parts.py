@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar.config import ConfigError
@@ -176,7 +177,9 @@ def test_shipped_configs_are_legal(name: str) -> None:
 
 
 def test_small_config_is_the_default_swarm() -> None:
-    assert load(ROOT / "configs" / "sim_small.toml", KINDS) == SimConfig()
+    """But for [repack]: its worlds hand more over."""
+    small = load(ROOT / "configs" / "sim_small.toml", KINDS)
+    assert msgspec.structs.replace(small, repack=SimConfig().repack) == SimConfig()
 
 
 @pytest.mark.parametrize(
@@ -200,3 +203,24 @@ def test_mistakes_in_a_config_are_named(tmp_path: Path, text: str, told: str) ->
 def test_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load(tmp_path / "none.toml", KINDS)
+
+
+def test_a_world_with_a_policy_has_tails_and_is_the_same_otherwise() -> None:
+    """The draw of everything else does not change with what [repack] has of its own."""
+    small = load(ROOT / "configs" / "sim_small.toml", KINDS)
+    keys = {"max_staleness": None, "median_tokens": None, "progress_ms": None}
+    plain = msgspec.structs.replace(small, repack=msgspec.structs.replace(small.repack, **keys))
+    packed = 0
+    for seed in range(1, 41):
+        drawn, other = draw(small, seed), draw(plain, seed)
+        if drawn.settings.repack_policy:
+            packed += 1
+            assert drawn.settings.max_staleness > 0 and drawn.lengths.median == 200
+            settings = msgspec.structs.replace(
+                drawn.settings, max_staleness=other.settings.max_staleness
+            )
+            drawn = msgspec.structs.replace(
+                drawn, settings=settings, lengths=other.lengths, progress_ns=other.progress_ns
+            )
+        assert drawn == other
+    assert 20 < packed < 40

@@ -31,11 +31,13 @@ from laminar.sim.checks.durability import Durability
 from laminar.sim.checks.invariants import state_is_sound
 from laminar.sim.checks.leases import Leases
 from laminar.sim.checks.log_time import LogTime
+from laminar.sim.checks.moves import Moves
 from laminar.sim.checks.node_reports import NodeReports
 from laminar.sim.checks.prompts import Prompts
 from laminar.sim.checks.released import Released
 from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.checks.training import TrainingChecks
+from laminar.sim.checks.transfers import late_transfer_has_an_end
 from laminar.sim.interfaces import Coordinator as SimCoordinator
 from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.disk import SimDisk
@@ -64,6 +66,7 @@ class Checks:
         self.log_time = LogTime()
         self.training = TrainingChecks(world)
         self.released = Released()
+        self.moves = Moves()
         self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
         self.boots: dict[Key, tuple[str, int]] = {}
@@ -105,11 +108,12 @@ class Checks:
         self.no_command_to_fenced(stamped, commands, state)
         reported_is_stored(stamped.event, self.world.rows)
         self.released.observe(stamped.event, commands, self.world.rows)
+        self.moves.observe(stamped, commands, state)
         self._learn_fences(stamped, state)
         self.leases.observe(stamped, state)
         self._note_failure(stamped, state)
         self.waiting_leads_to_something(stamped, commands, state)
-        self.late_transfer_has_an_end(stamped, state)
+        late_transfer_has_an_end(stamped, state)
         self._invariants(stamped, state)
         self._note_progress(state)
         self.world.coverage.observe(stamped, commands, state)
@@ -118,6 +122,7 @@ class Checks:
     def _note(self, stamped: Stamped, commands: list[Command]) -> None:
         self._last_seq = stamped.seq
         self.prompts.note(stamped, commands)
+        self.moves.note(stamped, commands)
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
@@ -233,20 +238,6 @@ class Checks:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
 
-    def late_transfer_has_an_end(self, stamped: Stamped, state: State) -> None:
-        """A relay that did not get in time what its predecessor has is to be started again."""
-        if not isinstance(stamped.event, ev.TimerFired):
-            return
-        kind, name = keys.parse_timer(stamped.event.timer)
-        overdue = kind == keys.TimerKind.RECEIVE and name in state.chain
-        position = state.chain.index(name) if overdue else 0
-        if not position or keys.restart(name) in state.commands:
-            return
-        relay, before = state.relays[name], state.relays[state.chain[position - 1]]
-        if relay.newest < state.newest <= before.newest:
-            what = f"version {state.newest} did not come from {before.name}, and nobody acts"
-            raise Violation("late_transfer_has_an_end", what, name)
-
     # --- what goes over the wire ------------------------------------------------------------------
 
     def process_started(self, process: Process) -> None:
@@ -316,6 +307,7 @@ class Checks:
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
             del self._decided[command_id]
         self.prompts.take_back(seq)
+        self.moves.take_back(seq)
         for places in self._numbers.values():
             while places and places[-1] > seq:
                 places.pop()

@@ -1,0 +1,109 @@
+"""Checks of repack's decisions: what is moved may be moved, what is emptied has new work, and what
+is answered too late changes nothing.
+
+Reads   decisions, the coordinator's state after them
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+from laminar.core import keys
+from laminar.core.state import State, Trajectory
+from laminar.core.statuses import GroupStatus
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.ids import Purpose
+from laminar.sim.runtime.violation import Violation
+
+MOVES_MAX = 3
+
+
+class Moves:
+    """Of one run."""
+
+    def __init__(self) -> None:
+        self._orders: dict[int, cmd.ReleaseTrajectories] = {}  #: by id
+        self._expired: dict[int, int] = {}  #: event at which its time was over, by id of the order
+
+    def note(self, stamped: Stamped, commands: list[Command]) -> None:
+        """What was decided at an event; a replay tells it again."""
+        first = stamped.seq << 20
+        for index, command in enumerate(commands):
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._orders[first + index] = command
+        if isinstance(stamped.event, ev.TimerFired) and self._orders:
+            orders = [n for n, o in self._orders.items() if n < first and _times(stamped.event, o)]
+            if orders:
+                self._expired.setdefault(max(orders), stamped.seq)
+
+    def take_back(self, seq: int) -> None:
+        """What was decided after this event never was."""
+        self._orders = {n: order for n, order in self._orders.items() if n >> 20 <= seq}
+        self._expired = {n: since for n, since in self._expired.items() if since <= seq}
+
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """The coordinator has handled an event."""
+        event = stamped.event
+        if isinstance(event, ev.TrajectoriesReleased):
+            self._late_release_has_no_effect(event, commands, stamped.peer)
+        orders = [c for c in commands if isinstance(c, cmd.ReleaseTrajectories)]
+        for order in orders:
+            self._moved_may_be_moved(order, state)
+        if orders and state.settings.repack_policy == "gain":
+            _emptied_has_new_work(len(orders), state)
+
+    def _late_release_has_no_effect(
+        self, event: ev.TrajectoriesReleased, commands: list[Command], source: str
+    ) -> None:
+        """What is answered when its time was over goes on elsewhere already."""
+        late = event.command_id in self._expired or event.command_id not in self._orders
+        if late and commands:
+            what = f"{source} answers release {event.command_id} too late, and is believed"
+            raise Violation("late_release_has_no_effect", what, source)
+
+    def _moved_may_be_moved(self, order: cmd.ReleaseTrajectories, state: State) -> None:
+        """Not what a batch has waited for, what may kill replicas, held-out answers, nor what has
+        moved three times."""
+        for item in order.items:
+            trajectory = state.trajectories[item.trajectory_id]
+            found = self._why_not(trajectory, state)
+            if found:
+                what = f"{order.to} gives {trajectory.id} away: {found}"
+                raise Violation("moved_may_be_moved", what, trajectory.id)
+
+    def _why_not(self, trajectory: Trajectory, state: State) -> str:
+        times = sum(
+            item.trajectory_id == trajectory.id
+            for order in self._orders.values()
+            for item in order.items
+        )
+        if times > MOVES_MAX:
+            return f"for the {times}th time"
+        if trajectory.waits or trajectory.deaths:
+            return f"waited for {trajectory.waits} times, {trajectory.deaths} replicas died"
+        evaluated = state.groups[trajectory.group].purpose == Purpose.EVAL
+        return "it is a held-out answer" if evaluated else ""
+
+
+def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
+    return event.timer == keys.deadline(keys.release(order.to))
+
+
+def _emptied_has_new_work(emptied: int, state: State) -> None:
+    """emptied_has_new_work: data is left, and the staleness bound leaves room, for the share of new
+    groups of each replica that is emptied."""
+    settings = state.settings
+    unchosen = sum(
+        group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
+        for group in state.groups.values()
+    )
+    steps = state.newest_step + settings.max_staleness - state.chosen + 1
+    allowed = settings.groups_per_step * steps - unchosen
+    if settings.total_steps:
+        left = settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
+    else:
+        left = settings.total_epochs * state.num_train - state.cursor
+    if emptied * settings.groups_per_version > min(allowed, left):
+        what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
+        raise Violation("emptied_has_new_work", what)
