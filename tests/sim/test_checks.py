@@ -391,6 +391,7 @@ def test_processes_that_only_wake_up() -> None:
 @pytest.mark.parametrize(
     ("plant", "policy", "promise"),
     [
+        (planted_handover.late_release_is_believed, "best-fit", "late_release_has_no_effect"),
         (planted_handover.moves_what_has_seen_a_replica_die, "best-fit", "moved_may_be_moved"),
         (planted_handover.empties_replicas_that_get_nothing_new, "gain", "emptied_has_new_work"),
     ],
@@ -398,7 +399,8 @@ def test_processes_that_only_wake_up() -> None:
 def test_moves_that_must_not_be(
     plant: Callable[[Planter], None], policy: str, promise: str
 ) -> None:
-    swarm = config("replica-dies", **{**PACKED, "policy": policy}, prefill_tokens_per_step=5_000)
+    faults = ("replica-dies", "store-cut-in-hand-over")
+    swarm = config(*faults, **{**PACKED, "policy": policy}, prefill_tokens_per_step=5_000)
     with Planter() as planter:
         plant(planter)
         assert promise in {run_seed(swarm, seed).invariant for seed in range(1, 4)}

@@ -11,7 +11,7 @@ from laminar.sim.faults.targeted import LAST_WORDS, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config
+from laminar.testing.sim_worlds import PACKED, calm, config
 
 MOMENTS = (
     ("last-answer-lost", 22, "ActorJoined -> TrainStep"),
@@ -39,7 +39,15 @@ MOMENTS = (
     ("lost-in-hand-over", 32, "ignored:late"),
     ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
 )
-
+#: where trajectories move often
+MOVED = (
+    ("destination-ends-first", "TrajectoriesReleased -> GenerateTrajectory"),
+    ("coordinator-killed-in-hand-over", "coordinator:killed-between-turns"),
+    ("store-cut-in-hand-over", "ignored:late"),
+    ("relay-lost-in-hand-over", "event:RelayReady"),
+    ("evaluation-in-hand-over", "event:TrajectoriesReleased"),
+    ("poison-in-tail", "dropped:quarantined"),
+)
 
 SEEDS_MAX = 60
 """Which seed meets a moment first changes with whatever changes the order of things."""
@@ -60,8 +68,19 @@ def test_aim_finds_its_moment(kind: str, seed: int, mark: str) -> None:
     pytest.fail(f"none of {SEEDS_MAX} seeds meets {mark}")
 
 
+@pytest.mark.parametrize(("kind", "mark"), MOVED)
+def test_aim_strikes_in_a_hand_over(kind: str, mark: str) -> None:
+    swarm = config(kind, **PACKED, test_freq=2, num_eval=5, num_train=40, total_steps=0)
+    for seed in range(1, 11):
+        outcome = run_seed(swarm, seed)
+        assert not outcome.invariant, (seed, outcome.details)
+        if outcome.coverage.get(f"fault:{kind}") and outcome.coverage.get(mark):
+            return
+    pytest.fail(f"none of ten seeds meets {mark}")
+
+
 def test_every_aim_is_tested() -> None:
-    assert {kind for kind, _, _ in MOMENTS} == set(TARGETED)
+    assert {kind for kind, *_ in (*MOMENTS, *MOVED)} == set(TARGETED)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -32,6 +32,7 @@ class Effects:
         self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
         self.dead: set[str] = set()  #: asked for membership only, never walked
         self.unscorable: set[str] = set()  #: trajectories whose reward fails
+        self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.wedged_until_ns = 0  #: by then the coordinator has acted on what is never done
         #: boots that sample nothing more; whether their node has yet to ignore that they hang

@@ -26,7 +26,15 @@ from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import WAYS, TargetedFault, evaluated, slow_down
-from laminar.sim.faults.targeted_handover import LostInHandover
+from laminar.sim.faults.targeted_handover import (
+    CoordinatorInHandover,
+    DestinationEnds,
+    EvaluationInHandover,
+    LostInHandover,
+    PoisonInTail,
+    RelayInHandover,
+    StoreCutInHandover,
+)
 from laminar.sim.faults.targeted_relay import (
     PinLate,
     PublishDiffers,
@@ -153,5 +161,7 @@ TARGETED: dict[str, type[TargetedFault]] = {
         LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, TransferNeverEnds,
         DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
         EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
+        DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
+        EvaluationInHandover, PoisonInTail,
     )
 }  # fmt: skip
