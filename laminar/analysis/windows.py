@@ -15,15 +15,15 @@ from laminar.analysis.history import WallClock
 from laminar.analysis.intervals import Intervals, union
 from laminar.core.admission import refusal, room
 from laminar.core.indexes import indexes_of
-from laminar.core.replica_index import Kind
-from laminar.core.state import State
+from laminar.core.replica_index import Kind, Load
+from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
 Name = tuple[str, ...]
-_Standing = tuple[bool, bool, str, bool]
-"""Of a replica: it runs something, it loads, why it takes no new group, it has room."""
+_Standing = tuple[tuple[Kind, Load], bool]
+"""Of a replica: what decisions about it depend on, and whether it runs nothing."""
 
 STALENESS_BOUND = "staleness-bound"  #: as admission.refusal says it
 
@@ -37,7 +37,8 @@ class Windows:
         self._clock = WallClock()
         self._now = 0
         self._held: dict[str, frozenset[Name]] = {}  #: by whom it is about
-        self._standing: dict[str, _Standing] = {}  #: of replicas
+        self._reasons: dict[Kind, str] = {}  #: why replicas of a kind take no new group
+        self._standing: dict[str, _Standing] = {}  #: of live replicas
         self._since: dict[Name, int] = {}
         self._closed: dict[Name, list[tuple[int, int]]] = {}
 
@@ -54,28 +55,26 @@ class Windows:
 
     def _replicas(self, state: State) -> bool:
         """Whether the staleness bound lets none start anything, and none has anything to do."""
-        index, refusals = indexes_of(state).replicas, dict[Kind, str]()
-        busy, reasons = False, set[str]()
-        gone = set(self._standing)
-        for name, replica in state.replicas.items():
-            kind = index.kind_of(name)
-            if kind is None:
-                continue
-            gone.discard(name)
-            if kind not in refusals:
-                refusals[kind] = refusal(state, replica)
-            reason, running = refusals[kind], bool(replica.running)
-            standing = running, replica.loading, reason, room(replica) > 0
-            busy = busy or running or replica.loading
-            if kind.serving:
-                reasons.add(reason)
-            if standing != self._standing.get(name):
-                self._standing[name] = standing
-                self._hold(name, _of_replica(name, standing))
-        for name in gone:
+        index = indexes_of(state).replicas
+        reasons = {  # the same for all of a kind
+            kind: refusal(state, index.replicas[next(iter(loads.values()))[0]])
+            for kind, loads in index.kinds.items()
+        }
+        as_before, self._reasons = reasons == self._reasons, reasons
+        for name in self._standing.keys() - index.standing.keys():  # it does not live any more
             del self._standing[name]
             self._hold(name, frozenset())
-        return not busy and reasons == {STALENESS_BOUND}
+        for name, standing in index.standing.items():
+            replica = state.replicas[name]
+            found = standing, not replica.running
+            if not as_before or found != self._standing.get(name):
+                self._standing[name] = found
+                self._hold(name, _of_replica(replica, reasons[standing[0]]))
+        busy = any(kind.loading for kind in reasons) or any(
+            state.replicas[name].running for name in index.standing
+        )
+        serving = {reason for kind, reason in reasons.items() if kind.serving}
+        return not busy and serving == {STALENESS_BOUND}
 
     def _hold(self, owner: str, names: frozenset[Name]) -> None:
         before = self._held.get(owner, frozenset())
@@ -107,12 +106,12 @@ def _of_run(state: State, held_back: bool) -> frozenset[Name]:
     return frozenset(found)
 
 
-def _of_replica(name: str, standing: _Standing) -> frozenset[Name]:
-    running, loading, reason, has_room = standing
+def _of_replica(replica: Replica, reason: str) -> frozenset[Name]:
+    """`reason`: why it takes no new group."""
     holds = {
-        "running": running,
-        "loading": loading,
+        "running": bool(replica.running),
+        "loading": replica.loading,
         "bound": reason == STALENESS_BOUND,
-        "spare": bool(reason) and has_room,
+        "spare": bool(reason) and room(replica) > 0,
     }
-    return frozenset((what, name) for what, does in holds.items() if does)
+    return frozenset((what, replica.name) for what, does in holds.items() if does)

@@ -51,7 +51,7 @@ class ReplicaIndex:
         self._able: dict[int, dict[Kind, int]] = {}
         self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
         self.replicas: dict[int, Replica] = {}
-        self._standing: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
+        self.standing: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
         self._count = count()
         for replica in state.replicas.values():
             self.add(state, replica)
@@ -87,20 +87,20 @@ class ReplicaIndex:
 
     def update_load(self, replica: Replica) -> None:
         """Only what it runs has changed."""
-        standing = self._standing.get(replica.name)
+        standing = self.standing.get(replica.name)
         if standing is not None:
             self._move(replica.name, (standing[0], _load(replica)))
 
     def _move(self, name: str, standing: tuple[Kind, Load] | None) -> None:
-        before = self._standing.get(name)
+        before = self.standing.get(name)
         if before == standing:
             return
         number = self.numbers[name]
         if before is not None:
             self._take_out(*before, number)
-            del self._standing[name]
+            del self.standing[name]
         if standing is not None:
-            self._standing[name] = standing
+            self.standing[name] = standing
             self._put_in(*standing, number)
 
     def _put_in(self, kind: Kind, load: Load, number: int) -> None:
@@ -149,7 +149,7 @@ class ReplicaIndex:
 
     def kind_of(self, name: str) -> Kind | None:
         """None for one whose process is gone."""
-        standing = self._standing.get(name)
+        standing = self.standing.get(name)
         return standing[0] if standing is not None else None
 
     def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:

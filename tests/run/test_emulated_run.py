@@ -30,6 +30,8 @@ SMALL = [
     "emulation.median_response=20",
     "emulation.train_s=0.1",
     "emulation.weights_mb=2",
+    "repack.policy=best-fit",
+    "repack.interval_ms=100",
 ]
 
 
@@ -51,6 +53,13 @@ def test_it_trains_and_its_books_agree(emulated: Finished) -> None:
     assert max(e.probe_diff for e in loaded) == 0.0
     published = [e for e in history(emulated.directory) if isinstance(e, ev.WeightsPublished)]
     assert {e.num_bytes for e in published} == {2 << 20}
+
+
+def test_stragglers_move_and_their_replicas_are_free_at_once(emulated: Finished) -> None:
+    repack = emulated.summary["repack"]
+    assert repack["moves"] > 0
+    assert repack["replicas_freed"] == repack["replicas_emptied"] > 0
+    assert repack["expired"] == 0
 
 
 def test_replicas_share_processes(emulated: Finished) -> None:

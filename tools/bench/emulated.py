@@ -89,7 +89,7 @@ class Meter:
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         seconds = self._ended - self._began
-        used: Counter[str] = Counter()
+        used: dict[str, float] = defaultdict(float)
         for pid, (role, before) in self._first.items():
             used[role] += self._last[pid] - before
         yield "seconds", round(seconds, 1)
