@@ -47,6 +47,13 @@ def test_scale_bench() -> None:
     assert {"event_ms_timer-resume_lost", "quarter_of_nodes_lost_s_evaluation"} <= {*names}
 
 
+def test_repack_plan_bench() -> None:
+    made = {
+        figure["name"]: figure["value"] for figure in figures("repack_plan.py", "--replicas", "16")
+    }
+    assert made["plan_ms_gain"] > 0 and made["moves_best-fit"] > 0
+
+
 def test_traffic_is_a_run_that_goes_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are trained, a replica dies and comes back, and nothing is strange to anybody."""
     monkeypatch.setattr("tools.bench.traffic.EVENTS_PER_LOSS", 2_000)

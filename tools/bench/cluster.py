@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from laminar.coordinator.tick import Frame, Tick
 from laminar.events import events as ev
@@ -33,9 +34,16 @@ class Cluster(Bench):
     checked, numbered = False, False
 
     def __init__(
-        self, *, replicas: int, trajectories: int, capacity: int, groups_per_step: int
+        self,
+        *,
+        replicas: int,
+        trajectories: int,
+        capacity: int,
+        groups_per_step: int,
+        **changes: Any,
     ) -> None:
-        """Every replica serves version 0 and runs what the staleness bound allows."""
+        """Every replica serves version 0 and runs what the staleness bound allows; `changes` are
+        those of settings."""
         super().__init__(
             nodes=-(-replicas // REPLICAS_PER_NODE),
             replicas=REPLICAS_PER_NODE,
@@ -52,6 +60,7 @@ class Cluster(Bench):
             resume_wait_ms=60_000,
             batch_wait_ms=600_000,
             start_timeout_ms=600_000,
+            **changes,
         )
         del self.names[replicas:]
         self.tick: Tick | None = None
