@@ -41,6 +41,8 @@ def plan(ctx: Context) -> None:
     ctx.repack_due = False
     gain = state.settings.repack_policy == "gain"
     left = released_max(state) if gain else len(state.replicas)
+    if not left:
+        return
     found = tails(state)
     for version in sorted(found):
         prefill_tokens = state.settings.repack_prefill_tokens if gain else 0

@@ -23,18 +23,27 @@ MOVES_MAX = 3
 
 
 def tails(state: State) -> dict[int, list[Standing]]:
-    """Of every version, its replicas in their tail, in the order of state.replicas."""
+    """Of every version, its replicas in their tail, in the order of state.replicas.
+
+    Whether they admit is asked once for each kind of them.
+    """
     index = indexes_of(state).replicas
+    kinds = index.of(lambda kind: kind.serving)
+    refusing = [k for k in kinds if refusal(state, index.replicas[next(index.numbers_of([k]))])]
     found: dict[int, list[Standing]] = {}
-    for number in sorted(index.numbers_of(index.of(lambda kind: kind.serving))):
+    for number in sorted(index.numbers_of(refusing)):
         replica = index.replicas[number]
-        if not at_work(state, replica):
+        if not _engine_at_work(replica):
             found.setdefault(replica.version, []).append(_standing(state, replica))
     return found
 
 
 def at_work(state: State, replica: Replica) -> str:
     """Why a replica that serves is not in its tail; empty: it is."""
+    return _engine_at_work(replica) or ("" if refusal(state, replica) else "admits")
+
+
+def _engine_at_work(replica: Replica) -> str:
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
         return "not-heard"
@@ -42,9 +51,7 @@ def at_work(state: State, replica: Replica) -> str:
         return "waiting"
     if not replica.load:
         return "empty"
-    if replica.load >= packing.max_batch:
-        return "full"
-    return "" if refusal(state, replica) else "admits"
+    return "full" if replica.load >= packing.max_batch else ""
 
 
 def _standing(state: State, replica: Replica) -> Standing:
