@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -142,6 +143,50 @@ async def test_what_is_aborted_here_goes_on_there(tmp_path: Path) -> None:
     assert [*done, *there.tokens["a@2"]] == greedy(model, 100)
     await here.engine.close()
     await there.engine.close()
+
+
+@pytest.mark.parametrize("moves", [pytest.param(10, marks=pytest.mark.vllm_ci), 50])
+async def test_moves_change_no_token(tmp_path: Path, moves: int) -> None:
+    """Beside others that move, at any time, also before the first token."""
+    model = model_of(1)
+    config = config_of(tmp_path, model)
+    replicas = [await Replica.start(tmp_path, config) for _ in range(2)]
+    for replica in replicas:
+        await replica.load(tensors_of(model))
+    rng, moved, number = random.Random(moves), 0, 0
+    while moved < moves:
+        prompts = [tuple(rng.choices(range(LIMIT), k=rng.choice([1, 7, 30]))) for _ in range(4)]
+        lives = [_life(replicas, f"t{number + i}", p, rng) for i, p in enumerate(prompts)]
+        number += len(lives)
+        for prompt, (tokens, logprobs, times) in zip(
+            prompts, await asyncio.gather(*lives), strict=True
+        ):
+            assert tokens == greedy(model, 100, prompt)
+            rows = distribution(model, [*prompt, *tokens])[len(prompt) - 1 :]
+            wanted = [rows[i, t].item() for i, t in enumerate(tokens)]
+            assert logprobs == pytest.approx(wanted, abs=1e-4)
+            moved += times
+    for replica in replicas:
+        await replica.engine.close()
+
+
+async def _life(
+    replicas: list[Replica], name: str, prompt: tuple[int, ...], rng: random.Random
+) -> tuple[list[int], list[float], int]:
+    """Tokens, log-probs and moves of a response that goes to the other replica again and again."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    place, moves = rng.randrange(2), 0
+    while True:
+        here, request = replicas[place], f"{name}@{moves}"
+        await here.generate(request, prompt=prompt, done=tuple(tokens))
+        await here.until(request, rng.choice([0, 1, 15, 40]))
+        aborted = await here.engine.abort(request)
+        tokens += here.tokens.get(request, [])
+        logprobs += here.logprobs.get(request, [])
+        if not aborted:
+            return tokens, logprobs, moves
+        place, moves = 1 - place, moves + 1
 
 
 async def test_a_stop_id_ends_a_response_and_is_part_of_it(tmp_path: Path) -> None:
