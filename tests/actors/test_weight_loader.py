@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
-from laminar.actors.system.replica import ReplicaFiles
+from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
 from laminar.engines.protocol import WeightSource
 from laminar.engines.weight_file import MappedWeights
@@ -58,7 +58,8 @@ class Replica:
         self.host = FakeHost(run_dir, "rollout-0")
         self.engine = FakeEngine()
         self.relay = RelayClient(self.host.client("relay-0"))
-        self.loader = WeightLoader(self.host, self.relay, self.engine, ReplicaFiles())  # type: ignore[arg-type]
+        files = ReplicaFiles(checkpoint.read)
+        self.loader = WeightLoader(self.host, self.relay, self.engine, files)  # type: ignore[arg-type]
 
     async def pull(self, version: int = 0, exact: bool = False, checkpoint: str = "") -> ev.Event:
         """What it says in the end."""

@@ -50,8 +50,9 @@ class SystemProcess:
         self.name, self.role, self.node, self.address = name, own.role, node, address
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         self.log, self.clock_offset_ns = own.log_of(name), own.clock_offset_ns
+        self.telemetry = own.telemetry
         spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
-        self._spans = own.telemetry.outlet("timeline", spans.write)
+        self._spans = self.telemetry.outlet("timeline", spans.write)
 
     def join(self, host: Host) -> None:
         coordinator = self.config.coordinator
@@ -136,7 +137,7 @@ class SystemProcess:
     def outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
     ) -> Outlet[Item]:
-        return self.own.telemetry.outlet(name, write, kept=kept)
+        return self.telemetry.outlet(name, write, kept=kept)
 
     def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
         self.own.listen(terminated, starter_gone)
