@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from laminar.core.rules import NEW_RUN, UNFINISHED_KEPT
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.testing.bench import Bench, only
+from laminar.testing.world import World
+from laminar.testing.world_parts import Faults, settings
 
 
 def told(commands: list[Command]) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -58,3 +61,19 @@ def test_the_pin_of_an_evaluation_stays_while_it_is_told() -> None:
     bench.publish(1, 1)
     pins = told(bench.load("rollout-1"))
     assert pins == [("relay-0", 1, (0,))]
+
+
+def test_less_work_starts_over_when_its_version_is_still_there() -> None:
+    """Of runs whose replicas die: tokens that were thrown away because their version was gone."""
+    old = tuple(name for name in NEW_RUN if name != UNFINISHED_KEPT.name)
+    assert restarted(NEW_RUN) < restarted(old)
+
+
+def restarted(rules: tuple[str, ...]) -> int:
+    tokens = 0
+    for seed in (0, 8, 11):
+        faults = Faults(lose_every_s=4, skip_publish=0.2, fail_sibling=0.1, repeat_event=0.1)
+        decided = settings(total_steps=3, resume_wait_ms=10, rules=rules)
+        world = World(decided, faults=faults, seed=seed).run()
+        tokens += world.state.ledger.tokens.dropped.get("restarted", 0)
+    return tokens
