@@ -16,6 +16,7 @@ metrics.jsonl  tensorboard/  status.json  summary.json
 report.html       figures, charts and samples, by `laminar report`; comparison.html of several runs
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, and with
                      the optimizer's state and what else the trainer needs to go on from there
+refused/          checkpoints that were damaged when a trainer was to go on from them
 export/           the trained model as a Hugging Face directory
 """
 
@@ -42,6 +43,7 @@ COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
 VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
 RESUME_FILE = "trainer.json"  #: of a checkpoint: what was trained, and how (training/resume.py)
+REFUSED_DIR = "refused"
 EXPORT_DIR = "export"
 
 

@@ -13,14 +13,14 @@ due makes that one be left out: the trainer never waits for a disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
 from laminar.rundir import CHECKPOINTS_DIR, RESUME_FILE, VERSION_FILE
-from laminar.training.resume import LearnerFacts, Resume, encode
+from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode, encode
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:
@@ -53,6 +53,28 @@ class CheckpointWriter:
         self._old: list[Path] = []  #: to be removed
         self._idle = asyncio.Event()  #: none is being written
         self._idle.set()
+
+    async def found(self) -> dict[Path, Resume]:
+        """Those on the disk that can be read, as they describe themselves."""
+        parent = self.host.run_dir / CHECKPOINTS_DIR
+        described = {}
+        for directory, data in (await self._files.found(parent, RESUME_FILE)).items():
+            try:
+                described[directory] = decode(data)
+            except CheckpointError as error:
+                self._pass_over(directory, error)
+        return described
+
+    def _pass_over(self, directory: Path, error: CheckpointError) -> None:
+        self.host.log.warning("checkpoint-passed-over", path=str(directory), reason=str(error))
+
+    async def resume(self, resume: Resume, kept: Collection[int]) -> None:
+        """Training goes on from this one; those whose versions are not `kept` are removed."""
+        self._before, self._batches = resume.digest, []
+        found = sorted((await self.found()).items(), key=lambda item: item[1].step)
+        self._kept = {r.version: directory for directory, r in found if r.version in kept}
+        self._old = [directory for directory, r in found if r.version not in kept]
+        await self._remove_old()
 
     def consumed(self, batch: tuple[str, ...]) -> None:
         """These trajectories have been trained, in this order."""
@@ -111,7 +133,7 @@ class CheckpointWriter:
                 weights, version=version, step=step, specs=self._specs, probe=probe
             )
             extra = {VERSION_FILE: mf.encode(manifest), RESUME_FILE: encode(resume)}
-            await save_model(self._files, directory, weights, extra)
+            await save_model(self._files, directory, weights, extra, self.host.reached)
         except OSError as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
             return

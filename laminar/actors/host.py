@@ -110,6 +110,9 @@ class Process(Protocol):
     async def close(self) -> None:
         """Wait a little for acknowledgements of the coordinator and say Bye to it."""
 
+    async def reached(self, point: str) -> None:
+        """End at once, without a word, if that is asked for here; else go on."""
+
     def send(self, event: Event) -> None:
         """To the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
 
@@ -208,8 +211,12 @@ class Host:
             return
         raise Ended(f"{self.name} was ended while it waited")
 
+    async def reached(self, point: str) -> None:
+        """A named place in the code where a test may have the process die."""
+        await self.process.reached(point)
+
     async def acknowledged(self) -> None:
-        """The coordinator has on disk all that was sent; Ended when this process is to end."""
+        """All that was sent is in the log; Ended when this process is to end."""
         while self.process.unacknowledged:
             await self.pause(ACKNOWLEDGED_POLL_S)
 

@@ -10,7 +10,7 @@ whenever the trainer or its machine died.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,8 +53,15 @@ class ModelFiles(Protocol):
     async def rename(self, directory: Path, name: Path) -> None:
         """It has this name on return, also after a power cut, in the place of what had it."""
 
+    async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
+        """Directories in `parent` that have a file of this name, with what is in it, in order."""
+
     async def remove(self, directory: Path) -> None:
         """Remove it with its files."""
+
+
+async def nothing(point: str) -> None:
+    """Before a name is given, and after: nothing is done."""
 
 
 async def save_model(
@@ -62,13 +69,16 @@ async def save_model(
     directory: Path,
     weights: Weights | None = None,
     extra: Mapping[str, bytes] | None = None,
+    reached: Callable[[str], Awaitable[None]] = nothing,
 ) -> None:
     """Write a model, the present one if no weights are given."""
     partial = await files.begin(directory)
     try:
         await files.write(partial, weights, extra or {})
         await files.sync(partial)
+        await reached("trainer-checkpoint")
         await files.rename(partial, directory)
+        await reached("trainer-checkpoint-named")
     except OSError:
         with suppress(OSError):
             await files.remove(partial)  # a full disk needs the room

@@ -5,8 +5,8 @@ Emits   ProcessExited, once per actor that ended
 
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
 again, up to recovery.max_restarts times. So is a store that was killed: all that it has
-acknowledged is on disk. One that says why it cannot go on is not, and no trainer is: its state is
-gone with it. A child that ends with the code of a user's mistake is never started again: the same
+acknowledged is on disk; and a trainer that writes checkpoints. A store that says why it cannot go
+on is not. A child that ends with the code of a user's mistake is never started again: the same
 mistake would meet it. One that the coordinator does not take, while the run ends, say, is tried
 again after longer and longer pauses, and however often: nothing is wrong with it.
 """
@@ -28,7 +28,6 @@ GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
-RESTARTED_ROLES = ("rollout", "relay")
 TAKEN_S = 10.0
 """Who is refused ends sooner than this after its start, or had been taken before."""
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 10.0
@@ -88,6 +87,9 @@ class Node:
             for index in range(count)
         }
         self._processes = processes
+        self._restarted = ["rollout", "relay"]
+        if host.config.trainer.save_freq:
+            self._restarted.append("trainer")
         self._stopping = False
         self._launching = asyncio.Lock()  #: one process at a time
 
@@ -139,7 +141,7 @@ class Node:
         refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
         often = child.restarts >= self._restarts_max and not refused
         killed = child.role == "store" and code < 0
-        may = (child.role in RESTARTED_ROLES or killed) and not often
+        may = (child.role in self._restarted or killed) and not often
         restarting = (
             may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
         )

@@ -1,12 +1,15 @@
 """The trainer actor: consumes batches, publishes weights, exports the model.
 
-Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel commands
+Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel, LoadCheckpoint and
+        RedoStep commands
 Writes  slots of the relay's arena, its book, checkpoints/, export/, all through ports
-Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported
+Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported,
+        CheckpointLoaded, StepRedone
 
 A step never waits for the relay or the disk: see weight_publisher.py and checkpoint_writer.py. The
 trainer's own book is synced before a step is reported, so that what was trained can be audited
-against the log and the store.
+against the log and the store. One that was started again has the model that the run began with,
+and says which checkpoints there are; the coordinator says which to load, and what to do again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,10 +35,10 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.ids import TrajectoryId
-from laminar.rundir import EXPORT_DIR
+from laminar.rundir import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
 from laminar.tasks.rewards import is_right, numbers_of
-from laminar.training.resume import LearnerFacts
+from laminar.training.resume import CheckpointError, LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample
 from laminar.weights.version import manifest as mf
 
@@ -45,6 +49,10 @@ PROBE_SEQUENCES, PROBE_LENGTH, PROBE_PROMPTS = 8, 32, 32
 """Enough tokens for a steady mean (every layer and the head act on each), cheap to score."""
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Nats per token on average; what was measured is in docs/weights.md."""
+NO_PROBE = mf.Probe(sequences=((0, 0),), logprobs=((0.0,),), tolerance=1.0, mean_tolerance=1.0)
+"""Of weights that go to nobody."""
+ROUNDING = ("torch", "threads", "micro_batch_tokens")
+"""On which of a checkpoint's facts it depends whether a step gives the same bytes again."""
 PROBE_OUTLIER = 10.0
 """How many times the tolerance one token may be off."""
 
@@ -66,6 +74,10 @@ class Learner(Protocol):
 
     def facts(self) -> LearnerFacts:
         """What a checkpoint has to say of it."""
+
+    async def restore(self, directory: Path) -> Resume:
+        """Be as it was when this checkpoint was written; CheckpointError: it is damaged,
+        ConfigError: it is another model's."""
 
 
 class Book(Protocol):
@@ -101,7 +113,7 @@ class Trainer:
         dtype = self.config.weights.dtype
         dtype = layout.engine_dtype if dtype == "auto" else dtype
         self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
-        specs = mf.layout(layout.shapes, dtype)
+        specs = self._specs = mf.layout(layout.shapes, dtype)
         await self.store.start()
         relay = RelayClient(self.host.client(ids.actor_name("relay", self.host.node, 0)))
         self.publisher = WeightPublisher(self.host, relay, self._attach, specs, self._probe)
@@ -113,8 +125,21 @@ class Trainer:
         self.host.spawn(self._work(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         weights_bytes = mf.check_tensors(specs)
-        ready = ev.TrainerReady(num_parameters=parameters, weights_bytes=weights_bytes)
-        self.host.emit(ready, parameters=parameters)
+        found = await self.checkpoints.found()
+        ready = ev.TrainerReady(
+            num_parameters=parameters,
+            weights_bytes=weights_bytes,
+            checkpoints=tuple(map(self._described, found, found.values())),
+        )
+        self.host.emit(ready, parameters=parameters, checkpoints=len(found))
+
+    def _described(self, directory: Path, resume: Resume) -> ev.Checkpoint:
+        return ev.Checkpoint(
+            version=resume.version,
+            step=resume.step,
+            path=str(directory.relative_to(self.host.run_dir)),
+            digest=resume.digest,
+        )
 
     async def _prompts(self) -> tuple[bytes, ...]:
         """Some of the run's. The store may take long to read them: coordinator.start_timeout_s is
@@ -149,12 +174,17 @@ class Trainer:
                 result, seconds = await self._train(command)
                 checkpoints.consumed(command.trajectories)
                 await publisher.publish(command.version, command.step_index + 1, order.cause)
+                await self.host.reached("trainer-copy")
                 await self._report(order, command, result, seconds)
                 await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)
             elif isinstance(command, cmd.PublishWeights):
                 await publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
                 await self._export(order, command, publisher)
+            elif isinstance(command, cmd.LoadCheckpoint):
+                await self._load(order, command, checkpoints)
+            elif isinstance(command, cmd.RedoStep):
+                await self._redo(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
 
     # --- training -----------------------------------------------------------------------------
@@ -162,21 +192,30 @@ class Trainer:
     async def _train(self, command: cmd.TrainStep) -> tuple[StepResult, float]:
         """The step, and how many seconds it took."""
         started = self.host.now_ns()
-        rows = await self.store.fetch(command.trajectories, with_prompt=False)
-        samples = [_sample(row) for row in rows]
+        await self.host.reached("trainer-fetch")
+        samples = await self._fetch(command)
         received = self.host.now_ns()
         self.host.span("fetching", started, received, step=command.step_index)
-        result = await self.learner.train_step(samples, command.step_index)
+        step = asyncio.ensure_future(self.learner.train_step(samples, command.step_index))
+        await asyncio.sleep(0)  # it begins
+        await self.host.reached("trainer-step")
+        result = await step
+        await self.host.reached("trainer-optimizer")
         done = self.host.now_ns()
         self.host.span("busy", received, done, step=command.step_index)
         return result, (done - started) / 1e9
+
+    async def _fetch(self, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
+        rows = await self.store.fetch(command.trajectories, with_prompt=False)
+        return [_sample(row) for row in rows]
 
     async def _report(
         self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
     ) -> None:
         """In the book, and then to the coordinator."""
-        line = _book_line(command, result)
+        line = _book_line(command, result, self.host.incarnation)
         await self._book_disk.until_room(lambda: self.book.enter(line))
+        await self.host.reached("trainer-book")
         completed = ev.StepCompleted(
             step_index=command.step_index,
             version=command.version,
@@ -195,6 +234,57 @@ class Trainer:
         """What these weights say about text of the run's prompts: an engine must say the same."""
         return probe_of(self.probe_ids, await self.learner.score(self.probe_ids), self.tolerance)
 
+    # --- going on after a loss ----------------------------------------------------------------
+
+    async def _load(
+        self, order: cmd.Order, command: cmd.LoadCheckpoint, checkpoints: CheckpointWriter
+    ) -> None:
+        """Be as the checkpoint is. One that is damaged is set aside: the process that comes after
+        this one goes on from the one before it."""
+        await self.host.reached("trainer-load")
+        directory, started = self.host.run_dir / command.path, self.host.now_ns()
+        try:
+            resume = await self.learner.restore(directory)
+        except CheckpointError:
+            refused = self.host.run_dir / REFUSED_DIR / directory.name
+            with suppress(OSError):
+                await self._files.rename(directory, refused)
+            raise
+        present = self.learner.facts()
+        differ = [n for n in ROUNDING if getattr(resume.learner, n) != getattr(present, n)]
+        if differ:
+            self.host.log.warning("rounding-may-differ", path=command.path, reason=differ)
+        await checkpoints.resume(resume, command.kept)
+        self.host.span("loading", started, self.host.now_ns(), step=command.step)
+        loaded = ev.CheckpointLoaded(version=command.version, step=command.step)
+        self.host.emit(loaded, event_seq=order.cause, path=command.path)
+
+    async def _redo(
+        self, order: cmd.Order, command: cmd.RedoStep, checkpoints: CheckpointWriter
+    ) -> None:
+        """Train what the log has, and say what it came to: it is neither published nor entered."""
+        started = self.host.now_ns()
+        result = await self.learner.train_step(await self._fetch(command), command.step_index)
+        checkpoints.consumed(command.trajectories)
+        described = await self._files.describe(
+            await self._files.copy(),
+            version=command.version,
+            step=result.step + 1,
+            specs=self._specs,
+            probe=NO_PROBE,
+        )
+        await self.host.reached("trainer-redo")
+        self.host.span("redoing", started, self.host.now_ns(), step=command.step_index)
+        if command.digest not in ("", described.digest):
+            self.host.log.warning("redo-differs", step=command.step_index + 1)
+        redone = ev.StepRedone(
+            step_index=command.step_index,
+            version=command.version,
+            digest=described.digest,
+            published=command.digest,
+        )
+        self.host.emit(redone, event_seq=order.cause, step=command.step_index + 1)
+
     # --- exporting ----------------------------------------------------------------------------
 
     async def _export(
@@ -203,6 +293,7 @@ class Trainer:
         """Write the model, read it back, and publish what was read: that is what is evaluated."""
         directory = self.host.run_dir / EXPORT_DIR
         started = self.host.now_ns()
+        await self.host.reached("trainer-export")
         await self._export_disk.until_room(lambda: save_model(self._files, directory))
         await self.learner.reload(directory)
         self.host.span("exporting", started, self.host.now_ns())
@@ -212,9 +303,10 @@ class Trainer:
         self.host.emit(exported, event_seq=order.cause, version=command.version)
 
 
-def _book_line(command: cmd.TrainStep, result: StepResult) -> bytes:
-    """What was trained."""
+def _book_line(command: cmd.TrainStep, result: StepResult, incarnation: int) -> bytes:
+    """What was trained, and by which process."""
     line = {
+        "incarnation": incarnation,
         "step": command.step_index,
         "version": command.version,
         "changed": result.changed,

@@ -63,6 +63,7 @@ def audit(run_dir: Path) -> Audit:
         found.problems += store_book.store_problems(store, first.account, latest)
     found.problems += trainer_book.book_problems(lines, first.account, latest)
     found.notes += trainer_book.unreported(lines, latest)
+    found.notes += trainer_book.rolled_back(lines, latest)
     return found
 
 

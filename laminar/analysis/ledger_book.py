@@ -65,7 +65,9 @@ class Account:
         self.rewarded: dict[TrajectoryId, ev.TrajectoryRewarded] = {}
         self.commanded: dict[TrajectoryId, cmd.Ending] = {}
         self.closed: dict[TrajectoryId, Closed] = {}
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, Step] = {}  #: as they were ordered last
+        #: every order, by step and version: a batch that was interrupted is ordered again
+        self.orders: dict[tuple[int, int], cmd.TrainStep] = {}
         self.data: ev.DataLoaded | None = None
         #: what each attempt was ordered to generate with, by its number
         self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
@@ -107,6 +109,7 @@ class Account:
             self.mixed |= {group.id for group in ended if group is not None and group.mixed}
         elif isinstance(command, cmd.TrainStep):
             self.steps[command.step_index] = Step(command)
+            self.orders[command.step_index, command.version] = command
 
     def _close(self, event: ev.TrajectoriesEnded, state: State) -> None:
         """The answer to a command; what the machine still holds it did not accept as ended."""

@@ -96,6 +96,7 @@ def settings_of(config: Config) -> Settings:
         disk_wait_ms=int(config.coordinator.disk_wait_s * 1000),
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
+        save_freq=config.trainer.save_freq,
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )

@@ -12,23 +12,23 @@ survives it.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import keys, publishing
+from laminar.core import keys, lineage, publishing
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.context import Context
 from laminar.core.groups import drop_scored, end_group, remove_unchosen, scored_members
-from laminar.core.indexes import indexes_of, live_actor, remove_ready
+from laminar.core.indexes import indexes_of, remove_ready, working_trainer
 from laminar.core.registry import handles
 from laminar.core.scores import float_of
 from laminar.core.state import Batch, Group, State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_group
 from laminar.core.validation import anything, is_allocated
+from laminar.core.versions import new_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import STRATEGY
 from laminar.events.reasons import DropReason, End
-from laminar.ids import GroupId, Purpose
-from laminar.roles import Role
+from laminar.ids import GroupId, Purpose, TrajectoryId
 
 PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
@@ -42,8 +42,7 @@ def trainer_idle(state: State) -> bool:
     """No command to the trainer is outstanding."""
     if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return False
-    trainer = live_actor(state, Role.TRAINER)
-    return trainer is not None and trainer.ready and state.newest >= 0
+    return working_trainer(state) is not None and state.newest >= 0
 
 
 def choose_batch(ctx: Context) -> bool:
@@ -181,30 +180,40 @@ def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
 
 def _train(ctx: Context, groups: list[Group]) -> None:
     state = ctx.state
-    step, version = state.chosen, state.next_version
+    step = state.chosen
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
     for group in shuffled:
         move_group(group, "choose")
         remove_ready(state, group)
         remove_unchosen(state, group)
+    version = new_version(state, step + 1)
     state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
     state.chosen += 1
-    state.next_version += 1
     state.proposal, state.proposal_failed = None, False
     ctx.clear_timer(keys.BATCH_WAIT)
-    trainer = live_actor(state, Role.TRAINER)
+    order_batch(ctx, state.batch)
+    ctx.touch_all()
+
+
+def rows_of(state: State, batch: Batch) -> list[TrajectoryId]:
+    """What the trainer is given of it, in this order."""
+    return [m for g in batch.groups for m in scored_members(state, state.groups[g])]
+
+
+def order_batch(ctx: Context, batch: Batch) -> None:
+    """Have the trainer consume it."""
+    trainer = working_trainer(ctx.state)
     assert trainer is not None
     ctx.command(
         cmd.TrainStep(
             to=trainer.name,
-            step_index=step,
-            version=version,
-            trajectories=tuple(m for g in shuffled for m in scored_members(state, g)),
+            step_index=batch.step_index,
+            version=batch.version,
+            trajectories=tuple(rows_of(ctx.state, batch)),
         ),
         key=keys.TRAIN,
         timeout_ms=TRAIN_TIMEOUT_MS,
     )
-    ctx.touch_all()
 
 
 def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
@@ -231,6 +240,7 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
         return ctx.ignore("repeat")
     ordered = ctx.done(keys.TRAIN)
     assert ordered is not None, "a batch is outstanding as long as the trainer has it"
+    lineage.step_trained(state, state.batch, rows_of(state, state.batch))
     _end_batch(ctx, state.batch, event.left_out)
     publishing.expect_version(ctx, event.version, ordered.cause)
     ctx.touch_all()

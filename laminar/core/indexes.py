@@ -5,7 +5,7 @@ Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, s
         state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
         index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `replica_changed`, to be called after a change of a
-        replica; `live_actor`, `master_relay`
+        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`
 
 Indexes hold nothing that does not follow from the state: they are made from it when they are first
 asked for, are no part of its encoding or digest, and an invariant compares them with new ones.
@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from laminar.core.keys import CommandKey, TimerName
 from laminar.core.lost_work import LostWork
 from laminar.core.replica_index import ReplicaIndex
+from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 from laminar.events.commands import PullWeights
 from laminar.ids import TrajectoryId
@@ -133,6 +134,21 @@ def live_actor(state: State, role: Role) -> Actor | None:
     return None
 
 
+def trainer(state: State) -> Actor | None:
+    """The live one; by the rule TRAINER_RESUMES also one that is away, and is waited for."""
+    live = live_actor(state, Role.TRAINER)
+    if live is None and applies(state.settings, TRAINER_RESUMES):
+        for name in indexes_of(state).roles.get(Role.TRAINER, ()):
+            return state.actors[name]
+    return live
+
+
+def working_trainer(state: State) -> Actor | None:
+    """The trainer if it can be given work: it is ready, and has done all that the log has."""
+    live = live_actor(state, Role.TRAINER)
+    return live if live is not None and live.ready and state.redone < 0 else None
+
+
 def take_left(state: State) -> list[str]:
     """Boot ids of the processes that have left, or were replaced, since this was asked last."""
     indexes = indexes_of(state)
@@ -168,12 +184,15 @@ def load_changed(state: State, replica: Replica) -> None:
 
 
 def master_relay(state: State) -> Relay | None:
-    """The relay of the trainer's machine, if it is ready: there every version begins."""
-    trainer = live_actor(state, Role.TRAINER)
-    if trainer is None or not state.chain:
+    """The relay of the trainer's machine, if it is ready: there every version begins.
+
+    What a trainer has handed over counts while it is away, too.
+    """
+    source = trainer(state)
+    if source is None or not state.chain:
         return None
     head = state.relays[state.chain[0]]
-    return head if head.node == trainer.node else None
+    return head if head.node == source.node else None
 
 
 def remove_relay(state: State, relay: Relay) -> None:

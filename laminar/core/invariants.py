@@ -16,8 +16,10 @@ from laminar.core import keys, store_restarts
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
 from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
+from laminar.core.indexes import trainer as source_of
 from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
+from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE
@@ -150,7 +152,7 @@ def _weights_are_on_their_way(state: State) -> None:
             _require(keys.receive(relay.name) in state.timers, relay)
     if master is not None and master.newest < state.newest:
         _require(state.owed >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master)
-    trainer = live_actor(state, Role.TRAINER)
+    trainer = source_of(state)
     if master is None and trainer is not None and state.newest >= 0:
         what = "the trainer's machine has no relay, and nobody waits for one"
         _require(_relay_is_awaited(state), what)
@@ -162,6 +164,31 @@ def _relay_is_awaited(state: State) -> bool:
     return any(t.kind == TimerKind.REJOIN and t.subject.startswith(Role.RELAY) for t in timers)
 
 
+def trainer_comes_back(state: State) -> None:
+    """A trainer that is away has a time to come back; one that is back is led to where the log is.
+
+    What it may have to do again is known, without a gap, up to the last completed step.
+    """
+    if ending(state) or not applies(state.settings, TRAINER_RESUMES):
+        return
+    steps = [t.step_index for t in state.trained]
+    _require(steps == list(range(state.completed))[-len(steps) :] if steps else True, steps)
+    _require(bool(steps) == bool(state.completed), "nothing is known of what was trained")
+    if state.newest < 0:
+        return  # the deadline of the start is that of the trainer, too
+    live = live_actor(state, Role.TRAINER)
+    if live is None or not live.ready:
+        away = [a.name for a in state.actors.values() if a.role == Role.TRAINER]
+        _require(any(keys.rejoin(name) in state.timers for name in away), "nobody waits", away)
+        _require(state.redone < 0, state.redone)
+    elif state.redone >= 0:
+        _require(state.redone <= state.completed, state.redone)
+        told = keys.LOAD in state.commands or keys.REDO in state.commands
+        _require(told and keys.TRAIN not in state.commands, "it is told nothing", state.redone)
+    elif state.batch is not None:
+        _require(keys.TRAIN in state.commands, "nobody trains the batch", state.batch)
+
+
 def relay_chain_is_path(state: State) -> None:
     """Every relay that is ready is in the chain once, and is ordered to feed the one behind it."""
     if ending(state):
@@ -169,7 +196,7 @@ def relay_chain_is_path(state: State) -> None:
     ready = {a.name for a in state.actors.values() if a.role == Role.RELAY and a.alive and a.ready}
     _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
     _require(len(state.chain) == len(state.relays), state.chain)
-    trainer = live_actor(state, Role.TRAINER)
+    trainer = source_of(state)
     here = [state.relays[name].node == trainer.node for name in state.chain] if trainer else []
     _require(not any(here[1:]), "the chain does not begin at the trainer", state.chain)
     for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
@@ -298,6 +325,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     moves_are_whole,
     staleness_within_bound,
     commands_have_living_owners,
+    trainer_comes_back,
     relay_chain_is_path,
     every_wait_has_an_owner,
     commands_have_deadlines,

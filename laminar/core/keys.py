@@ -22,6 +22,8 @@ PUBLISH = CommandKey("publish")
 EXPORT = CommandKey("export")
 TRAIN = CommandKey("train")
 PROPOSE = CommandKey("propose")
+LOAD = CommandKey("load")
+REDO = CommandKey("redo")
 
 # --- commands about one thing -------------------------------------------------------------------
 

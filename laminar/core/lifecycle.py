@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.core import buffering, groups, keys, publishing, store_restarts
 from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
-from laminar.core.indexes import clear_timer, live_actor, master_relay
+from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.registry import ENDS_RUN, handles
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
@@ -164,12 +164,12 @@ def _data_ended(ctx: Context) -> bool:
 
 def _exporting(ctx: Context) -> bool:
     state = ctx.state
-    trainer = live_actor(state, Role.TRAINER)
-    if trainer is None or state.batch is not None or _publishes(ctx):
+    if state.batch is not None or _publishes(ctx):
         return False
     if state.exported < 0:
-        if state.newest < publishing.last_made(state):
-            return False  # the last step's weights are on their way
+        trainer = working_trainer(state)
+        if trainer is None or state.newest < publishing.last_made(state):
+            return False  # it comes back, or the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
         ctx.command(

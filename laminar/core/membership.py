@@ -15,7 +15,7 @@ again until the node is heard or another one has its place.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import keys, lifecycle, publishing, recovery, relays, store_restarts
+from laminar.core import keys, lifecycle, publishing, recovery, redo, relays, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import (
     add_actor,
@@ -24,6 +24,7 @@ from laminar.core.indexes import (
     end_actor,
     indexes_of,
     master_relay,
+    trainer,
 )
 from laminar.core.registry import ENDS_RUN, LOSES_ACTOR, handles
 from laminar.core.state import Actor, Packing, Replica, State
@@ -35,7 +36,7 @@ from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.roles import ACTOR_ROLES, Role
 
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
-"""Roles whose loss ends the run, unless a rule says otherwise (core/store_restarts.py)."""
+"""Roles whose loss ends the run, unless a rule says otherwise (core/store_restarts.py, redo.py)."""
 
 
 @handles(ev.ActorJoined, valid=anything, leads_to=(cmd.AcceptActor, cmd.RefuseActor, *LOSES_ACTOR))
@@ -65,8 +66,8 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     add_actor(state, actor)
     store_restarts.joined(state, actor)
     ctx.done(keys.restart(event.name))
-    ready_later = event.role == Role.RELAY or store_restarts.is_restarted(state, event.role)
-    if not ready_later:  # those are awaited until they are ready
+    ready_later = event.role in (Role.RELAY, Role.TRAINER)
+    if not (ready_later or store_restarts.is_restarted(state, event.role)):
         ctx.clear_timer(keys.rejoin(event.name))
     ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
     if event.role == Role.TRAINER:
@@ -84,7 +85,11 @@ def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
     if relays.ending(ctx.state) and not store_restarts.may_join(ctx.state, event.role):
         return "the run is ending"
-    return ""
+    first = trainer(ctx.state) if event.role == Role.TRAINER else None
+    if first is None or not redo.comes_back(ctx.state, first.name):
+        return ""
+    same = (event.name, event.node) == (first.name, first.node)
+    return "" if same else f"the trainer of this run is {first.name} on {first.node}"
 
 
 def _relay_of(node: str) -> str:
@@ -111,7 +116,8 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """An actor says that it cannot go on."""
     name = ctx.stamped.peer
-    if event.user_error or ctx.state.actors[name].role in SINGLE_ROLES:
+    alone = ctx.state.actors[name].role in SINGLE_ROLES and not redo.comes_back(ctx.state, name)
+    if event.user_error or alone:
         if not lifecycle.fail(ctx, f"{name}: {event.reason}", 2 if event.user_error else 1):
             ctx.ignore("run-ending")
     else:
@@ -236,6 +242,8 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
         ctx.clear_timer(keys.rejoin(name))
         return lifecycle.fail(ctx, f"the store is lost: {why}", 1)
+    if redo.comes_back(ctx.state, name) and not relays.ending(ctx.state):
+        return lifecycle.fail(ctx, why, 1)
     if relays.indispensable(ctx.state, name):
         return lifecycle.fail(ctx, f"the trainer's machine has no relay: {why}", 1)
     if relays.can_work(ctx.state):
@@ -251,6 +259,8 @@ def actor_lost(ctx: Context, name: str, reason: str, *, replaced: bool = False) 
     actor.ready = False
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name)
+    elif redo.comes_back(state, name):
+        redo.trainer_lost(ctx, name, reason)
     elif actor.role == Role.RELAY:
         relays.leave(ctx, name)
     elif store_restarts.is_restarted(state, actor.role):
@@ -268,7 +278,8 @@ def actor_lost(ctx: Context, name: str, reason: str, *, replaced: bool = False) 
 
 def _ends_run(state: State, actor: Actor) -> bool:
     """Its loss does."""
-    return actor.role in SINGLE_ROLES and not store_restarts.is_restarted(state, actor.role)
+    restarted = store_restarts.is_restarted(state, actor.role) or redo.comes_back(state, actor.name)
+    return actor.role in SINGLE_ROLES and not restarted
 
 
 def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> None:
@@ -338,11 +349,6 @@ def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
         relay = relays.join(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
         if relay is master_relay(ctx.state):
             publishing.owe_republish(ctx)
-
-
-@handles(ev.TrainerReady, valid=anything, leads_to=(cmd.PublishWeights,))
-def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
-    _ready(ctx)
 
 
 def _ready(ctx: Context) -> bool:

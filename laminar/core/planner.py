@@ -2,7 +2,8 @@
 
 Reads   state, the replicas that were touched
 Writes  through the modules that it asks, in this order: lost work, rewards without a replica,
-        evaluation, new groups, pulls, repack, batches, the phase of the run
+        evaluation, new groups, pulls, repack, what a trainer does again, batches, the phase
+        of the run
 Emits   whatever they decide
 
 When all replicas are touched, only those are looked at for which something can come of it: the
@@ -23,6 +24,7 @@ from laminar.core import (
     handover,
     lifecycle,
     recovery,
+    redo,
     weights,
 )
 from laminar.core.context import Context
@@ -41,7 +43,8 @@ def plan(ctx: Context) -> None:
         _plan_replicas(ctx)
         if ctx.repack_due:
             handover.plan(ctx)
-        if not (buffering.choose_batch(ctx) or lifecycle.plan(ctx) or ctx.anybody_touched):
+        decided = redo.plan(ctx) or buffering.choose_batch(ctx) or lifecycle.plan(ctx)
+        if not (decided or ctx.anybody_touched):
             return
     raise AssertionError("the planner found no fixpoint")
 

@@ -13,23 +13,32 @@ from __future__ import annotations
 
 from laminar.core import keys
 from laminar.core.context import Context
-from laminar.core.indexes import live_actor, master_relay
+from laminar.core.indexes import master_relay, working_trainer
 from laminar.core.registry import handles
+from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.validation import of_a_version
+from laminar.core.versions import step_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.roles import Role
 
 PUBLISH_TIMEOUT_MS = 300_000
 """A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
 
 
 def last_made(state: State) -> int:
-    """Number of the weights that the trainer has now."""
+    """Number of the weights that the trainer has now, or will have when it comes back.
+
+    The number of a batch that was interrupted is not made, though it may have been published.
+    """
     if state.batch is not None:
-        return state.batch.version - 1
-    return state.exported - 1 if keys.EXPORT in state.commands else state.next_version - 1
+        version = state.batch.version - 1
+    else:
+        version = (state.exported if keys.EXPORT in state.commands else state.next_version) - 1
+    if applies(state.settings, TRAINER_RESUMES):
+        while step_of(state, version) > state.completed:
+            version -= 1
+    return version
 
 
 def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
@@ -78,12 +87,15 @@ def end_republish(ctx: Context, step: int) -> bool:
 
 
 def republish_due(state: State) -> bool:
-    """A version must be published again: no later one is on its way, and there is a relay."""
-    return state.owed >= 0 and keys.WEIGHTS not in state.timers and master_relay(state) is not None
+    """A version must be published again: no later one is on its way, there is a relay, and a
+    trainer that has it."""
+    if state.owed < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
+        return False
+    return master_relay(state) is not None
 
 
 def republish(ctx: Context) -> None:
-    trainer = live_actor(ctx.state, Role.TRAINER)
+    trainer = working_trainer(ctx.state)
     assert trainer is not None
     ctx.command(
         cmd.PublishWeights(to=trainer.name, version=ctx.state.owed, step=ctx.state.owed_step),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from laminar import ids
 from laminar.core import indexes, kept_versions, keys
 from laminar.core.context import Context
-from laminar.core.indexes import indexes_of, live_actor, master_relay
+from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import handles
 from laminar.core.rules import TROUBLE_NOT_KEPT, applies
 from laminar.core.state import Actor, Relay, State
@@ -90,7 +90,7 @@ def ending(state: State) -> bool:
 def set_head(ctx: Context) -> None:
     """The relay of the trainer's machine comes first, whenever the two became ready."""
     state = ctx.state
-    trainer = live_actor(state, Role.TRAINER)
+    trainer = indexes.trainer(state)
     if trainer is not None:
         state.chain.sort(key=lambda name: state.relays[name].node != trainer.node)
     relink(ctx)
@@ -319,5 +319,5 @@ def can_work(state: State) -> bool:
 
 def indispensable(state: State, name: str) -> bool:
     """The relay of the trainer's machine: without it no replica gets new weights."""
-    trainer = live_actor(state, Role.TRAINER)
+    trainer = indexes.trainer(state)
     return trainer is not None and name == ids.actor_name(Role.RELAY, trainer.node, 0)

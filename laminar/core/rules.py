@@ -73,6 +73,13 @@ STORE_RESTARTS = Rule(
     "the loss of the store ends the run",
     "its node starts it again, and what it is to write waits for it",
 )
+TRAINER_RESUMES = Rule(
+    "trainer-resumes",
+    4,
+    "the loss of the trainer ends the run",
+    "it goes on from a checkpoint that the log confirms; what that needs is kept in the state",
+    setting="save_freq",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -80,6 +87,7 @@ RULES = (
     REPACK,
     UNFINISHED_KEPT,
     STORE_RESTARTS,
+    TRAINER_RESUMES,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

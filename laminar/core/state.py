@@ -172,6 +172,17 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     step_index: int = msgspec.field(name="step")
     version: int
     groups: list[GroupId]
+    deaths: int = 0  #: trainers that it has ended
+
+
+class Trained(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A step that the log has, as a trainer that comes back may have to do it again."""
+
+    step_index: int = msgspec.field(name="step")
+    version: int
+    rows: str  #: ids of its trajectories, in order, with a blank between two
+    chain: str  #: digest of the ids of all batches up to this one
+    digest: str = ""  #: of the published version; empty: it was not, or not yet
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -248,6 +259,11 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     chosen: int = 0  #: batches chosen so far = index of the next one
     completed: int = 0  #: steps completed
     batch: Batch | None = None
+    #: completed steps since the oldest checkpoint, and the one that made it; without the rule
+    #: TRAINER_RESUMES none
+    trained: list[Trained] = []
+    redone: int = -1  #: completed steps that a trainer that came back has by now; -1: all
+    differs: bool = False  #: the last of them that was redone has other weights than were published
     proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
     proposal_failed: bool = False  #: fall back to the default for this batch
 
@@ -256,6 +272,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     newest_digest: str = ""
     fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
+    #: where the numbers of versions are not those of their steps: the first of them, with its step
+    numbered: dict[int, int] = {}
     owed: int = -1  #: version whose publish was skipped, or whose only copy is gone; -1: none
     owed_step: int = -1
     exported: int = -1  #: version number of the export

@@ -14,6 +14,7 @@ from laminar.core import (
     lifecycle,
     membership,
     recovery,
+    redo,
     relays,
 )
 from laminar.core.context import Context
@@ -78,7 +79,11 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         relays.link_expired(ctx, command.to, command.successor)
     elif isinstance(command, cmd.ReleaseTrajectories):
         handover.release_expired(ctx, command)
-    elif command.to in state.replicas or _restarts_store(state, command):
+    elif (
+        command.to in state.replicas
+        or _restarts_store(state, command)
+        or redo.comes_back(state, command.to)
+    ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:
         lifecycle.fail(ctx, f"{command.to} did not finish {what} in time", 1)

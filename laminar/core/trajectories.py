@@ -32,7 +32,7 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
 @handles(
     ev.TrajectoryStarted,
     valid=_started_counts,
-    leads_to=(cmd.PullWeights,),
+    leads_to=(cmd.PullWeights, cmd.GenerateTrajectory),
     planned=False,
 )
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:

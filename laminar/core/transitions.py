@@ -137,6 +137,7 @@ VERSION = Table(
     {
         ("unused", "order"): "ordered",
         ("unused", "load"): "made",  # version 0: the model as it was loaded
+        ("unused", "redo"): "owed",  # a step that was done again has come to other weights
         ("ordered", "make"): "made",
         ("ordered", "skip"): "owed",
         ("ordered", "publish"): "newest",  # the relay's report comes before the trainer's

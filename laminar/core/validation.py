@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from laminar.core.state import State
+from laminar.core.versions import step_of
 from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40
@@ -42,12 +43,8 @@ def of_a_version(state: State, event: OfVersion) -> bool:
 
 
 def is_allocated(state: State, version: int, step: int) -> bool:
-    """A version that was handed out, with the step that makes it.
-
-    Every step makes one, beginning with version 0 of step 0; the export repeats the last step.
-    """
-    made_by = version - 1 if version == state.exported else version
-    return 0 <= version < state.next_version and step == made_by
+    """A version that was handed out, with the step that makes it."""
+    return 0 <= version < state.next_version and step == step_of(state, version)
 
 
 def are_allocated(state: State, versions: tuple[int, ...]) -> bool:

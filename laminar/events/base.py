@@ -125,6 +125,9 @@ class Settings(
     repack_interval_ms: int = 0
     repack_release_ms: int = 0  #: for a replica to hand over what it gives away
     repack_prefill_tokens: int = 0  #: prefilled in the time of one decode step
+    save_freq: int = (
+        0  #: a checkpoint every so many steps; 0: none, and a lost trainer ends the run
+    )
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
 

@@ -69,6 +69,26 @@ class TrainStep(Command, frozen=True, kw_only=True):
 
 
 @carried_out_by(Role.TRAINER)
+class LoadCheckpoint(Command, frozen=True, kw_only=True):
+    """Go on from this checkpoint; others that are not kept can be removed."""
+
+    version: int
+    step: int
+    path: str  #: of its directory, inside the run directory
+    kept: tuple[int, ...]  #: versions of all checkpoints that the log confirms
+
+
+@carried_out_by(Role.TRAINER)
+class RedoStep(Command, frozen=True, kw_only=True):
+    """Consume a batch that the log has, once more: nothing is published, saved or counted."""
+
+    step_index: int = msgspec.field(name="step")
+    version: int
+    trajectories: tuple[TrajectoryId, ...]  #: in the order of the first time
+    digest: str  #: of the weights that were published; empty: none were
+
+
+@carried_out_by(Role.TRAINER)
 class ExportModel(Command, frozen=True, kw_only=True):
     """Write a Hugging Face directory, load it again, publish what was loaded as `version`."""
 

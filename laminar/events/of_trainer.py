@@ -14,12 +14,40 @@ from laminar.ids import TrajectoryId
 from laminar.roles import Role
 
 
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One that is on disk, by what it says of itself."""
+
+    version: int
+    step: int
+    path: str  #: of its directory, inside the run directory
+    digest: str  #: chained over the ids of all batches that made it
+
+
 @reported_by(Role.TRAINER)
-class TrainerReady(Event, frozen=True, kw_only=True):
-    """The policy is loaded and its first slot is granted."""
+class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
+    """The policy is loaded as the run began with it, and its first slot is granted."""
 
     num_parameters: int
     weights_bytes: int
+    checkpoints: tuple[Checkpoint, ...] = ()  #: that training can go on from
+
+
+@reported_by(Role.TRAINER, ends=(cmd.LoadCheckpoint,))
+class CheckpointLoaded(Event, frozen=True, kw_only=True):
+    """Parameters, optimizer and all else are those of this checkpoint."""
+
+    version: int
+    step: int
+
+
+@reported_by(Role.TRAINER, ends=(cmd.RedoStep,))
+class StepRedone(Event, frozen=True, kw_only=True):
+    """A batch that the log has was trained again; its weights went to nobody."""
+
+    step_index: int = msgspec.field(name="step")  #: index from 0
+    version: int  #: under which it was trained the first time
+    digest: str  #: of the weights as they would be published
+    published: str  #: of those that were; empty: none were, or it is not known
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -257,6 +257,8 @@ class Faults(Protocol):
 
     def long_step_s(self) -> float: ...
 
+    def dies_at(self, process: Process, point: str) -> bool: ...
+
     def dead_for_good(self, process: Any) -> bool: ...
 
     def doomed(self) -> Iterable[Any]: ...
@@ -279,6 +281,8 @@ class World(Protocol):
     arenas: dict[str, Any]
     weights: dict[str, bytes]
     models: dict[str, Any]
+    outcomes: dict[str, Any]
+    names: dict[bytes, str]
     database: Any
     healed_ns: int
 

@@ -181,6 +181,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         kv_capacity=packing(repack.kv_capacity),
         checks=config.checks,
     )
+    settings = msgspec.structs.replace(scenario.settings, save_freq=scenario.save_freq)
+    scenario = msgspec.structs.replace(scenario, settings=settings)
     return _with_tails(scenario, repack, packing) if policy else scenario
 
 

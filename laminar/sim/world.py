@@ -39,6 +39,7 @@ from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import actor_config, draw, seconds, stream
 from laminar.storage.rules import Row
+from laminar.training.steps import Origin, Suspect
 
 FIRST_NODE = "node-0"
 CALLS_PER_EVENT = 2_000
@@ -73,6 +74,9 @@ class World:
         self.config = actor_config(self.scenario)
         self.database = StoreDatabase(self)
         self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
+        #: by digest of the ids: suspects of a batch, and why it changed nothing
+        self.outcomes: dict[str, tuple[dict[Origin, Suspect], str | None]] = {}
+        self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
         self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
         self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}

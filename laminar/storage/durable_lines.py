@@ -1,7 +1,7 @@
 """A file of lines that may be reported to other processes: each is on the disk as a whole, or not
 at all.
 
-Writes  lines at the end, synced
+Writes  lines at the end, synced; a last line that a killed process left torn is taken away first
 Raises  OSError: nothing of the line is left, the same line can be tried again
 """
 
@@ -28,7 +28,8 @@ class DurableLines:
         if self._fd < 0:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o644)
-            self._size = os.fstat(self._fd).st_size
+            self._size = _whole_bytes(self._path)
+            os.ftruncate(self._fd, self._size)
         try:
             rest = memoryview(line + b"\n")
             while rest:
@@ -42,3 +43,9 @@ class DurableLines:
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+def _whole_bytes(path: Path) -> int:
+    """Up to the end of the last line that has one: what is behind it was reported to nobody."""
+    with path.open("rb") as file:
+        return sum(len(line) for line in file if line.endswith(b"\n"))

@@ -60,9 +60,10 @@ class World(Actors):
         self.processes: dict[str, Process] = {}
         self.strategy = Process(COORDINATOR, COORDINATOR)
         self.step_of: dict[int, int] = {}
-        self.saved: list[int] = []  #: versions of which there are checkpoints
+        #: checkpoints on the disk: what has made them, by version
+        self.saved: dict[int, tuple[tuple[str, ...], ...]] = {}
         self.rows: dict[str, Row] = {}  #: the store's book
-        self.trained: list[str] = []  #: the trainer's book
+        self.consumed: dict[int, list[str]] = {}  #: the trainer's book: what each step trained last
         self._make_processes(nodes, replicas)
 
     def _make_processes(self, nodes: int, replicas: int) -> None:
@@ -81,6 +82,10 @@ class World(Actors):
     @property
     def state(self) -> State:
         return self.machine.state
+
+    @property
+    def trained(self) -> list[str]:
+        return [row for rows in self.consumed.values() for row in rows]
 
     # --- running ------------------------------------------------------------------------------
 

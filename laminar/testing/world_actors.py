@@ -6,7 +6,6 @@ Gives   Actors, of which World is one
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
 from laminar.ids import TrajectoryId
-from laminar.testing.world_faults import FaultyProcesses
 from laminar.testing.world_parts import (
     GAUGE_S,
     PROMPT_TOKENS,
@@ -31,14 +29,15 @@ from laminar.testing.world_parts import (
     Publish,
     Receive,
     Row,
+    Save,
     Silence,
     Start,
     Wake,
-    step_completed,
 )
+from laminar.testing.world_trainer import Trainers
 
 
-class Actors(FaultyProcesses):
+class Actors(Trainers):
     """Store, trainer, relays, replicas and the strategy; what World adds is its clock and voice."""
 
     settings: Settings
@@ -50,9 +49,6 @@ class Actors(FaultyProcesses):
     kv_capacity: int
     num_train: int
     num_eval: int
-    step_of: dict[int, int]
-    saved: list[int]
-    trained: list[str]
 
     def join(self, process: Process) -> None:
         joined = ev.ActorJoined(
@@ -70,7 +66,9 @@ class Actors(FaultyProcesses):
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
             "relay": ev.RelayReady(address="here", bulk=process.boot_id),
-            "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
+            "trainer": ev.TrainerReady(
+                num_parameters=1, weights_bytes=4, checkpoints=self._checkpoints()
+            ),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
         }
         if process.role in events:
@@ -97,17 +95,6 @@ class Actors(FaultyProcesses):
         process = self.processes[command.actor]
         wait_s = SILENCE_S if node.silent else 0.0
         self.later(process, wait_s + self.random.uniform(0.1, 2.0), Kill())
-
-    def _do_PublishWeights(self, process: Process, command: cmd.PublishWeights, _: int) -> None:
-        self._publish(command.version, command.step)
-
-    def _publish(self, version: int, step: int) -> None:
-        """Into the relay of the trainer's machine, if it runs; what it had is lost with it."""
-        self.step_of[version] = step
-        event = ev.WeightsPublished(
-            version=version, step=step, digest=f"d{step}", num_bytes=4, held=()
-        )
-        self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
 
     def _do_ForwardWeights(
         self, process: Process, command: cmd.ForwardWeights, command_id: int
@@ -152,41 +139,6 @@ class Actors(FaultyProcesses):
         )
         self.say(process, received)
         self._feed(process, item.version)
-
-    def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
-        left_out = self._left_out(command)
-        self.trained.extend(t for t in command.trajectories if t not in left_out)
-        seconds = 0.3 + self.faults.train_s * self.random.uniform(0.5, 1.5)
-        if self.random.random() < self.faults.skip_publish:
-            skipped = ev.PublishSkipped(
-                version=command.version, step=command.step_index + 1, reason=""
-            )
-            self.later(process, seconds, skipped)
-        else:
-            ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
-            self.later(process, seconds - ahead, Publish(command.version, command.step_index + 1))
-        done = step_completed(command.step_index, command.version, left_out)
-        self.later(process, seconds, done)
-        if self.random.random() < self.faults.save:
-            self._save(process, seconds + 0.2, command.version, command.step_index + 1)
-
-    def _left_out(self, command: cmd.TrainStep) -> tuple[TrajectoryId, ...]:
-        """Rows that the trainer does not train, from a generator of their own."""
-        share, rows = self.faults.leave_out, command.trajectories
-        draw = random.Random(f"left out {self.settings.seed} {command.step_index}").random
-        return tuple(t for t in rows if draw() < share) if share else ()
-
-    def _save(self, process: Process, seconds: float, version: int, step: int) -> None:
-        """The last two checkpoints are kept."""
-        self.saved = [*self.saved, version][-2:]
-        saved = ev.CheckpointSaved(
-            version=version, step=step, path=f"checkpoints/step_{step}", kept=tuple(self.saved)
-        )
-        self.later(process, seconds, saved)
-
-    def _do_ExportModel(self, process: Process, command: cmd.ExportModel, _: int) -> None:
-        self.later(process, 1.0, Publish(command.version, command.step))
-        self.later(process, 1.0, ev.ModelExported(version=command.version, path="export"))
 
     def _do_PinVersion(self, process: Process, command: cmd.PinVersion, _: int) -> None:
         process.pinned, process.unfinished = command.version, command.unfinished
@@ -326,6 +278,8 @@ class Actors(FaultyProcesses):
             self._publish(item.version, item.step)
         elif isinstance(item, Load):
             self._load(process, item.command)
+        elif isinstance(item, Save):
+            self._save(process, item)
         elif isinstance(item, Gauge):
             self._tell_gauges(process)
         elif isinstance(item, Finish):

@@ -41,6 +41,9 @@ class FaultyProcesses:
         if process.role == "relay" and self.faults.lose_relay_every_s:
             seconds = self.random.expovariate(1 / self.faults.lose_relay_every_s)
             self.later(process, seconds, Lose(self.random.choice(LOSSES)))
+        if process.role == "trainer" and process.boot < self.faults.trainer_losses:
+            seconds = self.random.expovariate(1 / self.faults.lose_trainer_every_s)
+            self.later(process, seconds, Lose(self.random.choice(LOSSES)))
         last = list(self.processes.values())[-1].node
         if process.node == last != "node-0" and self.faults.lose_machine_at_s and not process.boot:
             self.later(process, self.faults.lose_machine_at_s, Die())
@@ -101,6 +104,7 @@ class FaultyProcesses:
         process.work.clear()
         process.gauge_due = False
         process.held.clear()
+        process.batches, process.kept = [], []
         process.pinned, process.unfinished, process.successor = -1, (), ""
         return dead
 

@@ -100,6 +100,9 @@ class Faults:
     leave_out: float = 0.0  #: the trainer finds that a row did not come from its version
     save: float = 0.0  #: share of steps after which a checkpoint is written
     damage_checkpoint: float = 0.0
+    lose_trainer_every_s: float = 0.0  #: as for replicas, but for
+    trainer_losses: int = 0  #: so many times: what is done again takes its time
+    redo_differs: float = 0.0  #: a step that is done again gives other weights
     fail_sibling: float = 0.0  #: its reward cannot be worked out
     fail_reward: float = 0.0  #: the reward function fails on it
     refuse_sibling: float = 0.0  #: it fails while it is generated
@@ -133,6 +136,9 @@ class Process:
     as_of: int = 0  #: id of the last command to generate
     sampled: int = 0  #: tokens
     gauge_due: bool = False
+    #: of a trainer: what has made its weights, and the versions of the checkpoints that it keeps
+    batches: list[tuple[str, ...]] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
     @property
     def boot_id(self) -> str:
@@ -197,6 +203,14 @@ class Publish:
 
     version: int
     step: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """The trainer has written a checkpoint of what these batches have made."""
+
+    version: int
+    batches: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

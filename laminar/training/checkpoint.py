@@ -3,7 +3,8 @@
 Reads   a directory that `save` completed
 Writes  optimizer.safetensors and digests.json into a directory that has a model and trainer.json;
         parameters and optimizer of a learner
-Gives   `save`, `load`; CheckpointError, one sentence, for what is damaged or another model's
+Gives   `save`, `load`; CheckpointError for what is damaged, ConfigError for what is another
+        model's, one sentence each
 
 The published version in the directory has a digest of its own, but engines may take a shorter
 type than the parameters have, so every byte that training goes on from is checked here.
@@ -23,12 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from laminar.config import ConfigError
 from laminar.rundir import RESUME_FILE
 from laminar.training import resume
 from laminar.training.learner import Learner
 from laminar.training.model import named_weights
 from laminar.training.moments import restore_moments
-from laminar.training.resume import CheckpointError, Resume
+from laminar.training.resume import CheckpointError, ForeignError, Resume
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -57,6 +59,11 @@ def load(directory: Path, learner: Learner) -> Resume:
         learner.restore(found.learner)
     except (OSError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be trained on: {error}") from error
+    except ForeignError as error:
+        raise ConfigError(
+            f"checkpoint {directory} cannot be trained on: {error}; give model.name the model that "
+            "the run began with"
+        ) from error
     return found
 
 
@@ -90,11 +97,11 @@ def _load_weights(path: Path, learner: Learner) -> None:
         names = set(file.keys())
         other = sorted(names ^ weights.keys())
         if other:
-            raise CheckpointError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
+            raise ForeignError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
         for name, tensor in weights.items():
             saved = file.get_tensor(name)
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-                raise CheckpointError(
+                raise ForeignError(
                     f"its {MODEL_FILE} is of another model: {name!r} is {saved.dtype} "
                     f"{tuple(saved.shape)}, and not {tensor.dtype} {tuple(tensor.shape)}"
                 )

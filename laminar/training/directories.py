@@ -25,6 +25,9 @@ class ThreadedDirectories:
     async def rename(self, directory: Path, name: Path) -> None:
         await asyncio.to_thread(_rename, directory, name)
 
+    async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
+        return await asyncio.to_thread(_found, parent, name)
+
     async def remove(self, directory: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, directory)
 
@@ -53,6 +56,7 @@ def _rename(directory: Path, name: Path) -> None:
     that died before anybody had heard of it.
     """
     before = _set_aside(name)
+    name.parent.mkdir(exist_ok=True)
     if name.exists():
         name.rename(before)
     directory.rename(name)
@@ -72,3 +76,9 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _found(parent: Path, name: str) -> dict[Path, bytes]:
+    """Directories whose name begins with a dot are parts of one."""
+    files = sorted(parent.glob(f"[!.]*/{name}"))
+    return {file.parent: file.read_bytes() for file in files}

@@ -45,7 +45,7 @@ from laminar.training.metrics import (
 from laminar.training.mismatch import MismatchLimits, rounding_of
 from laminar.training.model import LoadedPolicy, named_weights
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
-from laminar.training.resume import CheckpointError, LearnerFacts
+from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
     MISMATCH,
@@ -187,9 +187,9 @@ class Learner:
         )
 
     def restore(self, facts: LearnerFacts) -> None:
-        """The rest of a checkpoint whose parameters and optimizer are there; CheckpointError."""
+        """The rest of a checkpoint whose parameters and optimizer are there; ForeignError."""
         if facts.reference != self.reference_digest:
-            raise CheckpointError(
+            raise ForeignError(
                 f"its KL term compares with a reference of digest {facts.reference or 'none'}, "
                 f"and model.name has {self.reference_digest or 'none'} now"
             )

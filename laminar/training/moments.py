@@ -2,7 +2,7 @@
 
 Reads   a model and its AdamW
 Writes  the optimizer's state
-Gives   `copy_moments`, `restore_moments`; CheckpointError for tensors that are not this model's
+Gives   `copy_moments`, `restore_moments`; ForeignError for tensors that are not this model's
 
 Of every parameter that was ever updated: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, as the
 optimizer has them, so that a step after a restart gives the bytes that it would have given.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from laminar.training.resume import CheckpointError
+from laminar.training.resume import ForeignError
 
 KINDS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -40,9 +40,9 @@ def restore_moments(
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)
         if kind not in KINDS or parameter is None:
-            raise CheckpointError(f"its optimizer has {key!r}, which this model does not")
+            raise ForeignError(f"its optimizer has {key!r}, which this model does not")
         if kind != "step" and tensor.shape != parameter.shape:
-            raise CheckpointError(
+            raise ForeignError(
                 f"its optimizer has {key!r} of shape {tuple(tensor.shape)}, and this model's "
                 f"parameter has {tuple(parameter.shape)}"
             )
@@ -50,7 +50,7 @@ def restore_moments(
         found.setdefault(name, {})[kind] = tensor.to(device, copy=True)
     torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
     if torn:
-        raise CheckpointError(f"its optimizer lacks a part of the state of {torn!r}")
+        raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")
     optimizer.state.clear()
     for name, state in found.items():
         optimizer.state[parameters[name]] = state

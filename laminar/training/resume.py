@@ -16,7 +16,11 @@ from laminar import ids
 
 
 class CheckpointError(RuntimeError):
-    """This directory cannot be trained on from: it is damaged, or another run's."""
+    """This directory cannot be trained on from: it is damaged."""
+
+
+class ForeignError(RuntimeError):
+    """It is another model's, or was trained with another reference."""
 
 
 class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

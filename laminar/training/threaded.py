@@ -88,7 +88,7 @@ class ThreadedLearner:
     def facts(self) -> LearnerFacts:
         return self.learner.facts()
 
-    async def resume(self, directory: Path) -> Resume:
+    async def restore(self, directory: Path) -> Resume:
         """Take parameters and optimizer of a checkpoint in the place of the present ones;
         CheckpointError."""
         return await asyncio.to_thread(checkpoint.load, directory, self.learner)
@@ -109,8 +109,8 @@ class ThreadedFiles(ThreadedDirectories):
     async def copy(self) -> Copied:
         return await asyncio.to_thread(self._copy)
 
-    async def describe(self, copied: Copied, **facts: Any) -> Any:
-        return await asyncio.to_thread(self._describe, tensors=copied.weights.items(), **facts)
+    async def describe(self, weights: Copied, **facts: Any) -> Any:
+        return await asyncio.to_thread(self._describe, tensors=weights.weights.items(), **facts)
 
     async def write(
         self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]

@@ -55,6 +55,7 @@ class FakeHost:
         self.gauges: list[Event] = []
         self.failures: list[str] = []
         self.announced: list[str] = []
+        self.points: list[str] = []  #: named places in the code, as they were reached
         self.durable = asyncio.Event()  #: what was sent; cleared by a test that looks before that
         self.durable.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +87,9 @@ class FakeHost:
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(0.001)
+
+    async def reached(self, point: str) -> None:
+        self.points.append(point)
 
     async def acknowledged(self) -> None:
         await self.durable.wait()

@@ -50,8 +50,8 @@ class FakeProcess:
 class Machine:
     """The processes of a node, all of them fakes."""
 
-    def __init__(self, run_dir: Path, role: str) -> None:
-        self.host = FakeHost(run_dir, "node-0")
+    def __init__(self, run_dir: Path, role: str, *settings: str) -> None:
+        self.host = FakeHost(run_dir, "node-0", *settings)
         self.node = Node(self.host, [(role, 1)], self)  # type: ignore[arg-type]
         self.started: list[FakeProcess] = []
         self.launching = asyncio.Event()
@@ -94,7 +94,8 @@ async def machine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
         ("store", -signal.SIGKILL, True),
         ("store", exit_codes.TERMINATED, False),
         ("store", exit_codes.FAILED, False),
-        ("trainer", -signal.SIGKILL, False),
+        ("trainer", -signal.SIGKILL, True),
+        ("trainer", exit_codes.USER_ERROR, False),
     ],
     indirect=["machine"],
 )
@@ -106,6 +107,14 @@ async def test_who_ends_without_an_order_is_started_again(
     await until(lambda: len(machine.started) == 1 + again)
     assert (exited.code, exited.restarting) == (code, again)
     assert exited.boot_id == machine.started[0].boot_id
+
+
+async def test_a_trainer_without_checkpoints_is_not_started_again(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "trainer", "trainer.save_freq=0")
+    await machine.node.start()
+    machine.started[0].end(-signal.SIGKILL)
+    assert not (await machine.host.wait(ev.ProcessExited)).restarting
+    machine.host.end()
 
 
 async def test_who_ends_again_and_again_is_started_max_restarts_times(machine: Machine) -> None:

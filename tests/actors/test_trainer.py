@@ -3,22 +3,27 @@ does not train."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from laminar import ids
 from laminar.actors.system.roles import make
 from laminar.actors.trainer import Trainer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import TrajectoryId
-from laminar.rundir import TRAINER_BOOK_FILE
+from laminar.rundir import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
-from tests.actors.parts import FakeHost, order
+from laminar.training import resume
+from laminar.weights.version import manifest as mf
+from tests.actors.parts import FakeHost, order, until
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
@@ -29,21 +34,53 @@ SETTINGS = (
     "data.max_response_length=16",
     "rollout.group_size=2",
     "optim.lr=1e-3",
+    "trainer.save_freq=1",
 )
 RESPONSE = (40, 41, 42, 43)
 
 
-@pytest_asyncio.fixture
-async def trainer(tmp_path: Path) -> AsyncIterator[Trainer]:
-    hosts = [FakeHost(tmp_path, name, *SETTINGS) for name in ("store-0", "relay-0", "trainer-0")]
-    actors = [make(host) for host in hosts]  # type: ignore[arg-type]
-    for actor in actors:
+class Processes:
+    """Store, relay and trainer; the trainer is killed and started again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.hosts: list[FakeHost] = []
+        self.actors: list[Any] = []
+
+    async def start(self, name: str) -> Any:
+        host = FakeHost(self.run_dir, name, *SETTINGS, incarnation=len(self.hosts) + 1)
+        actor = make(host)  # type: ignore[arg-type]
+        self.hosts.append(host)
+        self.actors.append(actor)
         await actor.start()
-    yield actors[-1]
-    for actor in reversed(actors):
-        await actor.stop()
-    for host in hosts:
+        return actor
+
+    async def kill(self) -> None:
+        """The last one that was started: none of its tasks goes on."""
+        host, actor = self.hosts.pop(), self.actors.pop()
         host.end()
+        await asyncio.gather(actor.store.close(), actor.publisher.close())
+
+    async def stop(self) -> None:
+        for actor in reversed(self.actors):
+            await actor.stop()
+        for host in self.hosts:
+            host.end()
+
+
+@pytest_asyncio.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
+    found = Processes(tmp_path)
+    for name in ("store-0", "relay-0"):
+        await found.start(name)
+    yield found
+    await found.stop()
+
+
+@pytest_asyncio.fixture
+async def trainer(processes: Processes) -> Trainer:
+    found: Trainer = await processes.start("trainer-0")
+    return found
 
 
 async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, float]) -> str:
@@ -126,3 +163,102 @@ async def test_a_replica_with_other_weights_is_named_before_its_rows_are_trained
     assert done.metrics["by_origin/mismatch_kl/rollout-1/0"] > 0.1
     (line,) = map(json.loads, (host.run_dir / TRAINER_BOOK_FILE).read_text().splitlines())
     assert line["ids"] == rows and line["left_out"] == rows[2:]
+    assert line["incarnation"] == 3
+
+
+async def train(trainer: Trainer, step: int) -> ev.StepCompleted:
+    """Two rows of another prompt in each step, with its checkpoint."""
+    host: FakeHost = trainer.host  # type: ignore[assignment]
+    count = len(host.all(ev.StepCompleted))
+    rows = [await stored(trainer, step, sibling, ("rollout-0", 0.0)) for sibling in (0, 1)]
+    command = cmd.TrainStep(
+        to="trainer-0",
+        step_index=step,
+        version=step + 1,
+        trajectories=tuple(map(TrajectoryId, rows)),
+    )
+    trainer.handle(order(step + 1, command))
+    done = await host.wait(ev.StepCompleted, count + 1)
+    await host.wait(ev.CheckpointSaved, count + 1)
+    return done
+
+
+def weights(trainer: Any) -> list[bytes]:
+    return [tensor.numpy().tobytes() for _, tensor in trainer.learner.weights()]
+
+
+def load(found: ev.Checkpoint) -> cmd.LoadCheckpoint:
+    return cmd.LoadCheckpoint(
+        to="trainer-0", version=found.version, step=found.step, path=found.path, kept=(1,)
+    )
+
+
+async def test_one_that_was_killed_goes_on_from_its_checkpoint(
+    processes: Processes, trainer: Trainer
+) -> None:
+    """It names what is on the disk, loads what it is told, and does a step again: to the same
+    weights, which go to nobody; the other checkpoint is not kept, and goes."""
+    await train(trainer, 0)
+    done = await train(trainer, 1)
+    expected = weights(trainer)
+    relay = processes.hosts[1]
+    published = {v.version: v.digest for v in relay.all(ev.WeightsPublished)}
+    await processes.kill()
+    again: Any = await processes.start("trainer-0")
+    host = processes.hosts[-1]
+    (ready,) = host.all(ev.TrainerReady)
+    rows = [(f"0.{step}.0", f"0.{step}.1") for step in (0, 1)]
+    assert [(c.version, c.step, c.digest) for c in ready.checkpoints] == [
+        (1, 1, ids.chained("", rows[0])),
+        (2, 2, ids.chained("", *rows)),
+    ]
+    assert weights(again) != expected
+    again.handle(order(10, load(ready.checkpoints[0])))
+    loaded = await host.wait(ev.CheckpointLoaded)
+    assert (loaded.version, loaded.step) == (1, 1)
+    await until(lambda: not (host.run_dir / "checkpoints" / "step_2").exists())
+    redo = cmd.RedoStep(
+        to="trainer-0", step_index=1, version=2, trajectories=rows[1], digest=published.get(2, "")
+    )
+    again.handle(order(11, redo))
+    redone = await host.wait(ev.StepRedone)
+    manifest = mf.decode((host.run_dir / ready.checkpoints[0].path / VERSION_FILE).read_bytes())
+    assert redone.digest != manifest.digest and redone.published in ("", redone.digest)
+    assert weights(again) == expected and done.changed
+    lines = (host.run_dir / TRAINER_BOOK_FILE).read_text().splitlines()
+    assert len(lines) == 2 and not host.all(ev.StepCompleted)
+    await train(again, 2)
+    saved = resume.decode((host.run_dir / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
+    assert saved.before == ids.chained("", rows[0])
+    assert saved.batches == (rows[1], ("0.2.0", "0.2.1"))
+
+
+async def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(
+    processes: Processes, trainer: Trainer
+) -> None:
+    await train(trainer, 0)
+    await processes.kill()
+    model = processes.run_dir / "checkpoints" / "step_1" / "optimizer.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-1] ^= 1
+    model.write_bytes(content)
+    again = await processes.start("trainer-0")
+    host = processes.hosts[-1]
+    (ready,) = host.all(ev.TrainerReady)
+    again.handle(order(10, load(ready.checkpoints[0])))
+    await until(lambda: bool(host.failures))
+    assert "step_1 cannot be trained on: its optimizer.safetensors is damaged" in host.failures[0]
+    assert (processes.run_dir / "refused" / "step_1").exists()
+    await processes.kill()
+    await processes.start("trainer-0")
+    assert processes.hosts[-1].all(ev.TrainerReady)[0].checkpoints == ()
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    processes: Processes, trainer: Trainer
+) -> None:
+    await train(trainer, 0)
+    await processes.kill()
+    (processes.run_dir / "checkpoints" / "step_1" / RESUME_FILE).write_text("{")
+    await processes.start("trainer-0")
+    assert processes.hosts[-1].all(ev.TrainerReady)[0].checkpoints == ()

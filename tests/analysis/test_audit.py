@@ -21,6 +21,7 @@ from laminar.core.state import Trajectory
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.ids import TrajectoryId
 from laminar.testing.logs import Log, write_log
 from laminar.testing.run_directory import make_run, world_log
 from laminar.testing.world import World
@@ -210,6 +211,37 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     assert trainer_book.book_problems([line], account, account) == []
     (note,) = trainer_book.unreported([line], account)
     assert "came when the run had failed" in note
+
+
+def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
+    """Two trainers have entered the step; the log has what the second one reported."""
+    bench = ToldBench(groups_per_step=1, save_freq=1)
+    bench.start()
+    bench.complete(*bench.open_groups()[:1])
+    bench.kill("trainer-0")
+    bench.come_back("trainer-0")
+    bench.train()
+    machine, account = Machine(), Account()
+    for stamped, _ in bench.log:
+        account(stamped, machine.handle(stamped), machine.state)
+    ids = list(account.steps[0].command.trajectories)
+
+    def line(version: int, rows: list[TrajectoryId]) -> trainer_book.BookLine:
+        digest = trainer_book.ids_digest(rows)
+        return trainer_book.BookLine(
+            step=0, version=version, changed=True, digest=digest, ids=rows, incarnation=version
+        )
+
+    lines = [line(1, ids), line(2, ids)]
+    problems = trainer_book.book_problems(lines, account, account)
+    assert problems == [p for p in problems if "reported otherwise" in p]  # of a made-up digest
+    (note,) = trainer_book.rolled_back(lines, account)
+    assert "version 1, by incarnation 1 of the trainer" in note and "version 2" in note
+    assert trainer_book.unreported(lines, account) == []
+    other = [line(1, ids[::-1]), line(2, ids)]
+    assert any("other ids" in p for p in trainer_book.book_problems(other, account, account))
+    third = [line(3, ids), line(2, ids)]
+    assert any("other ids" in p for p in trainer_book.book_problems(third, account, account))
 
 
 def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:

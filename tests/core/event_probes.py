@@ -221,6 +221,34 @@ def _step_completed(state: State, peer: str) -> Iterator[Event]:
         yield step_completed(step, version, rows)
 
 
+def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
+    """With the checkpoints of all steps that the log knows, with one that it does not, and none."""
+    known = tuple(
+        ev.Checkpoint(version=t.version, step=t.step_index + 1, path="c", digest=t.chain)
+        for t in state.trained
+    )
+    ahead = ev.Checkpoint(version=state.next_version, step=state.completed + 1, path="c", digest="")
+    for checkpoints in (known, (ahead,), ()):
+        yield ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
+
+
+def _checkpoint_loaded(state: State, peer: str) -> Iterator[Event]:
+    outstanding = state.commands.get("load")
+    command = outstanding.command if outstanding else None
+    version = command.version if isinstance(command, cmd.LoadCheckpoint) else state.newest
+    for found in (version, version + 1):
+        yield ev.CheckpointLoaded(version=found, step=state.completed)
+
+
+def _step_redone(state: State, peer: str) -> Iterator[Event]:
+    for step, digest in (
+        (state.redone, "d"),
+        (state.redone, "other bytes"),
+        (state.redone + 1, ""),
+    ):
+        yield ev.StepRedone(step_index=step, version=step + 1, digest=digest, published="d")
+
+
 def _model_exported(state: State, peer: str) -> Iterator[Event]:
     for version in (state.exported, state.next_version):
         yield ev.ModelExported(version=version, path="export")
@@ -324,6 +352,9 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.TrajectoriesEnded: _trajectories_ended,
     ev.StepCompleted: _step_completed,
     ev.ModelExported: _model_exported,
+    ev.TrainerReady: _trainer_ready,
+    ev.CheckpointLoaded: _checkpoint_loaded,
+    ev.StepRedone: _step_redone,
     ev.CheckpointSaved: _checkpoint_saved,
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,

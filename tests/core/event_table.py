@@ -70,6 +70,7 @@ class Sampler:
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._left["releasing"] = situations // 40 + 1  # seldom met
         self._left["joined"] = 2
+        self._left["loading"] = self._left["redoing"] = 2
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -84,6 +85,8 @@ class Sampler:
         roles = {actor.role for actor in state.actors.values()}
         if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
             kind = "joined"
+        elif "load" in state.commands or "redo" in state.commands:
+            kind = "loading" if "load" in state.commands else "redoing"
         elif kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
             kind = "silent"
         elif kind == Phase.RUNNING and any(key.startswith("release:") for key in state.commands):

@@ -21,7 +21,7 @@ FIRST = TrajectoryId("0.0.0")
 
 def working() -> State:
     """Replicas on three machines generate; the trainer waits."""
-    bench = Bench(replicas=2, nodes=3, max_staleness=1)
+    bench = Bench(replicas=2, nodes=3, max_staleness=1, save_freq=1)
     bench.start()
     return bench.state
 
@@ -186,6 +186,10 @@ def answer_that_nobody_is_asked_for(state: State) -> None:
     evaluation_of_two(state, queue=[])
 
 
+def trainer_that_nobody_awaits(state: State) -> None:
+    state.actors["trainer-0"].ready = False
+
+
 DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     token_appears: invariants.ledger_balances,
     group_disappears: invariants.ledger_balances,
@@ -212,6 +216,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     head_that_is_not_fed: invariants.every_wait_has_an_owner,
     trainer_without_a_relay: invariants.every_wait_has_an_owner,
     relay_ahead: invariants.versions_monotonic,
+    trainer_that_nobody_awaits: invariants.trainer_comes_back,
     comes_to_nobody: invariants.moves_are_whole,
     given_away_by_nobody: invariants.moves_are_whole,
     holder_forgotten: invariants.indexes_are_true,

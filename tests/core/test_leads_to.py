@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from laminar.core.machine import HANDLING, Machine
+from laminar.core.rules import NEW_RUN
 from laminar.events.base import REPORTED_BY, Command, Event, Stamped
 from laminar.testing.world import World
 from tests.core import (
@@ -23,6 +24,7 @@ from tests.core import (
     test_lifecycle,
     test_lost_replica,
     test_membership,
+    test_redo,
     test_relays,
     test_rewards,
     test_silent_nodes,
@@ -36,7 +38,7 @@ LISTED: set[Pair] = {(event, c) for event, found in HANDLING.items() for c in fo
 _ways = test_ways_to_lose
 STORIES: tuple[Callable[[], None], ...] = (
     *(
-        partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "trainer-0")
+        partial(_ways.test_loss_of_a_single_role_stops_everybody, w, "trainer-0", NEW_RUN)
         for w in _ways.WAYS_OF_ALL
     ),
     *(
@@ -78,6 +80,9 @@ STORIES: tuple[Callable[[], None], ...] = (
     test_lost_replica.test_version_gone_for_an_evaluation_pulls_what_there_is,
     test_lost_replica.test_version_that_is_evicted_while_lost_work_waits_for_it_is_not_waited_for,
     test_membership.test_joining_while_the_run_ends_is_refused,
+    test_redo.test_a_strategy_is_asked_when_it_is_back,
+    partial(test_redo.test_a_run_whose_checkpoints_are_gone_cannot_go_on, 2),
+    partial(test_redo.test_a_run_whose_checkpoints_are_gone_cannot_go_on, 3),
     partial(
         test_silent_nodes.test_who_was_lost_before_its_node_was_found_silent_is_gone_as_well,
         test_ways_to_lose.silent,

@@ -67,11 +67,13 @@ def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
     for world in on_policy:
         assert world.state.staleness_max == 0
         too_early: set[str] = set()
-        chosen = False
+        chosen, ordered = False, set[int]()
         for stamped, commands in world.log:
             chosen = chosen and not isinstance(stamped.event, ev.WeightsLoaded)
             for command in commands:
-                chosen = chosen or isinstance(command, cmd.TrainStep)
+                if isinstance(command, cmd.TrainStep) and command.step_index not in ordered:
+                    ordered.add(command.step_index)  # again, after a loss: it was chosen then
+                    chosen = True
                 if isinstance(command, cmd.GenerateTrajectory) and command.placement == 1:
                     too_early |= {command.trajectory_id} if chosen else set()
         assert not too_early & set(world.trained)

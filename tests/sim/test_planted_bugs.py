@@ -11,7 +11,14 @@ import pytest
 
 from laminar.sim.run import run_seed
 from laminar.testing.sim_worlds import config
-from tools.rows import planted, planted_node, planted_relays, planted_store, planted_trainer
+from tools.rows import (
+    planted,
+    planted_node,
+    planted_redo,
+    planted_relays,
+    planted_store,
+    planted_trainer,
+)
 from tools.rows.planted import Planter
 
 SEEDS = 30  #: of which the likely one comes first; which it is changes with the order of things
@@ -22,6 +29,8 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
     ("plant", "faults", "likely"),
     [
         (planted.sync_is_left_out, (), 0),
+        (planted_redo.one_row_is_left_out_of_a_redo, ("trainer-dies",), 0),
+        (planted_redo.redo_is_published, ("trainer-dies",), 0),
         (planted.event_is_lost_between_link_and_machine, (), 0),
         (planted.actor_forgets_its_commands, ("coordinator-killed",), 0),
         (planted.store_lets_lower_placements_write, ("partition",), 0),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Stamped
+from laminar.ids import TrajectoryId
 from laminar.rundir import VERSION_FILE
 from laminar.sim.models.learner import LAYOUT, ModelDirectory
 from laminar.sim.models.versions import weights_of
@@ -17,7 +21,7 @@ from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
 from laminar.testing.sim_worlds import calm
-from laminar.testing.world_parts import step_completed
+from laminar.testing.world_parts import settings, step_completed
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import manifest_of
 
@@ -37,7 +41,7 @@ def world() -> Iterator[World]:
     training.decided(cmd.TrainStep(to="trainer-0", step_index=1, version=3, trajectories=()))
     training.made(2, weights)
     manifest = manifest_of(weights, version=3, step=2, tensors=mf.layout(*LAYOUT), probe=PROBE)
-    made.models[PATH] = ModelDirectory(weights, {VERSION_FILE: mf.encode(manifest)})
+    made.models[PATH] = ModelDirectory(weights, "m", {VERSION_FILE: mf.encode(manifest)})
     yield made
     made.close()
 
@@ -56,19 +60,92 @@ def test_a_step_is_in_the_book_before_it_is_reported(world: World) -> None:
     training = world.checks.training
     done = step_completed(0, 1)
     assert broken(reported, world, done) == "booked_before_reported"
-    training.booked({"step": 0, "ids": ["0.0.0", "0.0.1"], "left_out": ["0.0.1"]})
+    line = {"step": 0, "version": 1, "ids": ["0.0.0", "0.0.1"], "left_out": ["0.0.1"]}
+    training.booked(line)
     reported(world, done)
-    assert training.book == {"0.0.0": 0}
-    training.booked({"step": 1, "ids": ["0.0.1"], "left_out": []})
-    again = {"step": 2, "ids": ["0.0.0"], "left_out": []}
+    assert not training.book
+    accept(world, 0, 1)
+    assert training.book == {"0.0.0"}
+    assert broken(training.booked, line) == "at_most_one_trained"
+    training.booked({"step": 1, "version": 2, "ids": ["0.0.1"], "left_out": []})
+    again = {"step": 2, "version": 3, "ids": ["0.0.0"], "left_out": []}
     assert broken(training.booked, again) == "at_most_one_trained"
+
+
+def accept(world: World, step_index: int, version: int, *rows: str) -> None:
+    """The log has this step."""
+    training, state = world.checks.training, State(settings=settings(), logic=1)
+    training.decided(train(step_index, version, *rows))
+    state.completed = step_index + 1
+    stamped = Stamped(
+        seq=9, time_ns=0, peer="trainer-0", incarnation=1, peer_seq=1,
+        event=step_completed(step_index, version),
+    )  # fmt: skip
+    training.observe(stamped, state)
+
+
+def train(step_index: int, version: int, *rows: str) -> cmd.TrainStep:
+    names = tuple(map(TrajectoryId, rows))
+    return cmd.TrainStep(to="t", step_index=step_index, version=version, trajectories=names)
+
+
+def test_a_line_of_a_trainer_that_was_lost_does_not_count(world: World) -> None:
+    training = world.checks.training
+    for version in (1, 2):
+        training.booked({"step": 0, "version": version, "ids": ["0.0.0"], "left_out": []})
+    accept(world, 0, 2, "0.0.0")
+    assert training.book == {"0.0.0"}
+    training.take_back(8)
+    assert not training.book
+
+
+def redo(*rows: str, version: int = 1) -> cmd.RedoStep:
+    names = tuple(map(TrajectoryId, rows))
+    return cmd.RedoStep(to="t", step_index=0, version=version, trajectories=names, digest="d")
+
+
+@pytest.mark.parametrize(
+    ("told", "fetched", "invariant"),
+    [
+        (redo("0.0.0", "0.0.1"), ("0.0.0",), "trained_as_ordered"),
+        (redo("0.0.0", "0.0.1"), ("0.0.1", "0.0.0"), "trained_as_ordered"),
+        (redo("0.0.0"), ("0.0.0",), "redone_as_logged"),
+        (redo("0.0.0", "0.0.1", version=2), ("0.0.0", "0.0.1"), "redone_as_logged"),
+    ],
+)
+def test_a_step_is_redone_as_it_was_logged(
+    world: World, told: cmd.RedoStep, fetched: tuple[str, ...], invariant: str
+) -> None:
+    training, trainer = world.checks.training, world.processes["trainer-0"]
+    accept(world, 0, 1, "0.0.0", "0.0.1")
+    training.told(trainer, redo("0.0.0", "0.0.1"))
+    training.batch_fetched(0, [SimpleNamespace(sample_id=s) for s in ("0.0.0", "0.0.1")])
+    training.told(trainer, told)
+    samples = [SimpleNamespace(sample_id=name) for name in fetched]
+    assert broken(training.batch_fetched, 0, samples) == invariant
+
+
+def test_a_redo_goes_to_nobody_and_comes_to_the_same(world: World) -> None:
+    training, trainer = world.checks.training, world.processes["trainer-0"]
+    training.told(trainer, redo("0.0.0"))
+    assert broken(training.handed_over, trainer.boot_id) == "redo_is_not_published"
+    other = ev.StepRedone(step_index=0, version=1, digest="e", published="d")
+    assert broken(reported, world, other) == "redone_is_the_same"
+    reported(world, msgspec.structs.replace(other, published=""))
+    training.handed_over(trainer.boot_id)
+
+
+def test_all_trainers_come_to_the_same_weights(world: World) -> None:
+    training = world.checks.training
+    training.made(2, weights_of("w2"))
+    assert broken(training.made, 2, weights_of("other")) == "one_lineage"
 
 
 def test_a_checkpoint_gives_its_version_back(world: World) -> None:
     reported(world, SAVED)
     world.models[PATH].synced = False
     assert broken(reported, world, SAVED) == "saved_is_whole"
-    world.models[PATH] = ModelDirectory(weights_of("w3"), world.models[PATH].extra)
+    world.models[PATH] = ModelDirectory(weights_of("w3"), "m", world.models[PATH].extra)
     assert broken(reported, world, SAVED) == "saved_is_whole"
     del world.models[PATH]
     assert broken(reported, world, SAVED) == "saved_is_whole"

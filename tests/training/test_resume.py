@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from laminar.actors.model_files import save_model
+from laminar.config import ConfigError
 from laminar.rundir import RESUME_FILE
 from laminar.training import checkpoint, resume
 from laminar.training.learner import Learner
@@ -150,7 +151,7 @@ async def test_another_reference_is_refused(
     trained = run(WITH_KL)
     directory = await trained.save(tmp_path / "step_2")
     make_model(7).save_pretrained(trained.source)
-    with pytest.raises(CheckpointError, match="compares with a reference of digest"):
+    with pytest.raises(ConfigError, match="compares with a reference of digest"):
         checkpoint.load(directory, trained.fresh(trained.source))
 
 
@@ -160,5 +161,5 @@ async def test_another_model_is_refused(
     trained = run()
     directory = await trained.save(tmp_path / "step_2")
     make_model(7, intermediate_size=32).save_pretrained(trained.source)
-    with pytest.raises(CheckpointError, match=r"of another model: .* is torch.float32 \(64, 32\)"):
+    with pytest.raises(ConfigError, match=r"of another model: .* is torch.float32 \(64, 32\)"):
         checkpoint.load(directory, trained.fresh(trained.source))

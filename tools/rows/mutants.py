@@ -18,6 +18,7 @@ from tools.rows.base import Figure, Gate, Row
 from tools.rows.planted import PLANTED, Planter
 from tools.rows.planted_handover import HANDOVER_BUGS
 from tools.rows.planted_node import NODE_BUGS
+from tools.rows.planted_redo import REDO_BUGS
 from tools.rows.planted_relays import RELAY_BUGS
 from tools.rows.planted_store import STORE_BUGS
 from tools.rows.planted_trainer import TRAINER_BUGS
@@ -34,6 +35,7 @@ BUGS: dict[str, Callable[[Planter], None]] = {
         *TRAINER_BUGS,
         *RELAY_BUGS,
         *HANDOVER_BUGS,
+        *REDO_BUGS,
     )
 }
 #: One from each part of the product, quickly found.

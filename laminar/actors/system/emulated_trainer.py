@@ -14,8 +14,9 @@ from statistics import fmean
 from laminar.actors.system.emulated_weights import EmulatedWeights
 from laminar.config import Config
 from laminar.engines.emulated import fingerprint, made_up_scores
+from laminar.rundir import RESUME_FILE
 from laminar.training import steps
-from laminar.training.resume import LearnerFacts
+from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode
 
 
 class EmulatedLearner:
@@ -51,6 +52,15 @@ class EmulatedLearner:
 
     async def reload(self, directory: Path) -> None:
         await asyncio.to_thread(self.weights.read, directory)
+
+    async def restore(self, directory: Path) -> Resume:
+        """There is no optimizer: its weights are all that a step depends on."""
+        try:
+            found = decode((directory / RESUME_FILE).read_bytes())
+            await self.reload(directory)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
+        return found
 
     def facts(self) -> LearnerFacts:
         return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from laminar import exit_codes
 from laminar.actors.host import Actor, Host
+from laminar.actors.system.fail_points import FailPoints
 from laminar.actors.system.own_process import OwnProcess
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
@@ -53,6 +54,7 @@ class SystemProcess:
         self.telemetry = own.telemetry
         spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
         self._spans = self.telemetry.outlet("timeline", spans.write)
+        self._fail_points = FailPoints(self.run_dir)
 
     def join(self, host: Host) -> None:
         coordinator = self.config.coordinator
@@ -81,6 +83,9 @@ class SystemProcess:
     @property
     def unacknowledged(self) -> int:
         return self.control.unacknowledged
+
+    async def reached(self, point: str) -> None:
+        self._fail_points.reached(point)
 
     async def start(self) -> None:
         await self.control.start()

@@ -112,6 +112,7 @@ class Checks:
         self._learn_fences(stamped, state)
         self.leases.observe(stamped, state)
         self._note_failure(stamped, state)
+        self.training.observe(stamped, state)
         self.waiting_leads_to_something(stamped, commands, state)
         late_transfer_has_an_end(stamped, state)
         self._invariants(stamped, state)
@@ -308,6 +309,7 @@ class Checks:
             del self._decided[command_id]
         self.prompts.take_back(seq)
         self.moves.take_back(seq)
+        self.training.take_back(seq)
         for places in self._numbers.values():
             while places and places[-1] > seq:
                 places.pop()
@@ -328,6 +330,7 @@ class Checks:
         """A successor replays the log; what its predecessor did not live to tell it decides."""
         self._note(stamped, commands)
         self._note_failure(stamped, state)
+        self.training.observe(stamped, state)
 
     def same_state_as_before(self, state: State) -> None:
         """The log leads to the state that the dead coordinator had, as far as it goes."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import xxhash
 
+from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event
+from laminar.events.base import Command, Event, Stamped
 from laminar.rundir import VERSION_FILE
 from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.violation import Violation
@@ -28,9 +29,17 @@ class TrainingChecks:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.book: dict[str, int] = {}  #: trained trajectories, with their step
-        self._booked: set[int] = set()  #: steps with a line; asked for membership only
+        #: what each line of the book has trained, by step and version
+        self._lines: dict[tuple[int, int], list[str]] = {}
+        self._steps_of: dict[str, int] = {}  #: by trajectory
+        #: by step: event, version and ids of what the log has
+        self._accepted: dict[int, tuple[int, int, tuple[str, ...]]] = {}
+        self._redone: dict[str, bool] = {}  #: by boot: it has said that it has done a step again
+        #: what each boot of the trainer was told last
+        self._told: dict[str, cmd.TrainStep | cmd.RedoStep] = {}
+        self._orders: dict[int, cmd.TrainStep] = {}  #: by version
         self._steps: dict[int, int] = {}  #: by version: completed steps when it is made
+        self._lineage: dict[int, str] = {}  #: digest by completed steps
         self._made: dict[int, set[str]] = {}  #: digests by completed steps, likewise
         #: that each boot was told to carry out
         self._pulls: dict[str, list[cmd.PullWeights]] = {}
@@ -41,14 +50,40 @@ class TrainingChecks:
         """The coordinator gives a version its number."""
         if isinstance(command, cmd.TrainStep):
             self._steps[command.version] = command.step_index + 1
+            self._orders[command.version] = command
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             self._steps[command.version] = command.step
+
+    @property
+    def book(self) -> set[str]:
+        """What is trained, by the lines that the log has accepted."""
+        lines = (self._lines[step, version] for step, (_, version, _) in self._accepted.items())
+        return {trajectory for line in lines for trajectory in line}
+
+    def observe(self, stamped: Stamped, state: State) -> None:
+        """The log has a step; what it has, no other trainer may train otherwise."""
+        event = stamped.event
+        if not isinstance(event, ev.StepCompleted) or state.completed != event.step_index + 1:
+            return
+        order = self._orders.get(event.version)
+        if event.step_index not in self._accepted and order is not None:
+            accepted = stamped.seq, event.version, order.trajectories
+            self._accepted[event.step_index] = accepted
+
+    def take_back(self, seq: int) -> None:
+        """What came after this event was lost with its coordinator."""
+        self._accepted = {k: found for k, found in self._accepted.items() if found[0] <= seq}
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
         """What is trained is rewarded, not ended, and young enough.
 
         A run that has failed drops its last batch, which its trainer may still have to fetch.
         """
+        told = next(reversed(self._told.values()))
+        if [s.sample_id for s in samples] != list(told.trajectories):
+            raise Violation("trained_as_ordered", f"step {step} is of other rows than {told}")
+        if isinstance(told, cmd.RedoStep):
+            return self._redone_as_logged(told)
         if self.world.checks.failure[0]:
             return
         for sample in samples:
@@ -60,24 +95,51 @@ class TrainingChecks:
                 what = f"{row.id} of step {sample.version_step} is in batch {step}"
                 raise Violation("staleness_within_bound", what, row.id)
 
+    def _redone_as_logged(self, told: cmd.RedoStep) -> None:
+        """What is done again was accepted, of these rows in this order, under this number."""
+        _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
+        if (told.version, told.trajectories) != (version, rows):
+            raise Violation("redone_as_logged", f"{told}, and the log has {version}: {rows}")
+
     def booked(self, line: dict[str, Any]) -> None:
-        """at_most_one_trained: a line of the trainer's book is on the disk."""
-        self._booked.add(line["step"])
+        """at_most_one_trained: a line of the trainer's book is on the disk. A batch that was
+        interrupted may have a line of each trainer, under a number of its own."""
+        key = line["step"], line["version"]
+        if key in self._lines:
+            raise Violation("at_most_one_trained", f"step and version {key} have two lines")
         left_out = {*line["left_out"]}
-        for trajectory in (t for t in line["ids"] if t not in left_out):
-            if trajectory in self.book:
-                what = f"{trajectory} is in batch {self.book[trajectory]} and in {line['step']}"
+        self._lines[key] = [t for t in line["ids"] if t not in left_out]
+        for trajectory in self._lines[key]:
+            if self._steps_of.setdefault(trajectory, line["step"]) != line["step"]:
+                what = f"{trajectory} is in batch {self._steps_of[trajectory]} and in {key}"
                 raise Violation("at_most_one_trained", what, trajectory)
-            self.book[trajectory] = line["step"]
+
+    def handed_over(self, boot_id: str) -> None:
+        """redo_is_not_published: weights go into a slot."""
+        told = self._told.get(boot_id)
+        if isinstance(told, cmd.RedoStep) and not self._redone.get(boot_id):
+            raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
     def told(self, process: Process, command: Command) -> None:
         """It carries this out."""
+        if isinstance(command, cmd.TrainStep | cmd.RedoStep):
+            self._told.pop(process.boot_id, None)
+            self._told[process.boot_id] = command
+            self._redone[process.boot_id] = False
         if isinstance(command, cmd.PullWeights):
             self._pulls.setdefault(process.boot_id, []).append(command)
 
     def reported(self, process: Process, event: Event) -> None:
         """What the trainer says must be on the disk by now."""
-        if isinstance(event, ev.StepCompleted) and event.step_index not in self._booked:
+        if isinstance(event, ev.TrainerReady):
+            for found in event.checkpoints:
+                self._saved[found.version] = str(process.current.run_dir / found.path)
+        if isinstance(event, ev.StepRedone):
+            self._redone[process.boot_id] = True
+            if event.published not in ("", event.digest):
+                raise Violation("redone_is_the_same", f"{event}", process.name)
+        booked = self._lines
+        if isinstance(event, ev.StepCompleted) and (event.step_index, event.version) not in booked:
             raise Violation("booked_before_reported", f"step {event.step_index} is not in the book")
         if isinstance(event, ev.CheckpointSaved):
             self._checkpoint(process, event)
@@ -105,7 +167,15 @@ class TrainingChecks:
             raise Violation("saved_is_whole", what)
 
     def made(self, steps: int, weights: Bytes) -> None:
-        """The trainer's weights after so many steps, or what it hands over in their place."""
+        """one_lineage: the trainer's weights after so many steps, whichever trainer's."""
+        digest = xxhash.xxh3_128_hexdigest(weights.data)
+        if self._lineage.setdefault(steps, digest) != digest:
+            what = f"step {steps} has come to {digest}, and to {self._lineage[steps]} before"
+            raise Violation("one_lineage", what)
+        self._made.setdefault(steps, set()).add(digest)
+
+    def made_other(self, steps: int, weights: Bytes) -> None:
+        """What it hands over in their place."""
         self._made.setdefault(steps, set()).add(xxhash.xxh3_128_hexdigest(weights.data))
 
     def loaded(self, process: Process, event: ev.WeightsLoaded) -> None:

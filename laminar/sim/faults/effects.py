@@ -17,6 +17,8 @@ from laminar.sim.scenario import seconds, stream
 STALLED = 1e9
 NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
+TRAINER_LOSSES = 4
+"""Of one run, at most."""
 KILLED = 0.5
 """Part of the nodes that are lost by being killed."""
 
@@ -39,8 +41,27 @@ class Effects:
         self.stalled: dict[str, bool] = {}
         self.differs_next = False
         """The trainer's next publish that it is ordered to make has other bytes."""
+        self.dies_next = ""  #: place in its code where the trainer dies when it comes there
         self.sticks_next = False  #: the next transfer along the chain does
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
+
+    def may_lose_trainer(self, process: Process) -> bool:
+        """It comes back: there is a checkpoint, or the first step is still known, and its node
+        starts it again. A batch that is interrupted too often ends the run."""
+        world, state = self.world, self.world.coordinator.state
+        starts_left = process.boot < min(world.scenario.max_restarts, TRAINER_LOSSES)
+        lives = process.alive and not process.stopping and not process.paused
+        resumes = bool(world.scenario.save_freq) and not world.checks.training.lost
+        return lives and starts_left and resumes and state is not None and not self.dead
+
+    def dies_at(self, process: Process, point: str) -> bool:
+        """A process comes to this place in its code."""
+        there = self.dies_next == point and not self.healed
+        if there and self.may_lose_trainer(process):
+            self.dies_next = ""
+            self.world.coverage.hit(f"fault:{point}")
+            return True
+        return False
 
     @property
     def lease_s(self) -> float:

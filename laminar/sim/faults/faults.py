@@ -26,7 +26,7 @@ from laminar.events.base import Command
 from laminar.ids import Purpose
 from laminar.sim.config import FaultConfig
 from laminar.sim.faults.effects import Effects
-from laminar.sim.faults.random_faults import EXITS, RECURRING, SILENCES, STORE
+from laminar.sim.faults.random_faults import EXITS, RECURRING, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.interfaces import EXIT_KILLED, Process, World
@@ -72,7 +72,7 @@ must start it again."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before all processes have joined, and until when that is."""
-LATER = SILENCES | EXITS | STORE
+LATER = SILENCES | EXITS | STORE | TRAINER
 
 
 class Faults(Effects):

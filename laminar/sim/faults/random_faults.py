@@ -2,7 +2,7 @@
 
 Reads   the world: which processes live, and the stream of its kind for which to hit and how hard
 Writes  the world, through Effects: processes die, pause and slow down, links are cut and clogged
-Gives   RECURRING, SILENCES, EXITS and STORE, kind -> strike
+Gives   RECURRING, SILENCES, EXITS, TRAINER and STORE, kind -> strike
 
 When each one strikes is planned by Faults. A process without which a run cannot go on is only
 disturbed for less than its lease, except for a relay: its node starts another, and for a node: its
@@ -305,6 +305,50 @@ def _store_silent(faults: Effects, chance: random.Random, process: Process) -> N
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, LONGEST))
 
 
+# --- the trainer ----------------------------------------------------------------------------------
+
+
+def _trainer(blow: Blow) -> Strike:
+    """It is hit, if it can come back: it writes checkpoints, and nobody has removed them."""
+
+    def strike(faults: Effects, chance: random.Random) -> None:
+        process = faults.world.processes["trainer-0"]
+        if faults.may_lose_trainer(process):
+            blow(faults, chance, process)
+
+    return strike
+
+
+def _silent(faults: Effects, chance: random.Random, process: Process) -> None:
+    """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
+    faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, 2.0))
+
+
+def _dies_there(faults: Effects, chance: random.Random, process: Process) -> None:
+    """At a named place in its code, when it comes there."""
+    faults.dies_next = chance.choice(TRAINERS_POINTS)
+
+
+TRAINERS_POINTS = (
+    "trainer-fetch",
+    "trainer-step",
+    "trainer-optimizer",
+    "trainer-copy",
+    "trainer-book",
+    "trainer-checkpoint",
+    "trainer-checkpoint-named",
+    "trainer-load",
+    "trainer-redo",
+    "trainer-export",
+)
+TRAINER: dict[str, Strike] = {
+    "trainer-dies": _trainer(_dies),
+    "trainer-dies-there": _trainer(_dies_there),
+    "trainer-leaves": _trainer(_leaves),
+    "trainer-complains": _trainer(_complains),
+    "trainer-replaced": _trainer(_replaced),
+    "trainer-silent": _trainer(_silent),
+}
 EXITS: dict[str, Strike] = {
     "event-crashes": _event_crashes,
     "event-poison": _event_poison,

@@ -23,7 +23,7 @@ from laminar.net.calls import FLUSH_S, Handler
 from laminar.net.session import ClientLink, LinkClosed, LinkState
 from laminar.net.session_boxes import NEVER_NS
 from laminar.sim.checks import held
-from laminar.sim.interfaces import Process
+from laminar.sim.interfaces import EXIT_KILLED, Process
 from laminar.sim.runtime.loop import SimLoop
 from laminar.sim.runtime.rpc import Replies, SimClient, SimServer
 from laminar.sim.runtime.scheduler import Action
@@ -186,6 +186,11 @@ class Boot:
     @property
     def incarnation(self) -> int:
         return self.link.incarnation
+
+    async def reached(self, point: str) -> None:
+        if self.process.world.faults.dies_at(self.process, point):
+            self.process.die(EXIT_KILLED)
+            await self.loop.create_future()
 
     @property
     def unacknowledged(self) -> int:

@@ -1,0 +1,202 @@
+"""Redo: a trainer that was lost comes back, and does again what its checkpoint does not have.
+
+Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
+Writes  state.redone, state.differs, state.numbered, batch.deaths, batch.version, state.owed
+Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
+
+The log decides what was trained, and a checkpoint counts only if the log has its step, under its
+version, with the same trajectories: one that is ahead of the log is not loaded, and what it would
+have trained is trained again. The batches that the log has after it are done again in their order,
+published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
+again, under a new number: the old one may be out already.
+
+Without the rule TRAINER_RESUMES the loss of the trainer ends the run.
+"""
+
+from __future__ import annotations
+
+from laminar import ids
+from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
+from laminar.core.context import Context
+from laminar.core.indexes import live_actor
+from laminar.core.registry import ENDS_RUN, handles
+from laminar.core.rules import TRAINER_RESUMES, applies
+from laminar.core.state import State, Trained
+from laminar.core.validation import anything
+from laminar.core.versions import new_version
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.roles import Role
+
+LOAD_TIMEOUT_MS = 1_800_000
+"""Parameters and moments of a large model from a shared file system, as for an export."""
+DEATHS_MAX = 3
+"""A batch that has ended its trainer so often ends the run, as a prompt is given up that has ended
+so many replicas."""
+
+
+# --- it is lost, and comes back -----------------------------------------------------------------
+
+
+def comes_back(state: State, name: str) -> bool:
+    """Whether this is a trainer, and the run goes on without it for a while."""
+    actor = state.actors.get(name)
+    is_trainer = actor is not None and actor.role == Role.TRAINER
+    return is_trainer and applies(state.settings, TRAINER_RESUMES)
+
+
+def trainer_lost(ctx: Context, name: str, reason: str) -> None:
+    """Nothing is given up but what it was doing; it has a time to come back.
+
+    What it had handed over may still arrive. Its commands are no longer outstanding after this.
+    """
+    state = ctx.state
+    if relays.ending(state):
+        return  # all that it was needed for is done
+    state.redone = -1
+    ctx.clear_timer(keys.WEIGHTS)
+    ctx.clear_timer(keys.BATCH_WAIT)
+    if keys.EXPORT in state.commands:  # it is made again, under another number
+        state.numbered[state.exported] = state.completed
+        state.exported = -1
+    batch = state.batch
+    if batch is not None and keys.TRAIN in state.commands:
+        batch.deaths += 1
+        if batch.deaths >= DEATHS_MAX:
+            groups = ", ".join(batch.groups)
+            what = f"the batch of step {batch.step_index + 1}, groups {groups}"
+            lifecycle.fail(ctx, f"{what}, has ended {name} {DEATHS_MAX} times: {reason}", 1)
+            return
+    ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+
+
+@handles(
+    ev.TrainerReady,
+    valid=anything,
+    leads_to=(
+        *ENDS_RUN,
+        cmd.PublishWeights,
+        cmd.LoadCheckpoint,
+        cmd.RedoStep,
+        cmd.TrainStep,
+        cmd.ProposeBatch,
+        cmd.ExportModel,
+    ),
+)
+def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
+    """A trainer has the model that the run began with; one that comes back is told how to go on."""
+    state, name = ctx.state, ctx.stamped.peer
+    actor = state.actors[name]
+    if actor.ready:
+        return ctx.ignore("repeat")
+    actor.ready = True
+    ctx.clear_timer(keys.rejoin(name))
+    first = live_actor(state, Role.TRAINER) is actor
+    if not first or not comes_back(state, name) or state.newest < 0:
+        return
+    confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
+    state.saved = {c.version: c.path for c in confirmed}
+    newest = max(confirmed, key=lambda c: c.step, default=None)
+    if newest is None and state.trained and state.trained[0].step_index > 0:
+        why = "has found no checkpoint that the log confirms, and there was one"
+        lifecycle.fail(ctx, f"{name} {why}", 1)
+        return
+    state.redone = newest.step if newest is not None else 0
+    lineage.checkpoints_kept(state)
+    if newest is not None:
+        ctx.command(
+            cmd.LoadCheckpoint(
+                to=name,
+                version=newest.version,
+                step=newest.step,
+                path=newest.path,
+                kept=tuple(state.saved),
+            ),
+            key=keys.LOAD,
+            timeout_ms=LOAD_TIMEOUT_MS,
+        )
+
+
+def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
+    """The log has its step, under its version, made of the same trajectories."""
+    return any(
+        (t.step_index + 1, t.version, t.chain)
+        == (checkpoint.step, checkpoint.version, checkpoint.digest)
+        for t in state.trained
+    )
+
+
+_GOES_ON = (cmd.RedoStep, cmd.TrainStep, cmd.ProposeBatch, cmd.ExportModel, cmd.PublishWeights)
+
+
+@handles(ev.CheckpointLoaded, valid=anything, leads_to=_GOES_ON)
+def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
+    outstanding = ctx.state.commands.get(keys.LOAD)
+    command = outstanding.command if outstanding is not None else None
+    if not isinstance(command, cmd.LoadCheckpoint) or command.version != event.version:
+        return ctx.ignore("not-loading")
+    ctx.done(keys.LOAD)
+
+
+@handles(ev.StepRedone, valid=anything, leads_to=_GOES_ON)
+def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
+    """One more; where rounding has made other weights of it, those are what training goes on
+    from."""
+    state = ctx.state
+    if keys.REDO not in state.commands or event.step_index != state.redone:
+        return ctx.ignore("not-redoing")
+    ctx.done(keys.REDO)
+    trained = _trained(state, state.redone)
+    state.redone += 1
+    if trained.digest:
+        state.differs = event.digest != trained.digest
+        trained.digest = event.digest
+
+
+def _trained(state: State, step_index: int) -> Trained:
+    return state.trained[step_index - state.trained[0].step_index]
+
+
+# --- what it is told ----------------------------------------------------------------------------
+
+
+def plan(ctx: Context) -> bool:
+    """Lead a trainer that came back to where the log is; True when the state changed."""
+    state = ctx.state
+    if state.redone < 0 or keys.LOAD in state.commands or keys.REDO in state.commands:
+        return False
+    if relays.ending(state):
+        return False
+    trainer = live_actor(state, Role.TRAINER)
+    assert trainer is not None, "what a lost trainer has done again is forgotten with it"
+    if state.redone < state.completed:
+        trained = _trained(state, state.redone)
+        ctx.command(
+            cmd.RedoStep(
+                to=trainer.name,
+                step_index=trained.step_index,
+                version=trained.version,
+                trajectories=tuple(map(ids.TrajectoryId, trained.rows.split(" "))),
+                digest=trained.digest,
+            ),
+            key=keys.REDO,
+            timeout_ms=buffering.TRAIN_TIMEOUT_MS,
+        )
+    else:
+        _go_on(ctx)
+    return True
+
+
+def _go_on(ctx: Context) -> None:
+    """It has all that the log has."""
+    state = ctx.state
+    state.redone = -1
+    if state.batch is not None:
+        state.batch.version = new_version(state, state.batch.step_index + 1)
+        buffering.order_batch(ctx, state.batch)
+    elif state.differs:
+        state.owed, state.owed_step = new_version(state, state.completed), state.completed
+    else:
+        state.owed = state.owed_step = -1
+        publishing.owe_republish(ctx)
+    state.differs = False

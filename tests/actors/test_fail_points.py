@@ -1,0 +1,52 @@
+"""A process dies at a named place in its code, once in a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from laminar.actors.system.fail_points import POINTS, VARIABLE, FailPoints
+from laminar.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What would have been killed."""
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: calls.append((pid, number)))
+    return calls
+
+
+def test_it_dies_the_nth_time_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "trainer-step:2, trainer-book:1")
+    points = FailPoints(tmp_path)
+    for _ in range(3):
+        points.reached("trainer-step")
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    another = FailPoints(tmp_path)
+    for _ in range(3):
+        another.reached("trainer-step")
+    assert len(killed) == 1
+    another.reached("trainer-book")
+    assert len(killed) == 2
+
+
+@pytest.mark.parametrize("text", ["trainer-step", "trainer-step:0", "lunch:1", "trainer-step:x"])
+def test_what_is_no_point_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=f"LAMINAR_FAIL has '{text}'; give POINT:N"):
+        FailPoints(tmp_path).reached("trainer-step")
+
+
+def test_every_point_is_somewhere() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "laminar" / "actors").glob("*.py"))
+    assert [point for point in POINTS if f'"{point}"' not in code] == []

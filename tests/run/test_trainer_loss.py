@@ -1,0 +1,60 @@
+"""The trainer is killed in the middle of a step, and again while it does one again: the run goes on
+to its end, and each step that is done again comes to the weights that it had come to."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from laminar.actors.system import fail_points
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.rundir import TRAINER_BOOK_FILE
+from tests.run.conftest import Finished, check_books, history, laminar, train
+
+pytestmark = pytest.mark.process
+STEPS = 6
+SMALL = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=3",
+    "trainer.test_freq=0",
+    "data.train_batch_size=4",
+    "data.val_size=16",
+    "data.dataset_size=2000",
+)
+
+
+def test_the_trainer_is_killed_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When step 3 is in its book and nobody has heard of it; when it has done step 1 again; and in
+    step 6, with a checkpoint of step 3 on the disk."""
+    monkeypatch.setenv(fail_points.VARIABLE, "trainer-book:3,trainer-redo:1,trainer-step:4")
+    run = train(tmp_path, *SMALL)
+    assert run.code == 0, run.output
+    log = list(history(run.directory))
+    ends = [item for item in log if isinstance(item, ev.ProcessExited) and item.restarting]
+    assert [(e.actor, e.code) for e in ends] == [("trainer-0", -signal.SIGKILL)] * 3
+    assert [item.step for item in log if isinstance(item, cmd.LoadCheckpoint)] == [3]
+    redone = [item for item in log if isinstance(item, ev.StepRedone)]
+    assert [item.step_index for item in redone] == [0, 1, 3, 4]
+    assert all(item.digest == item.published != "" for item in redone)
+    trained = [item.step_index for item in log if isinstance(item, ev.StepCompleted)]
+    assert trained == list(range(STEPS))
+    _lines_of_the_book(run, log)
+    check_books(run)
+
+
+def _lines_of_the_book(run: Finished, log: list[object]) -> None:
+    """Step 3 has two, of two processes, of which the second counts."""
+    text = (run.directory / TRAINER_BOOK_FILE).read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    first, second = (line for line in lines if line["step"] == 2)
+    assert first["incarnation"] < second["incarnation"] and first["ids"] == second["ids"]
+    (done,) = (i for i in log if isinstance(i, ev.StepCompleted) and i.step_index == 2)
+    assert done.version == second["version"] != first["version"]
+    said = laminar("audit", str(run.directory)).stdout
+    assert "step 3 is in trainer_book.jsonl under version" in said
