@@ -21,6 +21,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tools.rows.planted import Planter
 
+MOVED = (TrajectoryStatus.DISPATCHED, TrajectoryStatus.RUNNING)
+"""What a replica was too late to hand over is on another one by then."""
+
 
 def emptied_replica_admits(plant: Planter) -> None:
     refusal = admission.refusal
@@ -120,7 +123,7 @@ def late_release_is_believed(plant: Planter) -> None:
         late = orders.pop(event.command_id, None)
         for item in late.items if late is not None else ():
             trajectory = ctx.state.trajectories.get(item.trajectory_id)
-            if trajectory is not None and trajectory.status == TrajectoryStatus.RUNNING:
+            if trajectory is not None and trajectory.status in MOVED:
                 dispatch.lose(ctx, trajectory.id)
         released(ctx, event)
 
