@@ -12,7 +12,7 @@ from laminar.core.statuses import Phase
 from laminar.sim.run import event_line, run_seed, run_seeds, story
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config, ran
+from laminar.testing.sim_worlds import PACKED, calm, config, ran
 from laminar.training.steps import TrainSample
 from tests.hash_seeds import printed_under
 
@@ -110,3 +110,21 @@ def test_engines_with_a_small_cache_keep_every_promise() -> None:
     assert sum(batch.preempted for batch in engines) > 10
     outcomes = list(run_seeds(config(**SHORT, **limited), range(1, 4), 1))
     assert [outcome.invariant for outcome in outcomes] == ["", "", ""]
+
+
+@pytest.mark.parametrize("policy", ["gain", "best-fit"])
+def test_what_moves_is_generated_as_if_it_had_stayed(policy: str) -> None:
+    """Weights change nothing here: every trajectory of the data has the same length and end, if no
+    batch waits for so long that one begins again."""
+    data = {"num_train": 40, "total_steps": 0, "drop_last": False, "batch_wait_ms": 600_000}
+    data |= {"num_eval": 0, "prefill_tokens_per_step": 5_000}
+    moved = 0
+    for seed in range(1, 5):
+        on, off = [ran(calm(**{**PACKED, **data, "policy": p}), seed) for p in (policy, "")]
+        moved += on.coverage.counts.get("move:releasing-hand over", 0)
+        answers = [
+            sorted((row.id, row.num_tokens, row.end or "") for row in world.rows.values())
+            for world in (on, off)
+        ]
+        assert answers[0] == answers[1]
+    assert moved > 0
