@@ -32,6 +32,10 @@ QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, to show that the run goes on."""
 
 
+ORDINARY = ("training", "waiting")
+"""What a trainer does when nothing is said of it."""
+
+
 class Progress:
     """Shows the newest status; `update` is called a few times a second."""
 
@@ -50,6 +54,7 @@ class Progress:
         self._pace = Pace()
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said
+        self._awaited: list[str] = []  #: processes of which it was said that they are started again
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
         self._told: set[str] = set()
@@ -92,6 +97,7 @@ class Progress:
             return
         self._tell_trouble(status)
         self._tell_silence(status["silent_nodes"])
+        self._tell_restarts(status["awaited"])
         if status["step"]:
             self._tell_start()
         if self._live is None:
@@ -150,6 +156,16 @@ class Progress:
                 self._print_line(f"{node} is no longer silent, or its machine is lost")
         self._silent = nodes
 
+    def _tell_restarts(self, awaited: list[str]) -> None:
+        """Who is lost; the run goes on, as far as it does not need that process."""
+        for name in awaited:
+            if name not in self._awaited:
+                self._print_line(f"{name} is lost: its node starts it again")
+        for name in self._awaited:
+            if name not in awaited:
+                self._print_line(f"{name} is back, or is not waited for any more")
+        self._awaited = awaited
+
     def _line(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""
         now = time.monotonic()
@@ -176,6 +192,7 @@ class Progress:
                 f"{status['tokens_per_s']:.0f} tok/s",
                 f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
                 f"version {status['newest_version']}",
+                *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
                 *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
                 *([f"REWARD FAILED {failed_share(errors)}"] if errors else []),
             ]

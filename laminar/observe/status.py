@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from laminar.core import keys
 from laminar.core.admission import refusal
 from laminar.core.held_out import facts
-from laminar.core.indexes import indexes_of
+from laminar.core.indexes import indexes_of, live_actor
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
@@ -29,6 +30,7 @@ from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
 from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
+from laminar.roles import Role
 from laminar.rundir import STATUS_FILE
 
 INTERVAL_S = 0.4
@@ -96,7 +98,7 @@ class StatusWriter:
             "staleness_max": state.staleness_max,
             "newest_version": state.newest,
             "groups_ready": len(state.ready),
-            "trainer": "training" if state.batch else "waiting",
+            "trainer": _trainer(state),
             "replicas": self._replicas(state),
             "evaluations": [facts(result) for result in state.evaluations],
             "evaluating": state.evaluation is not None,
@@ -106,6 +108,7 @@ class StatusWriter:
             "left_out": list(self.left_out),
             "warnings": list(state.warnings.values()),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
+            "awaited": _awaited(state),
             "repack": self._repacked(state),
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
@@ -135,6 +138,21 @@ class StatusWriter:
                 "engine": self._gauges.of(name),
             }
         return shown
+
+
+def _trainer(state: State) -> str:
+    """What it does; a new process of it does again what its checkpoint does not have."""
+    if live_actor(state, Role.TRAINER) is None:
+        return "away"
+    if 0 <= state.redone < state.completed:
+        return f"redoing step {state.redone + 1} of {state.completed}"
+    return "training" if state.batch else "waiting"
+
+
+def _awaited(state: State) -> list[str]:
+    """Processes that are lost and have a time to come back."""
+    timers = state.timers
+    return [a.name for a in state.actors.values() if not a.alive and keys.rejoin(a.name) in timers]
 
 
 def _slots(state: State, replica: Replica) -> int:

@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "left_out": [],
     "warnings": [],
     "silent_nodes": [],
+    "awaited": [],
     "repack": None,
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
@@ -90,6 +91,24 @@ def test_a_silent_node_is_told_once_and_when_it_is_heard_again(tmp_path: Path) -
         "nothing is heard from node-1: its processes go on, none is restarted",
         "node-1 is no longer silent, or its machine is lost",
     ]
+
+
+def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
+    file = io.StringIO()
+    progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
+    for changes in (
+        {"awaited": ["trainer-0"], "trainer": "away"},
+        {"awaited": ["trainer-0"], "trainer": "away"},
+        {"awaited": [], "trainer": "redoing step 2 of 3", "step": 4},
+    ):
+        (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | changes))
+        progress._draw()
+    lines = file.getvalue().splitlines()
+    assert [line for line in lines if "trainer-0" in line] == [
+        "trainer-0 is lost: its node starts it again",
+        "trainer-0 is back, or is not waited for any more",
+    ]
+    assert "  away  " in file.getvalue() and "  redoing step 2 of 3  " in file.getvalue()
 
 
 def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,10 +14,11 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
+from laminar.testing.bench import Bench
 from laminar.testing.world import World
 from laminar.testing.world_parts import Faults, settings
 
@@ -233,3 +235,35 @@ def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
     assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None
+
+
+def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: Path) -> None:
+    bench = Bench(save_freq=1)
+    bench.start()
+    assert shown(tmp_path, bench)["awaited"] == []
+    bench.kill("store-0")
+    bench.kill("trainer-0")
+    found = shown(tmp_path, bench)
+    assert (found["trainer"], found["awaited"]) == ("away", ["store-0", "trainer-0"])
+    bench.join("trainer-0", "b")
+    bench.state.redone, bench.state.completed = 1, 3
+    found = shown(tmp_path, bench)
+    assert (found["trainer"], found["awaited"]) == ("redoing step 2 of 3", ["store-0"])
+    bench.state.redone = -1
+    assert shown(tmp_path, bench)["trainer"] == "waiting"
+
+
+def shown(directory: Path, bench: Bench) -> dict[str, Any]:
+    """status.json as of now."""
+    stamped = Stamped(
+        seq=bench.seq,
+        time_ns=0,
+        peer=COORDINATOR,
+        incarnation=0,
+        peer_seq=0,
+        event=ev.TimerFired(timer="start"),
+    )
+    StatusWriter(directory, TELEMETRY, lambda: 1e9)(stamped, [], bench.state)
+    assert TELEMETRY.drain(60)
+    found: dict[str, Any] = json.loads((directory / "status.json").read_text())
+    return found
