@@ -239,7 +239,8 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     if state.batch is None or state.batch.step_index != event.step_index:
         return ctx.ignore("repeat")
     ordered = ctx.done(keys.TRAIN)
-    assert ordered is not None, "a batch is outstanding as long as the trainer has it"
+    if ordered is None:  # a trainer that came back has not been given it yet
+        return ctx.ignore("not-ordered")
     lineage.step_trained(state, state.batch, rows_of(state, state.batch))
     _end_batch(ctx, state.batch, event.left_out)
     publishing.expect_version(ctx, event.version, ordered.cause)

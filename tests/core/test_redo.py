@@ -79,6 +79,17 @@ def redone(bench: Bench, digest: str = "") -> list[Command]:
     return bench.say(NAME, event)
 
 
+def test_a_step_that_is_completed_before_it_is_ordered_again_is_not_believed() -> None:
+    bench = run(3, in_training=True)
+    completed = bench.trained()
+    save(bench, 1)
+    bench.kill(NAME)
+    come_back(bench, checkpoint(bench, 1))
+    assert bench.say(NAME, completed) == []
+    assert bench.state.ignored["StepCompleted: not-ordered"] == 1
+    assert bench.state.completed == 3 and bench.state.batch is not None
+
+
 def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_anew() -> None:
     bench = run(3, in_training=True)
     first = orders(bench)
