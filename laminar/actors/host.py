@@ -6,8 +6,7 @@ Emits   events of the actor; ActorFailed and ActorLeft
 An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
 after coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop,
 it says so and ends with a non-zero code, so that its node can start it again. It does not outlive
-its node, nor its run directory; a node whose starter is gone waits no longer for a coordinator that
-would not be started again.
+its node, nor its run directory; a node whose starter is gone waits for no other coordinator.
 
 The world outside is a Process: a real one (actors/system/process.py), or one of the simulator.
 """
@@ -30,8 +29,7 @@ from laminar.net.session import LinkClosed
 from laminar.net.session_boxes import OutboxFull
 
 ORPHAN_ABSENT_S = 10.0
-"""A coordinator that is started again is back sooner; without `laminar train` it is not started
-again."""
+"""A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""
 ORPHAN_STORE_S = 10.0
 """What the others leave unfinished is written down first, if a coordinator still says so."""
 ORPHAN_EXIT_S = 20.0
@@ -98,8 +96,7 @@ class Process(Protocol):
         ...
 
     def join(self, host: Host) -> None:
-        """Tell this host, once started, of commands (`obey`), of each coordinator that welcomes
-        the process (`welcomed`) and of the one that refuses it (`refused`)."""
+        """Once started, call its `obey` for commands, `welcomed` and `refused` for coordinators."""
 
     async def start(self) -> None:
         """Begin to look for the coordinator; does not wait for it."""
