@@ -207,7 +207,7 @@ class Trainer:
 
     async def _fetch(self, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
         rows = await self.store.fetch(command.trajectories, with_prompt=False)
-        return [_sample(row) for row in rows]
+        return [sample_of(row) for row in rows]
 
     async def _report(
         self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
@@ -360,7 +360,7 @@ def probe_sequences(prompts: Sequence[bytes], longest: int) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _sample(row: store.Trajectory) -> TrainSample:
+def sample_of(row: store.Trajectory) -> TrainSample:
     """A stored trajectory as the learner takes it."""
     if row.score is None or row.temperature is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")

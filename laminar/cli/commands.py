@@ -18,6 +18,7 @@ from laminar.cli import (
     log,
     quickstart,
     report,
+    retrain,
     samples,
     sim,
     stop,
@@ -31,7 +32,7 @@ def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
     made.add_argument("--version", action="version", version=f"laminar {_version()}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
-    for module in (quickstart, init, train, stop, clean, samples, log, audit, report, sim):
+    for module in (quickstart, init, train, stop, clean, samples, log, audit, report, retrain, sim):
         module.add_parser(subparsers)
     return made
 

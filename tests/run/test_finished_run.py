@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.analysis.trained_steps import trained
 from laminar.cli import commands
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log
@@ -133,6 +134,34 @@ def test_replay_is_identical(finished: Finished, cli: Cli) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical" in done.stdout
     assert str(finished.summary["events"]) in done.stdout.replace(",", "")
+
+
+def test_what_was_trained_is_trained_again_to_the_same_bytes(finished: Finished, cli: Cli) -> None:
+    """From nothing but the model, the log and the store; the time is that of the six steps."""
+    done = cli("retrain", str(finished.directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("identical: 6 steps trained again, ")
+
+
+def test_a_step_that_does_not_come_out_again_is_named(
+    finished: Finished, cli: Cli, tmp_path: Path
+) -> None:
+    """Another answer of the third batch is said to be right."""
+    shutil.copytree(finished.directory / "events", tmp_path / "events")
+    shutil.copy(finished.directory / "config.toml", tmp_path)
+    third = trained(finished.directory).steps[2].trajectories
+    source = finished.directory / "store.sqlite"
+    with sqlite3.connect(source) as store, sqlite3.connect(tmp_path / source.name) as copy:
+        store.backup(copy)
+        rows = dict(copy.execute("SELECT id, reward_bits FROM trajectories"))
+        changed = next(i for i in third if any(rows[i] != rows[other] for other in third))
+        other = next(bits for bits in map(rows.__getitem__, third) if bits != rows[changed])
+        copy.execute("UPDATE trajectories SET reward_bits = ? WHERE id = ?", (other, changed))
+    done = cli("retrain", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last == "NOT identical: step 3 of 6, version 3 is the first that differs"
 
 
 def test_one_altered_decision_is_found(finished: Finished, cli: Cli, tmp_path: Path) -> None:
