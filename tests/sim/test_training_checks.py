@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from laminar.core import keys
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
 from laminar.ids import TrajectoryId
 from laminar.rundir import VERSION_FILE
+from laminar.sim.checks import final_checks
+from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.models.learner import LAYOUT, ModelDirectory
 from laminar.sim.models.versions import weights_of
 from laminar.sim.runtime.boot import RUN_DIR
@@ -176,3 +179,26 @@ def test_a_replica_has_the_weights_of_its_version(world: World) -> None:
     for change in ({"version": 4}, {"digest": "0" * 32}):
         wrong = msgspec.structs.replace(right, **change)
         assert broken(training.reported, replica, wrong) == "loaded_is_trained"
+
+
+def test_a_trainer_whose_checkpoint_was_removed_fails_the_run_with_that_reason() -> None:
+    """It was there when the trainer listed it; the one that is started after that finds none."""
+    with World(calm(save_freq=1, total_steps=6, max_ckpt_to_keep=1), 1) as made:
+        made.begin()
+        trainer = made.processes["trainer-0"]
+        step_until(made, lambda state: bool(state.trained and state.trained[0].step_index))
+        trainer.die(EXIT_KILLED)
+        step_until(made, lambda state: keys.LOAD in state.commands)
+        made.lose_checkpoints()
+        step_until(made, lambda state: bool(state.failure))
+        state = made.coordinator.state
+        assert state is not None and "no checkpoint that the log confirms" in state.failure
+        while not made.finished:
+            made.scheduler.step()
+        assert final_checks.judge(made)
+
+
+def step_until(world: World, condition: Callable[[State], bool]) -> None:
+    while not (world.coordinator.state is not None and condition(world.coordinator.state)):
+        assert not world.finished, "the run ended before"
+        world.scheduler.step()

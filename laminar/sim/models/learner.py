@@ -124,8 +124,10 @@ class SimTrainer(Idle):
     async def restore(self, directory: Path) -> Resume:
         await self.work(SAVE_S)
         found = self.world.models.get(str(directory))
-        if found is None or not found.moment:
+        if found is None and str(directory) in self.world.checks.training.lost:
             raise CheckpointError(f"{directory} is not there")
+        if found is None or not found.moment:
+            raise Violation("saved_is_whole", f"{directory} is loaded, and is not there")
         resume = decode(found.extra[RESUME_FILE])
         self.moment, self.step = found.moment, resume.step
         self.name = self.world.names[found.weights.tobytes()]

@@ -28,11 +28,13 @@ from laminar.sim.runtime.loop import SimLoop
 from laminar.sim.runtime.rpc import Replies, SimClient, SimServer
 from laminar.sim.runtime.scheduler import Action
 from laminar.sim.runtime.violation import Violation
+from laminar.training.resume import CheckpointError
 
 FLUSH_POLL_S = 0.05
 RUN_DIR = Path("run")
-ENDS_A_PROCESS = (TimeoutError, LinkClosed)
-"""What an actor may end with: a server was away for too long, or the coordinator refused it."""
+ENDS_A_PROCESS = (TimeoutError, LinkClosed, CheckpointError)
+"""What an actor may end with: a server was away for too long, the coordinator refused it, or the
+checkpoint that it is to go on from is not what it was."""
 
 
 class Log:
