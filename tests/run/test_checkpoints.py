@@ -48,6 +48,7 @@ def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path)
         tmp_path,
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=0",  # all
         "async.max_staleness=8",
         "rollout.groups_per_version=4",
         "recovery.resume_wait_ms=60000",
