@@ -20,7 +20,7 @@ import msgspec
 from laminar.core import keys
 from laminar.core.admission import refusal
 from laminar.core.held_out import facts
-from laminar.core.indexes import indexes_of, live_actor
+from laminar.core.indexes import indexes_of
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
@@ -142,7 +142,7 @@ class StatusWriter:
 
 def _trainer(state: State) -> str:
     """What it does; a new process of it does again what its checkpoint does not have."""
-    if live_actor(state, Role.TRAINER) is None:
+    if any(state.actors[name].role == Role.TRAINER for name in _awaited(state)):
         return "away"
     if 0 <= state.redone < state.completed:
         return f"redoing step {state.redone + 1} of {state.completed}"

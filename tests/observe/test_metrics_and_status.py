@@ -251,6 +251,8 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     assert (found["trainer"], found["awaited"]) == ("redoing step 2 of 3", ["store-0"])
     bench.state.redone = -1
     assert shown(tmp_path, bench)["trainer"] == "waiting"
+    bench.kill("trainer-0", restarting=False)  # as when the run stops: nobody waits for it
+    assert shown(tmp_path, bench)["trainer"] == "waiting"
 
 
 def shown(directory: Path, bench: Bench) -> dict[str, Any]:
