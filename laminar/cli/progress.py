@@ -55,6 +55,7 @@ class Progress:
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said
         self._awaited: list[str] = []  #: processes of which it was said that they are started again
+        self._pids: dict[str, int] = {}  #: as they were said last
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
         self._told: set[str] = set()
@@ -97,7 +98,7 @@ class Progress:
             return
         self._tell_trouble(status)
         self._tell_silence(status["silent_nodes"])
-        self._tell_restarts(status["awaited"])
+        self._tell_restarts(status["awaited"], status["processes"])
         if status["step"]:
             self._tell_start()
         if self._live is None:
@@ -156,8 +157,14 @@ class Progress:
                 self._print_line(f"{node} is no longer silent, or its machine is lost")
         self._silent = nodes
 
-    def _tell_restarts(self, awaited: list[str]) -> None:
-        """Who is lost; the run goes on, as far as it does not need that process."""
+    def _tell_restarts(self, awaited: list[str], pids: dict[str, int]) -> None:
+        """Who is lost; the run goes on, as far as it does not need that process. One that comes
+        back at once is seen by its process id only."""
+        for name, pid in pids.items():
+            known = self._awaited + awaited
+            if self._pids.get(name, pid) != pid and name not in known:
+                self._print_line(f"{name} was lost, and its node has started it again")
+        self._pids = pids
         for name in awaited:
             if name not in self._awaited:
                 self._print_line(f"{name} is lost: its node starts it again")

@@ -36,6 +36,7 @@ STATUS: dict[str, Any] = {
     "warnings": [],
     "silent_nodes": [],
     "awaited": [],
+    "processes": {},
     "repack": None,
 }
 FIRST = "KeyError: 'x[0]' (reward.py:4)"
@@ -97,9 +98,9 @@ def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
     file = io.StringIO()
     progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
     for changes in (
-        {"awaited": ["trainer-0"], "trainer": "away"},
-        {"awaited": ["trainer-0"], "trainer": "away"},
-        {"awaited": [], "trainer": "redoing step 2 of 3", "step": 4},
+        {"awaited": ["trainer-0"], "trainer": "away", "processes": {"trainer-0": 7}},
+        {"awaited": ["trainer-0"], "trainer": "away", "processes": {"trainer-0": 7}},
+        {"trainer": "redoing step 2 of 3", "step": 4, "processes": {"trainer-0": 8}},
     ):
         (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | changes))
         progress._draw()
@@ -108,7 +109,18 @@ def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
         "trainer-0 is lost: its node starts it again",
         "trainer-0 is back, or is not waited for any more",
     ]
+    assert "started it again" not in file.getvalue(), "that was said already"
     assert "  away  " in file.getvalue() and "  redoing step 2 of 3  " in file.getvalue()
+
+
+def test_who_comes_back_before_anybody_has_looked_is_told_as_well(tmp_path: Path) -> None:
+    file = io.StringIO()
+    progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
+    for pid in (7, 7, 8, 8):
+        (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"processes": {"store-0": pid}}))
+        progress._draw()
+    told = [line for line in file.getvalue().splitlines() if "store-0" in line]
+    assert told == ["store-0 was lost, and its node has started it again"]
 
 
 def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:
