@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.system.fail_points import POINTS, VARIABLE, FailPoints
+from laminar.actors.points import POINTS
+from laminar.actors.system.fail_points import VARIABLE, FailPoints
 from laminar.config import ConfigError
 
 ROOT = Path(__file__).parents[2]

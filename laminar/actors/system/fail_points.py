@@ -12,24 +12,10 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+from laminar.actors.points import POINTS
 from laminar.config import ConfigError
 
 VARIABLE = "LAMINAR_FAIL"
-POINTS = (
-    "trainer-fetch",
-    "trainer-step",
-    "trainer-optimizer",
-    "trainer-copy",
-    "trainer-book",
-    "trainer-checkpoint",
-    "trainer-checkpoint-named",
-    "trainer-load",
-    "trainer-redo",
-    "trainer-export",
-)
-"""Before a batch is fetched; in a step; after it, before its weights are copied; after that; when
-the step is in the book; before a checkpoint has its name, and after; before one is loaded; when a
-step was done again; before the export."""
 
 
 class FailPoints:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 
 from laminar import ids
+from laminar.actors.points import POINTS
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
@@ -326,21 +327,9 @@ def _silent(faults: Effects, chance: random.Random, process: Process) -> None:
 
 def _dies_there(faults: Effects, chance: random.Random, process: Process) -> None:
     """At a named place in its code, when it comes there."""
-    faults.dies_next = chance.choice(TRAINERS_POINTS)
+    faults.dies_next = chance.choice(POINTS)
 
 
-TRAINERS_POINTS = (
-    "trainer-fetch",
-    "trainer-step",
-    "trainer-optimizer",
-    "trainer-copy",
-    "trainer-book",
-    "trainer-checkpoint",
-    "trainer-checkpoint-named",
-    "trainer-load",
-    "trainer-redo",
-    "trainer-export",
-)
 TRAINER: dict[str, Strike] = {
     "trainer-dies": _trainer(_dies),
     "trainer-dies-there": _trainer(_dies_there),
