@@ -11,11 +11,12 @@ DropReason.RUN_ENDED.
 
 from __future__ import annotations
 
-from laminar.core import buffering, groups, keys, publishing, store_restarts
+from laminar.core import buffering, groups, keys, publishing, relays, store_restarts
 from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.registry import ENDS_RUN, handles
+from laminar.core.rules import START_NEEDS_REPLICA, applies
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_run
@@ -120,8 +121,9 @@ def _ready(state: State, role: Role) -> bool:
 def _starting(ctx: Context) -> bool:
     state = ctx.state
     if state.newest >= 0:
+        if relays.can_work(state) or not applies(state.settings, START_NEEDS_REPLICA):
+            ctx.clear_timer(keys.START)
         move_run(state, "publish")
-        ctx.clear_timer(keys.START)
         ctx.touch_all()
         return True
     trainer = live_actor(state, Role.TRAINER)

@@ -72,6 +72,8 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
     if event.role == Role.TRAINER:
         relays.set_head(ctx)
+    elif event.role == Role.ROLLOUT and state.newest >= 0:
+        ctx.clear_timer(keys.START)  # it was all that the start still waited for
 
 
 def _refusal(ctx: Context, event: ev.ActorJoined) -> str:

@@ -80,6 +80,12 @@ TRAINER_RESUMES = Rule(
     "it goes on from a checkpoint that the log confirms; what that needs is kept in the state",
     setting="save_freq",
 )
+START_NEEDS_REPLICA = Rule(
+    "start-needs-replica",
+    4,
+    "the time for the start ends with the first weights, also if no replica has ever joined",
+    "then it goes on until one joins",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -88,6 +94,7 @@ RULES = (
     UNFINISHED_KEPT,
     STORE_RESTARTS,
     TRAINER_RESUMES,
+    START_NEEDS_REPLICA,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

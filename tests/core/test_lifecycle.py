@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
+from laminar.core.rules import NEW_RUN, START_NEEDS_REPLICA
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.testing.bench import Bench, only
@@ -114,6 +115,38 @@ def test_drain_while_a_batch_is_trained_completes_it() -> None:
     assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
     bench.write_ends()
     assert bench.state.ledger.groups.trained == 1 and books_closed(bench)
+
+
+def published_without_a_replica(bench: Bench) -> None:
+    for name in ("node-0", "store-0", "relay-0", "trainer-0"):
+        bench.join(name)
+    for name in ("store-0", "relay-0", "trainer-0"):
+        bench.ready(name)
+    bench.publish(0, 0)
+    assert bench.state.phase == "running"
+
+
+def test_start_without_a_replica_ends_the_run_in_time() -> None:
+    """The weights are there, and nobody would ever ask for them."""
+    bench = small()
+    published_without_a_replica(bench)
+    bench.wait(bench.settings.start_timeout_ms)
+    assert bench.state.failure.endswith("missing rollout")
+
+
+def test_start_waits_for_one_replica() -> None:
+    """The last to join is a replica: from then on its own silence tells of it."""
+    bench = small()
+    published_without_a_replica(bench)
+    bench.join("rollout-0")
+    assert "start" not in bench.state.timers
+
+
+def test_start_without_a_replica_is_not_noticed_by_the_old_rule() -> None:
+    old = tuple(name for name in NEW_RUN if name != START_NEEDS_REPLICA.name)
+    bench = small(rules=old)
+    published_without_a_replica(bench)
+    assert "start" not in bench.state.timers
 
 
 @pytest.mark.parametrize("draining", [False, True])

@@ -16,6 +16,7 @@ from tests.run.test_interruptions import end, start, status, until
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 STEPS = 20
+RELAY = "relay-0"
 STOPS_MAX = 5
 
 
@@ -42,8 +43,9 @@ def stop_at_work(directory: Path, replica: str) -> int:
 
 
 def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path) -> None:
-    """A replica stands still while the run goes on without it, until the relay has evicted its
-    version. Then it dies: its trajectories go on with the weights of the checkpoint."""
+    """A replica stands still while the run goes on without it. The relay, which keeps the version
+    of unfinished work as long as it can, is killed and comes back with newer ones. Then the replica
+    dies: its trajectories go on with the weights of the checkpoint."""
     process = start(
         tmp_path,
         f"trainer.total_training_steps={STEPS}",
@@ -57,6 +59,7 @@ def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path)
     )
     until(lambda: step_of(tmp_path) >= 2, "step 2")
     victim = stop_at_work(tmp_path, "rollout-1")
+    os.kill(status(tmp_path)["processes"][RELAY], signal.SIGKILL)
     stopped_at = step_of(tmp_path)
     until(lambda: step_of(tmp_path) >= stopped_at + 3, "three more steps")
     os.kill(victim, signal.SIGKILL)
