@@ -103,7 +103,7 @@ def _struck(world: World, state: State) -> bool:
 
 
 def _could_not_start(world: World, state: State) -> bool:
-    """It waited for a process that had died, as its node had, before anybody had heard of it."""
+    """It waited for a process that had died before anybody had heard of it, and is not started."""
     roles = world.checks.leases.not_started_again
     return "not started" in state.failure and any(role in state.failure for role in roles)
 

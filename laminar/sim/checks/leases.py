@@ -28,7 +28,7 @@ class Leases:
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
         self.silent_nodes: dict[str, None] = {}
-        #: roles on the first machine, when the time for the start was over
+        #: roles that nobody starts again, when the time for the start was over
         self.not_started_again: list[str] = []
 
     def coordinator_started(self, machine: Machine) -> None:
@@ -61,12 +61,18 @@ class Leases:
         self._note_members(state)
 
     def _note_dead(self) -> None:
-        """Who is dead on the machine of the store, and whose node is: nobody starts it again."""
+        """Of the store's machine who is dead, and of all machines the replicas if they all are,
+        where no node starts them again: it is dead or silent."""
         processes = self._world.processes
-        node = processes[processes["store-0"].node]
-        children = () if node.alive else self._world.children_of(node.name)
-        dead = [child.role for child in children if not child.alive]
-        self.not_started_again = [role for role in dead if role != "rollout"]
+        replicas = [process for process in processes.values() if process.role == "rollout"]
+        others = self._world.children_of(processes["store-0"].node)
+        lost = [p.role for p in others if p.role != "rollout" and self._stays_dead(p)]
+        none_left = all(map(self._stays_dead, replicas))
+        self.not_started_again = [*lost, *(["rollout"] if none_left else [])]
+
+    def _stays_dead(self, process: Process) -> bool:
+        node = self._world.processes[process.node]
+        return not process.alive and (not node.alive or node.name in self.silent_nodes)
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
         """lease_ran_out: only who was silent for a lease is given up, or said to be silent."""
