@@ -42,7 +42,7 @@ BUGS: dict[str, Callable[[Planter], None]] = {
 QUICK = (
     "lost_work_only_to_admitting_replicas",
     "closed_for_good_after_groups_per_version",
-    "skipped_publish_is_not_owed",
+    "owed_publish_is_not_paid",
     "dropped_group_keeps_its_place",
     "nobody_acts_when_a_batch_waits",
     "commands_leave_before_the_sync",
