@@ -4,11 +4,11 @@ Reads   RestartActor commands; exit codes of its children
 Emits   ProcessExited, once per actor that ended
 
 A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
-again, up to recovery.max_restarts times. So is a store that was killed: all that it has
-acknowledged is on disk; and a trainer that writes checkpoints. A store that says why it cannot go
-on is not. A child that ends with the code of a user's mistake is never started again: the same
-mistake would meet it. One that the coordinator does not take, while the run ends, say, is tried
-again after longer and longer pauses, and however often: nothing is wrong with it.
+again, as often and after such pauses as restart_limit.py says. So is a store that was killed: all
+that it has acknowledged is on disk; and a trainer that writes checkpoints. A store that says why it
+cannot go on is not. A child that ends with the code of a user's mistake is never started again: the
+same mistake would meet it. One that the coordinator does not take, while the run ends, say, is
+tried again after longer and longer pauses, and however often: nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 
 from laminar import exit_codes, ids
 from laminar.actors.host import Host
+from laminar.actors.restart_limit import RestartLimit
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -71,8 +72,8 @@ class Child:
 
     name: str
     role: str
+    limit: RestartLimit
     process: ChildProcess | None = None
-    restarts: int = 0
     refusals: int = 0  #: in a row
 
 
@@ -82,7 +83,9 @@ class Node:
     def __init__(self, host: Host, roles: list[tuple[str, int]], processes: Processes) -> None:
         self.host = host
         self.children: dict[str, Child] = {
-            (name := ids.actor_name(role, host.node, index)): Child(name, role)
+            (name := ids.actor_name(role, host.node, index)): Child(
+                name, role, RestartLimit(host.config)
+            )
             for role, count in roles
             for index in range(count)
         }
@@ -139,33 +142,36 @@ class Node:
         code = await process.wait()
         lived_s = (self.host.now_ns() - began_ns) / 1e9
         refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
-        often = child.restarts >= self._restarts_max and not refused
-        killed = child.role == "store" and code < 0
-        may = (child.role in self._restarted or killed) and not often
-        restarting = (
-            may and code not in (exit_codes.COMPLETE, exit_codes.USER_ERROR) and not self._stopping
-        )
+        pause_s = self._again(child, code, refused=refused)
+        restarting, reason = isinstance(pause_s, float), pause_s if isinstance(pause_s, str) else ""
         exited = ev.ProcessExited(
-            actor=child.name, boot_id=process.boot_id, code=code, restarting=restarting
+            actor=child.name,
+            boot_id=process.boot_id,
+            code=code,
+            restarting=restarting,
+            reason=reason,
         )
-        self.host.emit(exited, actor=child.name, code=code, restarting=restarting)
-        if restarting:
-            await self._before_restart(child, refused=refused)
+        self.host.emit(exited, actor=child.name, code=code, restarting=restarting, reason=reason)
+        if reason:
+            self.host.announce(f"{child.name} ended with exit code {code}; {reason}")
+        if isinstance(pause_s, float):
+            if pause_s:
+                self.host.log.info("not-at-once", actor=child.name, pause_s=pause_s)
+                await self.host.pause(pause_s)
             await self._launch(child)
 
-    async def _before_restart(self, child: Child, *, refused: bool) -> None:
-        """Count this end; return when it may be started again."""
+    def _again(self, child: Child, code: int, *, refused: bool) -> float | str:
+        """After which pause it is started again, which counts; else why it is not, if its end alone
+        does not say that."""
+        killed = child.role == "store" and code < 0
+        final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
+        if final or not (child.role in self._restarted or killed):
+            return ""
         if not refused:
-            child.restarts, child.refusals = child.restarts + 1, 0
-            return
-        pause_s = min(PAUSE_MIN_S * 2 ** min(child.refusals, 10), PAUSE_MAX_S)
+            child.refusals = 0
+            return child.limit.ended(self.host.now_ns() / 1e9)
         child.refusals += 1
-        self.host.log.info("not-taken", actor=child.name, pause_s=pause_s)
-        await self.host.pause(pause_s)
-
-    @property
-    def _restarts_max(self) -> int:
-        return self.host.config.recovery.max_restarts
+        return min(PAUSE_MIN_S * 2 ** min(child.refusals - 1, 10), PAUSE_MAX_S)
 
     async def _kill(self, child: Child) -> None:
         """Have the stacks written, then end it; the watcher does the rest."""

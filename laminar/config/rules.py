@@ -104,6 +104,7 @@ MINIMA: dict[str, float] = {
     "repack.prefill_tokens_per_step": 1,
     "recovery.resume_wait_ms": 0,
     "recovery.max_restarts": 0,
+    "recovery.restart_window_s": 1,
     "recovery.coordinator_restart_ms": 0,
     "emulation.replicas_per_process": 1,
     "emulation.step_us": 1,

@@ -228,7 +228,8 @@ class EmulationConfig(Section, frozen=True, kw_only=True):
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: int = 10_000  #: lost work waits so long for its version, then starts over
-    max_restarts: int = 3  #: of one actor, by its node
+    max_restarts: int = 3  #: of one process within restart_window_s, by who started it
+    restart_window_s: float = 3_600.0
     coordinator_restart_ms: int = 1_000  #: pause before a coordinator that died is started again
 
 

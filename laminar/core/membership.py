@@ -133,6 +133,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     state = ctx.state
     actor = state.actors.get(event.actor)
     why = f"its process ended with exit code {event.code}"
+    why = f"{why}; {event.reason}" if event.reason else why
     if actor is not None and actor.boot_id != event.boot_id:
         # An old one, or one that was started again and never got as far as joining. After that,
         # after an exit without another start there is no process to wait for.

@@ -52,6 +52,7 @@ class ProcessExited(Event, frozen=True, kw_only=True):
     boot_id: str
     code: int  #: exit status; -9 is SIGKILL
     restarting: bool
+    reason: str = ""  #: why it is not, where its end alone does not say that
 
 
 @reported_by(Role.STORE)

@@ -48,7 +48,8 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: Ints = (100, 3_000)
     batch_wait_ms: Ints = (1_000, 5_000)
     stall_ms: Ints = 20_000
-    max_restarts: Ints = 100  #: of one replica by its node
+    max_restarts: Ints = 100  #: of one process within restart_window_s
+    restart_window_s: Floats = 10.0
 
 
 class RepackConfig(Section, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_train: int
     num_eval: int
     max_restarts: int
+    restart_window_s: float
     quantum_ns: int
     delay_ms: float
     heartbeat_ns: int
@@ -149,6 +150,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         num_train=pick(work.num_train),
         num_eval=pick(work.num_eval),
         max_restarts=pick(work.max_restarts),
+        restart_window_s=_pick_from(stream(seed, "restart window"))(work.restart_window_s),
         quantum_ns=pick(time.quantum_ms) * MS,
         delay_ms=pick(time.delay_ms),
         heartbeat_ns=pick(time.heartbeat_ms) * MS,
@@ -221,7 +223,9 @@ def actor_config(scenario: Scenario) -> Config:
             max_batch=scenario.max_batch or "auto",
         ),
         repack=RepackConfig(policy=settings.repack_policy or "off"),
-        recovery=RecoveryConfig(max_restarts=scenario.max_restarts),
+        recovery=RecoveryConfig(
+            max_restarts=scenario.max_restarts, restart_window_s=scenario.restart_window_s
+        ),
         coordinator=CoordinatorConfig(
             heartbeat_ms=scenario.heartbeat_ns // MS,
             lease_ms=scenario.lease_ms,

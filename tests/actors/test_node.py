@@ -81,6 +81,18 @@ async def machine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     made.host.end()
 
 
+@pytest.fixture
+def pauses(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that the node makes; they take no time."""
+    made: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr(machine.host, "pause", pause)
+    return made
+
+
 @pytest.mark.parametrize(
     ("machine", "code", "again"),
     [
@@ -117,7 +129,9 @@ async def test_a_trainer_without_checkpoints_is_not_started_again(tmp_path: Path
     machine.host.end()
 
 
-async def test_who_ends_again_and_again_is_started_max_restarts_times(machine: Machine) -> None:
+async def test_who_ends_again_and_again_is_started_max_restarts_times(
+    machine: Machine, pauses: list[float]
+) -> None:
     restarts = machine.host.config.recovery.max_restarts
     for count in range(restarts + 1):
         await until(lambda: len(machine.started) == count + 1)  # noqa: B023
@@ -126,18 +140,16 @@ async def test_who_ends_again_and_again_is_started_max_restarts_times(machine: M
     exits = machine.host.all(ev.ProcessExited)
     assert [exited.restarting for exited in exits] == [True] * restarts + [False]
     assert [exited.boot_id for exited in exits] == [p.boot_id for p in machine.started]
+    reason = "it has been started again 3 times within 3600 s, and recovery.max_restarts is 3"
+    assert [exited.reason for exited in exits] == [""] * restarts + [reason]
+    assert machine.host.announced == [f"rollout-0 ended with exit code 1; {reason}"]
+    assert pauses == [1.0, 2.0]
 
 
 async def test_who_is_refused_is_started_again_after_a_pause_that_doubles(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, pauses: list[float]
 ) -> None:
     """As often as it takes: nothing is wrong with it. Anything else is tried again at once."""
-    pauses: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr(machine.host, "pause", pause)
     refused, failed = exit_codes.COORDINATOR_ABSENT, exit_codes.FAILED
     codes = [*[refused] * 6, failed, refused]
     for count, code in enumerate(codes, 1):
@@ -148,7 +160,7 @@ async def test_who_is_refused_is_started_again_after_a_pause_that_doubles(
 
 
 async def test_who_was_in_the_run_before_it_was_refused_is_started_again_at_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     """It stood still for longer than its lease, say; and that often it may."""
     monkeypatch.setattr(node_module, "TAKEN_S", 0.0)

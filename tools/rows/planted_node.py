@@ -57,7 +57,7 @@ def ended_process_is_not_started_again(plant: Planter) -> None:
     launch = Node._launch
 
     async def planted(self: Node, child: Child) -> None:
-        if not child.restarts:
+        if child.process is None:
             await launch(self, child)
 
     plant.replace(Node, "_launch", planted)

@@ -1,0 +1,37 @@
+"""When a process that ended is started again, and when it is given up.
+
+Reads   recovery.max_restarts, recovery.restart_window_s, coordinator.start_timeout_s; the times at
+        which it ended
+Gives   RestartLimit: the pause before each restart, or why there is none
+
+Pure: nodes ask it for their actors, `laminar train` for its nodes, and the simulator for both. The
+first restart within the window comes at once: one end in an hour is mostly none of the program's
+fault, and the run waits for the process. From the second one on there is a pause of 1 s, which
+doubles up to 60 s; but the coordinator waits for a start no longer than start_timeout_s.
+"""
+
+from __future__ import annotations
+
+from laminar.config import Config
+
+PAUSE_MAX_S = 60.0
+
+
+class RestartLimit:
+    """The restarts of one process."""
+
+    def __init__(self, config: Config) -> None:
+        self._most = config.recovery.max_restarts
+        self._window_s = config.recovery.restart_window_s
+        self._pause_max_s = min(PAUSE_MAX_S, config.coordinator.start_timeout_s / 2)
+        self._at_s: list[float] = []  #: of the restarts within the window
+
+    def ended(self, now_s: float) -> float | str:
+        """How long to wait before it is started again, which counts; or why it is not."""
+        self._at_s = [at_s for at_s in self._at_s if now_s - at_s < self._window_s]
+        count = len(self._at_s)
+        if count >= self._most:
+            times = f"{count} time{'' if count == 1 else 's'} within {self._window_s:g} s"
+            return f"it has been started again {times}, and recovery.max_restarts is {self._most}"
+        self._at_s.append(now_s)
+        return min(2.0 ** min(count - 1, 10), self._pause_max_s) if count else 0.0

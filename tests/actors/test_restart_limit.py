@@ -1,0 +1,33 @@
+"""How often a process is started again, and after which pauses."""
+
+from __future__ import annotations
+
+from laminar.actors.restart_limit import RestartLimit
+from laminar.config import load
+from tests.actors.parts import MINIMAL
+
+
+def limit(*settings: str) -> RestartLimit:
+    return RestartLimit(load([], [*MINIMAL, *settings]))
+
+
+def test_the_first_restart_is_at_once_and_the_pauses_before_the_others_double() -> None:
+    made = limit("recovery.max_restarts=20")
+    assert [made.ended(float(number)) for number in range(10)] == [
+        0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0
+    ]  # fmt: skip
+
+
+def test_a_restart_counts_no_longer_than_the_window() -> None:
+    made = limit("recovery.max_restarts=2", "recovery.restart_window_s=100")
+    assert [made.ended(at_s) for at_s in (0.0, 60.0)] == [0.0, 1.0]
+    assert made.ended(99.0) == (
+        "it has been started again 2 times within 100 s, and recovery.max_restarts is 2"
+    )
+    assert made.ended(100.0) == 1.0  # that of 60 s is left
+    assert made.ended(300.0) == 0.0
+
+
+def test_no_pause_is_so_long_that_the_coordinator_gives_up() -> None:
+    made = limit("recovery.max_restarts=9", "coordinator.start_timeout_s=5")
+    assert [made.ended(0.0) for _ in range(5)] == [0.0, 1.0, 2.0, 2.5, 2.5]
