@@ -1,4 +1,4 @@
-"""A process that ends when the one that forked it does, however that ended.
+"""A process that ends when its parent does, however that ended.
 
 Linux only (prctl(2), PR_SET_PDEATHSIG): elsewhere nothing happens.
 """
@@ -15,8 +15,8 @@ _libc = ctypes.CDLL(None)  # loaded before any fork: a child does as little as i
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL for this process when the thread that forked it is gone. `parent` is the pid of
-    before the fork, where it is known: one that has ended since then is noticed, too."""
+    """SIGKILL for this process when the thread that forked or has adopted it is gone. `parent` is
+    the pid that it is to have, where it is known: one that has ended before is noticed, too."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent

@@ -30,8 +30,6 @@ from laminar.net.session_boxes import OutboxFull
 
 ORPHAN_ABSENT_S = 10.0
 """A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""
-ORPHAN_STORE_S = 10.0
-"""What the others leave unfinished is written down first, if a coordinator still says so."""
 ORPHAN_EXIT_S = 20.0
 """An actor without a node has no process that would kill it when it does not end."""
 WATCH_S = 0.5
@@ -286,10 +284,7 @@ class Host:
         if self.role == "node":  # its coordinator, if there is one, ends the run
             return
         self.process.end_by_force(ORPHAN_EXIT_S)
-        reason = f"its node, {self.node}, is gone"
-        if self.role != "store":
-            return self.fail(reason)
-        asyncio.get_running_loop().call_later(ORPHAN_STORE_S, self.fail, reason)
+        self.fail(f"its node, {self.node}, is gone")
 
     async def _start(self, actor: Actor) -> None:
         try:

@@ -21,7 +21,7 @@ from laminar.core.context import Context
 from laminar.core.indexes import live_actor
 from laminar.core.registry import ENDS_RUN, handles
 from laminar.core.rules import TRAINER_RESUMES, applies
-from laminar.core.state import State, Trained
+from laminar.core.state import Batch, State, Trained
 from laminar.core.validation import anything
 from laminar.core.versions import new_version
 from laminar.events import commands as cmd
@@ -33,6 +33,8 @@ LOAD_TIMEOUT_MS = 1_800_000
 DEATHS_MAX = 3
 """A batch that has ended its trainer so often ends the run, as a prompt is given up that has ended
 so many replicas."""
+NAMED_MAX = 8
+"""Groups of such a batch that are named."""
 
 
 # --- it is lost, and comes back -----------------------------------------------------------------
@@ -63,11 +65,19 @@ def trainer_lost(ctx: Context, name: str, reason: str) -> None:
     if batch is not None and keys.TRAIN in state.commands:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
-            groups = ", ".join(batch.groups)
-            what = f"the batch of step {batch.step_index + 1}, groups {groups}"
-            lifecycle.fail(ctx, f"{what}, has ended {name} {DEATHS_MAX} times: {reason}", 1)
+            lifecycle.fail(ctx, _deadly(batch, name, reason), 1)
             return
     ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+
+
+def _deadly(batch: Batch, name: str, reason: str) -> str:
+    """Which batch it is, how it ended its trainer, and where to look."""
+    step, more = batch.step_index + 1, len(batch.groups) - NAMED_MAX
+    groups = ", ".join(batch.groups[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"the batch of step {step} (groups {groups}) has ended {name} {DEATHS_MAX} times, at last: "
+        f"{reason}; look at logs/latest/{name}.jsonl, and at `laminar log story` of these groups"
+    )
 
 
 @handles(

@@ -209,6 +209,49 @@ def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path)
     assert os.waitpid(warm.pid, 0)[1] == signal.SIGKILL
 
 
+NODE = """
+import asyncio, sys
+from pathlib import Path
+import structlog
+from laminar.actors.system.child_process import adopt_orphans
+from laminar.actors.system.roles import Needs
+from laminar.actors.system.warm import WarmProcess
+from laminar.actors.system.warm_process import Launch
+from laminar.run_lock import RunLock
+
+async def main() -> None:
+    adopt_orphans()
+    warm = WarmProcess("torch", Needs([], {}), structlog.get_logger(), ready_s=60)
+    launch = Launch(
+        run_dir=sys.argv[1], name="relay-0", role="relay", node="node-0", address="127.0.0.1",
+        environment={},
+    )
+    actor = await warm.fork(launch, 0, RunLock.join(Path(sys.argv[1]), "node-0").fd)
+    print("pids", actor.pid, warm.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_an_actor_dies_with_its_node_whatever_it_does(machine: Machine) -> None:
+    """It stands still here, and its standard input stays open."""
+    node = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(machine.run_dir)],
+        stdin=machine.stdin,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert node.stdout is not None
+    words = next(line.split() for line in node.stdout if line.startswith("pids"))
+    pid, warm = map(int, words[1:])
+    await until(lambda: "relay-0" in [holder.name for holder in holders(machine.run_dir)])
+    os.kill(pid, signal.SIGSTOP)
+    node.kill()
+    node.communicate()
+    assert [os.waitpid(each, 0)[1] for each in (pid, warm)] == [signal.SIGKILL] * 2
+
+
 def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) -> None:
     """Its warm process has died between two words; the successor forks another one."""
     ours, theirs = socket.socketpair()
@@ -217,7 +260,7 @@ def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) ->
         run_dir=str(tmp_path), name="x", role="relay", node="", address="", environment={}
     )
     actor = warm_process._Actor(launch, theirs, stdin=-1, lock_fd=-1)
-    assert warm_process._become(actor) == exit_codes.FAILED
+    assert warm_process._become(actor, os.getpid()) == exit_codes.FAILED
 
 
 async def test_a_launch_names_what_differs_from_the_nodes_environment(

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from laminar import ids
+from laminar.core import redo
 from laminar.core.redo import DEATHS_MAX
+from laminar.core.state import Batch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -266,7 +268,18 @@ def test_a_batch_that_ends_its_trainer_three_times_ends_the_run() -> None:
         bench.kill(NAME)
         if boot < DEATHS_MAX - 1:
             come_back(bench, boot=f"b{boot}")
-    assert f"step 1, groups {group}, has ended {NAME} 3 times" in bench.state.failure
+    assert bench.state.failure == (
+        f"the batch of step 1 (groups {group}) has ended {NAME} 3 times, at last: "
+        f"its process ended with exit code -9; look at logs/latest/{NAME}.jsonl, and at "
+        "`laminar log story` of these groups"
+    )
+    assert bench.state.exit_code == 1
+
+
+def test_of_a_large_batch_that_ends_its_trainer_the_first_groups_are_named() -> None:
+    groups = [GroupId(f"0.{number}") for number in range(10)]
+    said = redo._deadly(Batch(step_index=6, groups=groups, version=7), NAME, "r")
+    assert "(groups 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 and 2 more)" in said
 
 
 def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:

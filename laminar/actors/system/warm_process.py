@@ -6,7 +6,7 @@ Reads   Launch messages of its node on the socket FD; with each two descriptors,
         and the share of the run directory's lock of the actor to be
 Gives   Ready once, then Forked or Refused for each Launch
 Forks   actors, by way of a process that ends at once: they are children of the node, which sees
-        their ends itself. A warm process that dies takes no actor with it
+        their ends itself, and die with it. A warm process that dies takes no actor with it
 
 A fork copies one thread. Locks that another one holds would stay locked in the child, so a
 process with more than one forks nothing: if an import has started threads, it begins again without
@@ -82,7 +82,8 @@ Answer = Ready | Forked | Refused
 
 
 def main(fd: str, note: str, *modules: str) -> int:
-    die_with_parent()
+    node_pid = os.getppid()
+    die_with_parent(node_pid)
     _take_name("laminar-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node
     node = socket.socket(fileno=int(fd))
@@ -97,7 +98,7 @@ def main(fd: str, note: str, *modules: str) -> int:
     sys.stdout.flush()  # what is in a buffer would be written by every child
     sys.stderr.flush()
     actor = _serve(node, Ready(seconds=time.monotonic() - begun, note=note, missing=missing))
-    return exit_codes.COMPLETE if actor is None else leave(_become(actor))
+    return exit_codes.COMPLETE if actor is None else leave(_become(actor, node_pid))
 
 
 def import_all(modules: Sequence[str]) -> list[str]:
@@ -197,12 +198,13 @@ def _fork_and_end(warm: socket.socket) -> None:
         os._exit(0)
 
 
-def _become(actor: _Actor) -> int:
+def _become(actor: _Actor, node_pid: int) -> int:
     """The actor, from its first moment to its exit code."""
     launch = actor.launch
     with actor.warm:
         if not actor.warm.recv(1):  # the warm process ended before the node could hear of this one
             return exit_codes.FAILED
+    die_with_parent(node_pid)  # which has adopted it by now; whatever it does, it cannot stay
     os.dup2(actor.stdin, 0)
     os.close(actor.stdin)
     _adopt(launch)
