@@ -25,7 +25,7 @@ class ModelFiles(Protocol):
     """The trainer's model, as files; the work of threads. All raise OSError."""
 
     async def copy(self) -> Weights:
-        """The present ones, which may change on return."""
+        """The present ones, which may change on return; good until the next copy."""
 
     async def describe(
         self,

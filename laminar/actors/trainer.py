@@ -106,6 +106,7 @@ class Trainer:
         self.checkpoints: CheckpointWriter | None = None
         self._book_disk = DiskWait(host, "the trainer's book")
         self._export_disk = DiskWait(host, "the model")
+        self._probed: mf.Probe | None = None  #: of the present weights, once it was asked for
         self._waiting_from_ns = host.now_ns()
 
     async def start(self) -> None:
@@ -168,8 +169,8 @@ class Trainer:
         """One job at a time, in the order of the commands."""
         while True:
             order, command = await self.jobs.get()
-            now = self.host.now_ns()
-            self.host.span("waiting", self._waiting_from_ns, now)
+            self._probed = None  # each job may change the weights, before it asks for a probe
+            self.host.span("waiting", self._waiting_from_ns, self.host.now_ns())
             if isinstance(command, cmd.TrainStep):
                 result, seconds = await self._train(command)
                 checkpoints.consumed(command.trajectories)
@@ -231,8 +232,12 @@ class Trainer:
         )
 
     async def _probe(self) -> mf.Probe:
-        """What these weights say about text of the run's prompts: an engine must say the same."""
-        return probe_of(self.probe_ids, await self.learner.score(self.probe_ids), self.tolerance)
+        """What these weights say about text of the run's prompts: an engine must say the same. The
+        version and the checkpoint of a step have the same weights, which are scored once."""
+        if self._probed is None:
+            scores = await self.learner.score(self.probe_ids)
+            self._probed = probe_of(self.probe_ids, scores, self.tolerance)
+        return self._probed
 
     # --- going on after a loss ----------------------------------------------------------------
 

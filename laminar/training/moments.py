@@ -2,7 +2,7 @@
 
 Reads   a model and its AdamW
 Writes  the optimizer's state
-Gives   `copy_moments`, `restore_moments`; ForeignError for tensors that are not this model's
+Gives   `named_moments`, `restore_moments`; ForeignError for tensors that are not this model's
 
 Of every parameter that was ever updated: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, as the
 optimizer has them, so that a step after a restart gives the bytes that it would have given.
@@ -10,7 +10,7 @@ optimizer has them, so that a step after a restart gives the bytes that it would
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,14 @@ from laminar.training.resume import ForeignError
 KINDS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """On the CPU, and nobody else's."""
-    return {
-        f"{kind}.{name}": optimizer.state[parameter][kind].detach().to("cpu", copy=True)
-        for name, parameter in model.named_parameters()
-        if optimizer.state.get(parameter)
-        for kind in KINDS
-    }
+def named_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """As they are now, not copied."""
+    for name, parameter in model.named_parameters():
+        if state := optimizer.state.get(parameter):
+            for kind in KINDS:
+                yield f"{kind}.{name}", state[kind]
 
 
 def restore_moments(

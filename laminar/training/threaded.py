@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from laminar.config import Config
 from laminar.training import checkpoint, export
 from laminar.training.directories import ThreadedDirectories
+from laminar.training.kept_copies import KeptCopies
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
-from laminar.training.moments import copy_moments
+from laminar.training.moments import named_moments
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 
@@ -30,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Copied(NamedTuple):
-    """What a checkpoint is made of."""
+    """What a checkpoint is made of, until the next copy."""
 
     weights: Tensors
     moments: Tensors
@@ -105,6 +106,7 @@ class ThreadedFiles(ThreadedDirectories):
         self._learner = learner
         self._source = source
         self._describe = describe
+        self._weights, self._moments = KeptCopies(), KeptCopies()
 
     async def copy(self) -> Copied:
         return await asyncio.to_thread(self._copy)
@@ -119,10 +121,10 @@ class ThreadedFiles(ThreadedDirectories):
 
     def _copy(self) -> Copied:
         learner = self._learner()
-        weights = named_weights(learner.policy.model)
+        model = learner.policy.model
         return Copied(
-            {name: tensor.to("cpu", copy=True) for name, tensor in weights},
-            copy_moments(learner.policy.model, learner.optimizer),
+            self._weights.copy(named_weights(model)),
+            self._moments.copy(named_moments(model, learner.optimizer)),
         )
 
     def _write(self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]) -> None:

@@ -78,6 +78,18 @@ async def test_weights_of_the_step_are_saved_though_training_goes_on(tmp_path: P
     assert {float(tensor.min()) for _, tensor in named_weights(loaded)} == {2.0}
 
 
+async def test_each_copy_is_made_in_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    places = []
+    for value in (1.0, 2.0):
+        trainer.change(value)
+        copied = await trainer.files.copy()
+        trainer.change(99.0)
+        assert {float(tensor.max()) for tensor in copied.weights.values()} == {value}
+        places.append({name: tensor.data_ptr() for name, tensor in copied.weights.items()})
+    assert places[0] == places[1]
+
+
 async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")
     for step in (1, 2, 3):

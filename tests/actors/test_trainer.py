@@ -233,6 +233,28 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     assert saved.batches == (rows[1], ("0.2.0", "0.2.1"))
 
 
+async def test_a_step_is_probed_once_for_its_version_and_its_checkpoint(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weights that it has come to, and not with those of the step before."""
+    score, scored = trainer.learner.score, []
+
+    async def counted(sequences: Any) -> Any:
+        scored.append(len(sequences))
+        return await score(sequences)
+
+    for step in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.learner, "score", counted)
+            await train(trainer, step)
+        path = trainer.host.run_dir / "checkpoints" / f"step_{step + 1}" / VERSION_FILE
+        probe = mf.decode(path.read_bytes()).probe
+        assert probe is not None
+        again = await score(probe.sequences)
+        assert [list(row) for row in probe.logprobs] == again
+    assert scored.count(len(trainer.probe_ids)) == 2
+
+
 async def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(
     processes: Processes, trainer: Trainer
 ) -> None:

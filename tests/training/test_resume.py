@@ -15,7 +15,7 @@ from laminar.rundir import RESUME_FILE
 from laminar.training import checkpoint, resume
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy
-from laminar.training.moments import copy_moments
+from laminar.training.moments import named_moments
 from laminar.training.resume import CheckpointError, Resume
 from laminar.training.threaded import ThreadedFiles
 
@@ -62,7 +62,7 @@ class Run:
     def content(self) -> dict[str, bytes]:
         """Parameters and moments, byte by byte."""
         model = self.learner.policy.model
-        found = dict(model.named_parameters()) | copy_moments(model, self.learner.optimizer)
+        found = dict(model.named_parameters()) | dict(named_moments(model, self.learner.optimizer))
         return {name: tensor.detach().numpy().tobytes() for name, tensor in found.items()}
 
 
