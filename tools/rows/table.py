@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.rows import coverage, golden, log_damage, mutants, simulation, untested, wire
+from tools.rows import coverage, golden, kills, log_damage, mutants, simulation, untested, wire
 from tools.rows.base import Row
 
 ROWS: tuple[Row, ...] = tuple(
@@ -10,6 +10,7 @@ ROWS: tuple[Row, ...] = tuple(
         (
             *coverage.ROWS,
             *golden.ROWS,
+            *kills.ROWS,
             *log_damage.ROWS,
             *mutants.ROWS,
             *simulation.ROWS,

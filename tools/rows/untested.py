@@ -16,7 +16,6 @@ def _row(number: int, promise: str, pr: str, release: str) -> Row:
 ROWS = (
     _row(2, "fault schedules at 1,024 GPUs", "5 seeds, 0 violations", "500 seeds, 0 violations"),
     _row(11, "real system-call faults on laminar-coord", "20 points", "300 points, 0 acked lost"),
-    _row(12, "kill -9 of each role while a job runs", "3 each", "50 each, ledger exact"),
     _row(13, "coordinator restart, kill to first command", "p99 <= 3 s", "p99 <= 2 s"),
     _row(14, "zombies: stopped for 1.5 to 5 leases", "10", "100, 0 effects"),
     _row(15, "partitions between real processes", "3", "30, 0 lost, 0 double"),

@@ -1,0 +1,264 @@
+"""Is a run worse for kill -9? Each role is killed while a run trains; how long until the next step?
+
+Usage: python tools/bench/kills.py [-c configs/quickstart.toml] [--roles trainer,store,...]
+           [--each 1] [--seed 0] [--keep DIR] [key=value ...]
+Prints one JSON line per kill and figure; exits 1 when the run fails, a process does not come back,
+its books do not agree, its log does not replay or its weights cannot be trained again from it.
+
+The processes are those of a real run. Order, moment and which process of a role is hit are random.
+The next one is hit when the one before is back, and a step is done.
+
+noticed_s     from the kill until the coordinator heard of it, or was there again itself
+joined_s      until the new process had joined
+ready_s       until it could work: a trainer with its checkpoint loaded, a replica with an engine
+redone_s      until a trainer had done again what lay after its checkpoint
+next_step_s   until the next step was done, by a run that had all its parts again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.analysis.history import WallClock, records, typed_event  # noqa: E402
+from laminar.eventlog.record import EventRecord  # noqa: E402
+from laminar.events import events as ev  # noqa: E402
+from laminar.events.base import COORDINATOR, Event  # noqa: E402
+from laminar.roles import Role  # noqa: E402
+from laminar.run_lock import holders  # noqa: E402
+
+REWARD_WORKER = "reward-worker"
+ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
+POLL_S = 0.05
+WAIT_S = 180.0
+APART_S = 1.5
+"""A kill is at most so long after the step that it waits for: in another part of the next one."""
+CHECKS = (("audit",), ("log", "replay"), ("retrain",))
+LAST_PART = {
+    Role.COORDINATOR: "noticed_s",
+    Role.NODE: "joined_s",
+    Role.STORE: "ready_s",
+    Role.TRAINER: "ready_s",
+}
+"""Of these the next step waits; what was reported before the kill may be in the log after it."""
+READY = (ev.TrainerReady, ev.DataLoaded, ev.RelayReady, ev.ReplicaReady)
+
+
+class BadRun(RuntimeError):
+    """The run has not come through; the text says what it did instead."""
+
+
+class Kill(NamedTuple):
+    """One kill -9."""
+
+    role: str
+    name: str  #: of the process
+    at_ns: int  #: unix time
+
+
+class Passed(NamedTuple):
+    """What a run with kills came to."""
+
+    kills: list[Kill]
+    events: list[tuple[int, str, Event]]  #: unix ns, sender, event; in the order of the log
+    summary: dict[str, Any]
+
+
+class Run:
+    """A `laminar train` whose processes are killed."""
+
+    def __init__(self, run_dir: Path, config: str, settings: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.output = run_dir.parent / f"{run_dir.name}.output"
+        with self.output.open("wb") as output:
+            self.train = subprocess.Popen(
+                laminar("train", "-c", config, *settings, *place),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def step(self) -> int:
+        return int(_json(self.run_dir / "status.json").get("step", -1))
+
+    def kill_one(self, role: str, chance: random.Random) -> Kill:
+        """SIGKILL for a process of this role, a random time after the next step."""
+        self.until_step(self.step() + 1)
+        time.sleep(chance.uniform(0, APART_S))
+        name, process = self._choose(role, chance)
+        kill = Kill(role, name, time.time_ns())
+        process.send_signal(signal.SIGKILL)
+        if role != REWARD_WORKER:
+            self._until(lambda: self._pid(name) not in (0, process.pid), f"{name} is back")
+        self.until_step(self.step() + 1)
+        return kill
+
+    def until_step(self, step: int) -> None:
+        self._until(lambda: self.step() >= step, f"step {step} is done")
+
+    def end(self) -> int:
+        return self.train.wait(WAIT_S * 5)
+
+    def close(self) -> None:
+        """Nothing of it stays behind, also when it has not come through."""
+        if self.train.poll() is None:
+            self.train.send_signal(signal.SIGTERM)
+            self.train.send_signal(signal.SIGTERM)
+            self.train.wait(WAIT_S)
+
+    def _choose(self, role: str, chance: random.Random) -> tuple[str, psutil.Process]:
+        """A process of the role; its name is what the log calls it."""
+        place = Role.ROLLOUT if role == REWARD_WORKER else role
+        names = sorted(n for n in self._pids() if n.partition("-")[0] == place)
+        name = chance.choice(names)
+        process = psutil.Process(self._pids()[name])
+        if role == REWARD_WORKER:
+            workers = [c for c in process.children() if "reward_worker" in " ".join(c.cmdline())]
+            process = chance.choice(workers)
+        return name, process
+
+    def _pid(self, name: str) -> int:
+        return self._pids().get(name, 0)
+
+    def _pids(self) -> dict[str, int]:
+        return {holder.name: holder.pid for holder in holders(self.run_dir)}
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            if self.train.poll() is not None:
+                raise BadRun(f"the run ended before {what}: {self._said()}")
+            if time.monotonic() > deadline:
+                raise BadRun(f"waited {WAIT_S:.0f} s until {what}: {self._said()}")
+            time.sleep(POLL_S)
+
+    def _said(self) -> str:
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
+
+
+def run(
+    run_dir: Path, config: str, settings: Sequence[str], roles: Sequence[str], seed: int
+) -> Passed:
+    """A run in which each of these is killed in turn; BadRun if anything is the worse for it."""
+    chance = random.Random(seed)
+    training = Run(run_dir, config, settings)
+    try:
+        training.until_step(1)
+        kills = [training.kill_one(role, chance) for role in roles]
+        if code := training.end():
+            raise BadRun(f"exit code {code}: {training._said()}")
+    finally:
+        training.close()
+    for words in CHECKS:
+        done = subprocess.run(
+            laminar(*words, str(run_dir)), cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return Passed(kills, _events(run_dir), _json(run_dir / "summary.json"))
+
+
+def times(kill: Kill, events: Sequence[tuple[int, str, Event]]) -> dict[str, float]:
+    """Seconds from the kill, by what happened then."""
+    found: dict[str, float] = {}
+    for at_ns, peer, event in events:
+        passed = round((at_ns - kill.at_ns) / 1e9, 3)
+        if passed < 0:
+            continue
+        if isinstance(event, ev.StepCompleted) and LAST_PART.get(kill.role, "") in ("", *found):
+            return found | {"next_step_s": passed}
+        if _tells_of(event, kill.name):
+            found.setdefault("noticed_s", passed)
+        if isinstance(event, ev.ActorJoined) and event.name == kill.name:
+            found.setdefault("joined_s", passed)
+        elif isinstance(event, READY) and peer == kill.name:
+            found.setdefault("ready_s", passed)
+        elif isinstance(event, ev.StepRedone) and peer == kill.name:
+            found["redone_s"] = passed
+    return found
+
+
+def _tells_of(event: Event, name: str) -> bool:
+    if isinstance(event, ev.CoordinatorStarted):
+        return name == COORDINATOR
+    if isinstance(event, ev.ActorJoined):
+        return event.name == name
+    return isinstance(event, ev.ProcessExited | ev.HeartbeatLost) and event.actor == name
+
+
+def _events(run_dir: Path) -> list[tuple[int, str, Event]]:
+    clock, found = WallClock(), []
+    for record in records(run_dir):
+        if isinstance(record, EventRecord):
+            stamped = typed_event(record)
+            found.append((clock.unix_ns(stamped), stamped.peer, stamped.event))
+    return found
+
+
+def figures(passed: Passed) -> Iterator[dict[str, Any]]:
+    for kill in passed.kills:
+        yield {"killed": kill.name, "role": kill.role, **times(kill, passed.events)}
+    kept = ("steps", "eval_first", "eval_last", "trajectories_trained", "tokens_per_s")
+    yield {"name": "run", **{key: passed.summary[key] for key in kept if key in passed.summary}}
+
+
+def laminar(*words: str) -> list[str]:
+    return [sys.executable, "-m", "laminar.cli.main", *words]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("-c", "--config", default="configs/quickstart.toml")
+    parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
+    parser.add_argument("--each", type=int, default=1, help="kills of each role")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    order = [role for role in args.roles for _ in range(args.each)]
+    random.Random(args.seed).shuffle(order)
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = args.keep or Path(directory) / "kills"
+        try:
+            passed = run(run_dir.absolute(), args.config, args.settings, order, args.seed)
+        except BadRun as error:
+            print(error, file=sys.stderr)
+            return 1
+    for line in figures(passed):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if not set(found) <= set(ROLES):
+        raise argparse.ArgumentTypeError(f"{text!r}: roles are {', '.join(ROLES)}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
