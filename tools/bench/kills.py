@@ -13,6 +13,8 @@ joined_s      until the new process had joined
 ready_s       until it could work: a trainer with its checkpoint loaded, a replica with an engine
 redone_s      until a trainer had done again what lay after its checkpoint
 next_step_s   until the next step was done, by a run that had all its parts again
+sampled       tokens per second of all replicas from the kill until that step, as a share of those
+              in the BEFORE_S seconds before the kill
 """
 
 from __future__ import annotations
@@ -29,25 +31,31 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.analysis.history import WallClock, records, typed_event  # noqa: E402
+from laminar.analysis.timeline import EMPTY_STEPS, read_steps  # noqa: E402
+from laminar.cli.arguments import run_config  # noqa: E402
 from laminar.eventlog.record import EventRecord  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import COORDINATOR, Event  # noqa: E402
 from laminar.roles import Role  # noqa: E402
 from laminar.run_lock import holders  # noqa: E402
+from laminar.rundir import TIMELINE_DIR  # noqa: E402
 
 REWARD_WORKER = "reward-worker"
 ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
 POLL_S = 0.05
 WAIT_S = 180.0
+BEFORE_S = 20.0
 APART_S = 1.5
 """A kill is at most so long after the step that it waits for: in another part of the next one."""
-CHECKS = (("audit",), ("log", "replay"), ("retrain",))
+CHECKS = (("audit",), ("log", "replay"))
+RETRAIN = ("retrain",)  #: an emulated run has nothing that could be trained again
 LAST_PART = {
     Role.COORDINATOR: "noticed_s",
     Role.NODE: "joined_s",
@@ -165,7 +173,8 @@ def run(
             raise BadRun(f"exit code {code}: {training._said()}")
     finally:
         training.close()
-    for words in CHECKS:
+    emulated = run_config(run_dir).is_emulated
+    for words in CHECKS if emulated else (*CHECKS, RETRAIN):
         done = subprocess.run(
             laminar(*words, str(run_dir)), cwd=ROOT, capture_output=True, text=True
         )
@@ -211,9 +220,26 @@ def _events(run_dir: Path) -> list[tuple[int, str, Event]]:
     return found
 
 
-def figures(passed: Passed) -> Iterator[dict[str, Any]]:
+def sampled(run_dir: Path, kill: Kill, seconds: float) -> float:
+    """Tokens per second from the kill on, as a share of those before it; 0 if there were none."""
+    names = {path.stem for path in (run_dir / TIMELINE_DIR).glob("*.steps")}
+    steps = np.concatenate([EMPTY_STEPS, *(read_steps(run_dir, name) for name in sorted(names))])
+    ends, tokens = steps[:, 1], steps[:, 3]
+
+    def rate(begin_ns: int, end_ns: int) -> float:
+        return float(tokens[(ends >= begin_ns) & (ends < end_ns)].sum()) / (end_ns - begin_ns)
+
+    before = rate(kill.at_ns - round(BEFORE_S * 1e9), kill.at_ns)
+    after = rate(kill.at_ns, kill.at_ns + round(seconds * 1e9))
+    return round(after / before, 3) if before else 0.0
+
+
+def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
     for kill in passed.kills:
-        yield {"killed": kill.name, "role": kill.role, **times(kill, passed.events)}
+        found: dict[str, Any] = dict(times(kill, passed.events))
+        if until_s := found.get("next_step_s"):
+            found["sampled"] = sampled(run_dir, kill, until_s)
+        yield {"killed": kill.name, "role": kill.role, **found}
     kept = ("steps", "eval_first", "eval_last", "trajectories_trained", "tokens_per_s")
     yield {"name": "run", **{key: passed.summary[key] for key in kept if key in passed.summary}}
 
@@ -248,8 +274,8 @@ def main() -> int:
         except BadRun as error:
             print(error, file=sys.stderr)
             return 1
-    for line in figures(passed):
-        print(json.dumps(line), flush=True)
+        for line in figures(run_dir, passed):
+            print(json.dumps(line), flush=True)
     return 0
 
 
