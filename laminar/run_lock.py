@@ -79,6 +79,20 @@ class RunLock:
         return cls(run_dir, fd, name)
 
     @classmethod
+    def alone(cls, run_dir: Path, name: str) -> RunLock:
+        """Of a run of which no process lives; ConfigError if one does, or begins just now."""
+        fd = _open(run_dir, os.O_CREAT)
+        try:
+            free = _flock(fd, fcntl.LOCK_EX) and _flock(fd, fcntl.LOCK_SH)
+        except OSError as error:
+            os.close(fd)
+            raise _no_locks(run_dir, error) from None
+        if not free:
+            os.close(fd)
+            raise ConfigError(in_use(run_dir))
+        return cls(run_dir, fd, name)
+
+    @classmethod
     def inherit(cls, run_dir: Path, name: str, fd: int | None) -> RunLock:
         """With the descriptor that a process of the run handed down; without one, `join`."""
         if fd is None:

@@ -18,10 +18,12 @@ from laminar import exit_codes
 from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import range_line
 from laminar.analysis.report import summary_of, write_summary
+from laminar.cli.arguments import run_config
 from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
+from laminar.cli.resume import check_unchanged, resumed_config, take_up
 from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Asked, Supervisor, roles_of
 from laminar.cli.terminal import Terminal
@@ -47,6 +49,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
     parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
+    )
+    parser.add_argument(
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
     parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
@@ -55,22 +60,16 @@ def add_parser(subparsers: Any) -> None:
 
 def train(arguments: argparse.Namespace) -> int:
     """Check, start, watch, report; returns the run's exit code."""
-    config = load(arguments.config, arguments.overrides)
     console = Terminal()
-    run_dir = config.run_dir
-    if run_dir.exists() and holders(run_dir):
-        raise ConfigError(in_use(run_dir))
-    if os.path.lexists(run_dir) and not arguments.move_old:
-        raise ConfigError(
-            f"run directory {run_dir} exists; give another run.name, or --move-old to keep it "
-            "under another name"
-        )
+    config, run_dir = _asked_for(arguments)
     config = check_settings(config)
     with contextlib.ExitStack() as ends:
         early = []
         for index in range(0 if arguments.dry_run else config.run.nodes):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
         plan = look_at_data(config)
+        if arguments.resume:
+            check_unchanged(run_config(run_dir), plan.config)
         if arguments.dry_run:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
@@ -85,15 +84,35 @@ def train(arguments: argparse.Namespace) -> int:
             f"`{typed('stop', run_dir)}` ends it"
         )
         with Asked() as asked:  # before there is a directory: nothing is left half made
-            if run_dir.exists():
+            if run_dir.exists() and not arguments.resume:
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
-            lock = ends.enter_context(contextlib.closing(prepare(plan.config, run_dir, found)))
+            begin = take_up if arguments.resume else prepare
+            lock = ends.enter_context(contextlib.closing(begin(plan.config, run_dir, found)))
             over = Supervisor(plan.config, lock, console, asked, early).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
         else:
             _conclude(run_dir, console, over)
     return over.code
+
+
+def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
+    """The settings, and where the run is or will be."""
+    if arguments.resume:
+        if arguments.move_old:
+            raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+        run_dir = arguments.resume
+        return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
+    config = load(arguments.config, arguments.overrides)
+    run_dir = config.run_dir
+    if run_dir.exists() and holders(run_dir):
+        raise ConfigError(in_use(run_dir))
+    if os.path.lexists(run_dir) and not arguments.move_old:
+        raise ConfigError(
+            f"run directory {run_dir} exists; give another run.name, --move-old to keep it "
+            f"under another name, or --resume {run_dir} to go on with it"
+        )
+    return config, run_dir
 
 
 def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:

@@ -32,6 +32,7 @@ from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed, crash_of
+from laminar.core import resumption
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
 from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import crashes, given_up, record_crash
@@ -47,6 +48,7 @@ from laminar.net.session_boxes import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.ports import DiskError
+from laminar.run_lock import holders
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
 from laminar.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
 
@@ -189,6 +191,11 @@ class Coordinator:
                 config=text,
             )
         )
+        if machine.started:
+            living = {(holder.name, holder.pid) for holder in holders(self.run_dir)}
+            if (resumed := resumption.news(machine.state, settings, living)) is not None:
+                self.log.warning("run-resumed", reason=resumption.REASON)
+                self._own.append(resumed)
 
     # --- the process --------------------------------------------------------------------------
 

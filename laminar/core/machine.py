@@ -27,6 +27,7 @@ from laminar.core import (  # whose handlers register themselves
     publishing,  # noqa: F401
     redo,  # noqa: F401
     relays,  # noqa: F401
+    resumption,  # noqa: F401
     timers,  # noqa: F401
     trajectories,  # noqa: F401
     weights,  # noqa: F401

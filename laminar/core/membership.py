@@ -254,16 +254,21 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     return lifecycle.fail(ctx, f"no replica is left: {why}", 1)
 
 
-def actor_lost(ctx: Context, name: str, reason: str, *, replaced: bool = False) -> None:
-    """Fence an actor: its outstanding commands end, its work is recovered."""
+def actor_lost(
+    ctx: Context, name: str, reason: str, *, replaced: bool = False, blame: bool = True
+) -> None:
+    """Fence an actor: its outstanding commands end, its work is recovered.
+
+    `blame`: what it worked on may have ended it.
+    """
     state = ctx.state
     actor = state.actors[name]
     end_actor(state, name)
     actor.ready = False
     if actor.role == Role.ROLLOUT:
-        recovery.replica_lost(ctx, name)
+        recovery.replica_lost(ctx, name, blame=blame)
     elif redo.comes_back(state, name):
-        redo.trainer_lost(ctx, name, reason)
+        redo.trainer_lost(ctx, name, reason, blame=blame)
     elif actor.role == Role.RELAY:
         relays.leave(ctx, name)
     elif store_restarts.is_restarted(state, actor.role):

@@ -31,8 +31,11 @@ EVALUATION_ATTEMPTS_MAX = 3
 """A held-out answer that was lost so often is missing: an evaluation always ends."""
 
 
-def replica_lost(ctx: Context, name: str) -> None:
-    """Everything that ran or was scored there needs another place."""
+def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
+    """Everything that ran or was scored there needs another place.
+
+    `blame`: what ran there may have ended it.
+    """
     state = ctx.state
     replica = state.replicas.get(name)
     ctx.clear_timer(keys.progress(name))
@@ -40,10 +43,10 @@ def replica_lost(ctx: Context, name: str) -> None:
         return
     for trajectory_id in list(replica.running):
         trajectory = state.trajectories[trajectory_id]
-        trajectory.deaths += 1
+        trajectory.deaths += blame
         if state.groups[trajectory.group].purpose == Purpose.EVAL:
-            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST)
-        elif trajectory.deaths >= DEATHS_MAX:
+            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=blame)
+        elif blame and trajectory.deaths >= DEATHS_MAX:
             groups.drop_sibling(ctx, trajectory, DropReason.QUARANTINED)
         else:
             lose(ctx, trajectory_id)
@@ -63,13 +66,16 @@ def _generated_on(state: State, name: str) -> list[Trajectory]:
     return sorted(generated, key=lambda t: (state.groups[t.group].order, t.sibling))
 
 
-def fail_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> None:
-    """This sibling cannot be trained; an evaluation answer is tried again a few times."""
+def fail_sibling(
+    ctx: Context, trajectory: Trajectory, reason: DropReason, *, blame: bool = True
+) -> None:
+    """This sibling cannot be trained; an evaluation answer is tried again, if it may be to `blame`
+    a few times."""
     group = ctx.state.groups[trajectory.group]
     if group.purpose == Purpose.TRAIN:
         return groups.drop_sibling(ctx, trajectory, reason)
     groups.drop_group(ctx, group, reason)
-    if trajectory.attempt < EVALUATION_ATTEMPTS_MAX:
+    if not blame or trajectory.attempt < EVALUATION_ATTEMPTS_MAX:
         evaluation.group_lost(ctx, group)
     else:
         evaluation.group_given_up(ctx, group)

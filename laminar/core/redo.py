@@ -47,10 +47,11 @@ def comes_back(state: State, name: str) -> bool:
     return is_trainer and applies(state.settings, TRAINER_RESUMES)
 
 
-def trainer_lost(ctx: Context, name: str, reason: str) -> None:
+def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     """Nothing is given up but what it was doing; it has a time to come back.
 
     What it had handed over may still arrive. Its commands are no longer outstanding after this.
+    `blame`: its batch may have ended it.
     """
     state = ctx.state
     if relays.ending(state):
@@ -62,7 +63,7 @@ def trainer_lost(ctx: Context, name: str, reason: str) -> None:
         state.numbered[state.exported] = state.completed
         state.exported = -1
     batch = state.batch
-    if batch is not None and keys.TRAIN in state.commands:
+    if blame and batch is not None and keys.TRAIN in state.commands:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
             lifecycle.fail(ctx, _deadly(batch, name, reason), 1)

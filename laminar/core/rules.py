@@ -86,6 +86,12 @@ START_NEEDS_REPLICA = Rule(
     "the time for the start ends with the first weights, also if no replica has ever joined",
     "then it goes on until one joins",
 )
+RUN_RESUMES = Rule(
+    "run-resumes",
+    4,
+    "a run whose processes have all ended is over",
+    "it goes on with new ones: what they had is lost work, to be redone or started again",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -95,6 +101,7 @@ RULES = (
     STORE_RESTARTS,
     TRAINER_RESUMES,
     START_NEEDS_REPLICA,
+    RUN_RESUMES,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

@@ -15,7 +15,7 @@ from laminar.core import keys
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of
 from laminar.core.keys import CommandKey
-from laminar.core.rules import STORE_RESTARTS, applies
+from laminar.core.rules import RUN_RESUMES, STORE_RESTARTS, applies
 from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
@@ -32,7 +32,10 @@ def is_restarted(state: State, role: str) -> bool:
 
 
 def may_join(state: State, role: str) -> bool:
-    """While the run ends, the store is still needed: it writes the ends."""
+    """While the run ends, the store is still needed: it writes the ends. So is the node that starts
+    it, where all processes had ended."""
+    if role == Role.NODE:
+        return state.phase == Phase.ENDING and applies(state.settings, RUN_RESUMES)
     return is_restarted(state, role) and state.phase == Phase.ENDING
 
 

@@ -94,6 +94,8 @@ RUN = Table(
         (Phase.STARTING, "publish"): Phase.RUNNING,
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
+        (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed with more steps
+        (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
         (Phase.STARTING, "end"): Phase.ENDING,
         (Phase.RUNNING, "end"): Phase.ENDING,
         (Phase.EXPORTING, "end"): Phase.ENDING,

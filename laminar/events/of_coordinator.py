@@ -73,6 +73,18 @@ class DrainRequested(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.COORDINATOR)
+class RunResumed(Event, frozen=True, kw_only=True):
+    """No process of the run was left (a power cut, a time limit): all are started again.
+
+    The settings are those that may be changed for the rest of a run, as they are from now on.
+    """
+
+    total_steps: int
+    test_freq: int
+    save_freq: int
+
+
+@reported_by(Role.COORDINATOR)
 class EventGivenUp(Event, frozen=True, kw_only=True):
     """Too many coordinators crashed on an event: it is not handled any more, and the run fails."""
 

@@ -18,7 +18,12 @@ from laminar.events.events import ALL_EVENTS
 from tools.rows.golden import Golden, disk_of_golden, manifest, problem
 
 GOLDENS = manifest()
-YOUNGER: set[type[Event]] = {ev.TrajectoriesReleased, ev.CheckpointLoaded, ev.StepRedone}
+YOUNGER: set[type[Event]] = {
+    ev.TrajectoriesReleased,
+    ev.CheckpointLoaded,
+    ev.StepRedone,
+    ev.RunResumed,
+}
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])

@@ -1,0 +1,120 @@
+"""The whole run again: all its processes had ended, and it goes on with new ones.
+
+Reads   RunResumed
+Writes  the loss of every process, times for them to come back, the settings that may be changed
+Emits   what is decided when a run has lost all of its processes
+
+The log says how far the run was. Whatever its processes had in memory is lost: weights of relays,
+tokens that the store had not got. Nobody is to blame: no prompt and no batch counts as one that
+ends processes. Then the trainer goes on from its newest checkpoint and publishes again, and lost
+work resumes where a relay or a checkpoint has its version; else it starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from laminar.core import buffering, keys, membership, relays, store_restarts
+from laminar.core.context import Context
+from laminar.core.indexes import end_actor, indexes_of
+from laminar.core.keys import TimerKind
+from laminar.core.registry import handles
+from laminar.core.rules import RUN_RESUMES, STORE_RESTARTS, TRAINER_RESUMES, applies
+from laminar.core.state import State
+from laminar.core.statuses import Phase
+from laminar.core.transitions import move_run
+from laminar.core.validation import is_count
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event, Settings
+from laminar.roles import Role
+
+REASON = "all processes of the run had ended"
+CHANGEABLE = ("total_steps", "test_freq", "save_freq")
+"""Settings that may be others from here on. How many replicas there are, the core sees."""
+DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
+_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE)
+
+
+def can_resume(settings: Settings) -> bool:
+    """Whether a run that was begun with these can be taken up again."""
+    needed = (RUN_RESUMES, STORE_RESTARTS, TRAINER_RESUMES)
+    return all(applies(settings, rule) for rule in needed)
+
+
+def news(state: State, settings: Settings, living: Collection[tuple[str, int]]) -> Event | None:
+    """RunResumed, if none of the processes that the log has is left; `living`: name and pid of
+    those that there are, `settings`: the present ones."""
+    known = [a for a in state.actors.values() if a.alive]
+    gone = known and not any((a.name, a.pid) in living for a in known)
+    if not gone or not can_resume(state.settings) or state.phase == Phase.ENDED:
+        return None
+    return ev.RunResumed(**{name: getattr(settings, name) for name in CHANGEABLE})
+
+
+def _possible(state: State, event: ev.RunResumed) -> bool:
+    return all(is_count(getattr(event, name)) for name in CHANGEABLE) and event.save_freq > 0
+
+
+@handles(ev.RunResumed, valid=_possible, leads_to=(cmd.EndTrajectories, cmd.AbortTrajectories))
+def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
+    """Every process is lost, and has the time of a start to come back."""
+    state = ctx.state
+    if not can_resume(state.settings) or state.phase == Phase.ENDED:
+        return ctx.ignore("not-resumable")
+    changed = {name: getattr(event, name) for name in CHANGEABLE}
+    more_steps = event.total_steps != state.settings.total_steps
+    state.settings = msgspec.structs.replace(state.settings, **changed)
+    for name in _processes(state):
+        membership.actor_lost(ctx, name, REASON, blame=False)
+    for actor in state.actors.values():  # nodes: what they had started is lost already
+        if actor.alive:
+            end_actor(state, actor.name)
+            actor.ready = False
+            for key in list(indexes_of(state).commands.get(actor.name, ())):
+                ctx.done(key)
+    if more_steps and state.phase in DONE and not buffering.steps_done(state):
+        _train_on(state)
+    _time_to_come_back(ctx)
+    ctx.touch_all()
+
+
+def _train_on(state: State) -> None:
+    """The steps were done, and now there are more: what was exported is a version like others."""
+    move_run(state, "go on")
+    if state.exported >= 0:
+        state.numbered[state.exported] = state.completed
+        state.exported = -1
+    if state.evaluation is not None:
+        state.evaluation.final = False
+
+
+def _processes(state: State) -> list[str]:
+    """Those that live, but for the nodes; relays in the order of the chain, so that none is told
+    of another one."""
+    place = {name: number for number, name in enumerate(state.chain)}
+    alive = [a for a in state.actors.values() if a.alive and a.role in _ORDER]
+    return [
+        a.name for a in sorted(alive, key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
+    ]
+
+
+def _time_to_come_back(ctx: Context) -> None:
+    """A start for all: also for those that were awaited when the run was cut off.
+
+    Lost work waits as long for its version, where a checkpoint has it.
+    """
+    state, start_ms = ctx.state, ctx.state.settings.start_timeout_ms
+    if state.phase == Phase.STARTING or keys.START in state.timers:
+        ctx.set_timer(keys.START, start_ms)
+    for actor in state.actors.values():
+        needed = not relays.ending(state) or store_restarts.may_join(state, actor.role)
+        if actor.role in _ORDER and needed:
+            ctx.set_timer(keys.rejoin(actor.name), start_ms)
+        else:
+            ctx.clear_timer(keys.rejoin(actor.name))
+    for name in list(state.timers):
+        if keys.parse_timer(name).kind == TimerKind.RESUME:
+            ctx.set_timer(name, start_ms + state.settings.resume_wait_ms)
