@@ -16,6 +16,7 @@ metrics.jsonl  tensorboard/  status.json  summary.json
 report.html       figures, charts and samples, by `laminar report`; comparison.html of several runs
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, and with
                      the optimizer's state and what else the trainer needs to go on from there
+origin/           of a fork: the checkpoint that it began with, and what it knows of the other run
 refused/          checkpoints that were damaged when a trainer was to go on from them
 export/           the trained model as a Hugging Face directory
 """
@@ -43,6 +44,8 @@ COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
 VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
 RESUME_FILE = "trainer.json"  #: of a checkpoint: what was trained, and how (training/resume.py)
+ORIGIN_DIR = "origin"
+ORIGIN_FILE = "origin.json"  #: in ORIGIN_DIR: the origin of the first coordinator-started
 REFUSED_DIR = "refused"
 EXPORT_DIR = "export"
 

@@ -7,7 +7,8 @@ Emits   CheckpointSaved
 The trainer stands still for one copy of its tensors and the probe; files, digests and the removal
 of old checkpoints go on beside it. An old one goes when the coordinator knows the new one: until
 then nobody would go on from the new one. A checkpoint that is still being written when the next is
-due makes that one be left out: the trainer never waits for a disk.
+due makes that one be left out: the trainer never waits for a disk. The one that a fork began with
+counts like any other, and stays on the disk: to train the fork again, nothing else will do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
-from laminar.rundir import CHECKPOINTS_DIR, RESUME_FILE, VERSION_FILE
+from laminar.rundir import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode, encode
 from laminar.weights.version import manifest as mf
 
@@ -56,9 +57,10 @@ class CheckpointWriter:
 
     async def found(self) -> dict[Path, Resume]:
         """Those on the disk that can be read, as they describe themselves."""
-        parent = self.host.run_dir / CHECKPOINTS_DIR
-        described = {}
-        for directory, data in (await self._files.found(parent, RESUME_FILE)).items():
+        run_dir, described = self.host.run_dir, {}
+        found = await self._files.found(run_dir / CHECKPOINTS_DIR, RESUME_FILE)
+        found |= await self._files.found(run_dir, RESUME_FILE)  # the origin
+        for directory, data in found.items():
             try:
                 described[directory] = decode(data)
             except CheckpointError as error:
@@ -147,7 +149,10 @@ class CheckpointWriter:
         """Those beyond the newest few, which the coordinator knows not to be kept."""
         await self.host.acknowledged()
         while self._old:
+            directory = self._old.pop(0)
+            if directory.name == ORIGIN_DIR:
+                continue
             try:
-                await self._files.remove(self._old.pop(0))
+                await self._files.remove(directory)
             except OSError as error:
                 self.host.log.warning("checkpoint-not-removed", reason=str(error))

@@ -22,6 +22,9 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     """In the order in which one asks."""
     summary = data.summary
     yield "outcome", _outcome(summary)
+    if found := summary["forked_from"]:
+        rows = "its data" if found["same_data"] else "other data, from the first row"
+        yield "forked from", f"{found['run']} at step {found['step']}, with {rows}"
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
     yield "groups", groups_line(summary)
     yield from _held_out(summary["evaluations"])

@@ -125,6 +125,15 @@ def summary_of(
     }
 
 
+def _origin(state: State) -> dict[str, Any] | None:
+    """Of a fork, what it began with."""
+    origin = state.origin
+    if origin is None:
+        return None
+    kept = ("run", "step", "version", "digest")
+    return {name: getattr(origin, name) for name in kept} | {"same_data": bool(origin.data)}
+
+
 def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     """How the run went, from the state at its end."""
     evaluations = [facts(result) for result in state.evaluations]
@@ -134,7 +143,8 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
         "failure": state.failure,
         "interrupted": state.draining and not state.drained_for,
-        "steps": state.completed,
+        "forked_from": _origin(state),
+        "steps": state.completed - state.first_step,
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
         "evaluations": evaluations,

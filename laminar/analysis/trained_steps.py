@@ -31,6 +31,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """Of one run, in order."""
 
+    first_step: int  #: completed when it began: of a fork, those of its checkpoint
+    first_version: int
     first_digest: str  #: of the weights that it began with; empty: none were published
     steps: tuple[Step, ...]
 
@@ -59,7 +61,7 @@ class _Reader:
 def trained(run_dir: Path) -> Trained:
     """All that the log has by now."""
     reader = _Reader()
-    replay_log(run_dir, reader)
+    state = replay_log(run_dir, reader).machine.state
     steps = (
         Step(
             step_index=command.step_index,
@@ -69,4 +71,9 @@ def trained(run_dir: Path) -> Trained:
         )
         for command in reader.completed
     )
-    return Trained(first_digest=reader.digests.get(0, ""), steps=tuple(steps))
+    return Trained(
+        first_step=state.first_step,
+        first_version=state.first_version,
+        first_digest=reader.digests.get(state.first_version, ""),
+        steps=tuple(steps),
+    )

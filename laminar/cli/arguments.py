@@ -59,6 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def _settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
         """The settings as key=value; all other words go to `options`."""
+        named = sum(not a.option_strings and a.dest != "overrides" for a in self._actions)
         for word in words:
             name, sign, value = word.partition("=")
             if word == "--":
@@ -75,6 +76,9 @@ class Parser(argparse.ArgumentParser):
                 yield f"{key}={value if sign else self._value(name, words)}"
             elif word.startswith("-"):
                 self.error(f"unknown option {word}")
+            elif named and not sign:
+                named -= 1
+                options.append(word)
             else:
                 yield _setting(word)
 

@@ -14,6 +14,7 @@ from importlib import metadata
 from laminar.cli import (
     audit,
     clean,
+    fork,
     init,
     log,
     quickstart,
@@ -32,7 +33,20 @@ def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
     made.add_argument("--version", action="version", version=f"laminar {_version()}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
-    for module in (quickstart, init, train, stop, clean, samples, log, audit, report, retrain, sim):
+    for module in (
+        quickstart,
+        init,
+        train,
+        fork,
+        stop,
+        clean,
+        samples,
+        log,
+        audit,
+        report,
+        retrain,
+        sim,
+    ):
         module.add_parser(subparsers)
     return made
 

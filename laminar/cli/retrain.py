@@ -1,7 +1,7 @@
 """laminar retrain RUN: train again what the log says was trained, and compare the weights.
 
 Reads   the event log, the store and the configuration of a run, active or ended; the model that it
-        began with
+        began with, or the checkpoint that a fork began with
 Writes  standard output: a line for each step, and the verdict; nothing in the run directory
 
 What was trained depends on nothing but the model, the batches in their order and the settings, so
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar import exit_codes
-from laminar.analysis.trained_steps import Step, trained
+from laminar.analysis.trained_steps import Step, Trained, trained
 from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError
-from laminar.rundir import STORE_FILE
+from laminar.rundir import ORIGIN_DIR, STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
@@ -50,18 +50,24 @@ def run_retrain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.run} has completed no step that could be trained again")
     with open_tables(arguments.run / STORE_FILE) as tables:
         again = _Again(config, Handlers(tables))
-        return asyncio.run(_compare(again, found.first_digest, found.steps))
+        return asyncio.run(_compare(again, found, arguments.run / ORIGIN_DIR))
 
 
-async def _compare(again: _Again, first_digest: str, steps: tuple[Step, ...]) -> int:
+async def _compare(again: _Again, found: Trained, origin: Path) -> int:
     await again.load()
-    if not _same("the model that the run began with", again.digest(0, 0), first_digest):
-        print("NOT identical: model.name has other weights than the run began with")
+    what, where = "the model that the run began with", "model.name"
+    if found.first_step:
+        await again.restore(origin)
+        what, where = f"step {found.first_step}, with which the fork began", str(origin)
+    present = again.digest(found.first_version, found.first_step)
+    if not _same(what, present, found.first_digest):
+        print(f"NOT identical: {where} has other weights than the run began with")
         return exit_codes.FAILED
-    compared = 0
+    compared, steps = 0, found.steps
     for step in steps:
         await again.train(step)
-        name = f"step {step.step_index + 1} of {len(steps)}, version {step.version}"
+        last = steps[-1].step_index + 1
+        name = f"step {step.step_index + 1} of {last}, version {step.version}"
         if not _same(name, again.digest(step.version, step.step_index + 1), step.digest):
             print(f"NOT identical: {name} is the first that differs")
             return exit_codes.FAILED
@@ -103,6 +109,15 @@ class _Again:
         self.specs = manifest.layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype
         )
+
+    async def restore(self, directory: Path) -> None:
+        """Weights and optimizer of a checkpoint; ConfigError."""
+        from laminar.training.resume import CheckpointError
+
+        try:
+            await self.learner.restore(directory)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
 
     async def train(self, step: Step) -> None:
         samples = list(self._samples(step.trajectories))

@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from laminar import exit_codes
 from laminar.analysis.evaluations import is_shaped, score, share
@@ -58,10 +60,25 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(function=train)
 
 
+class Beginning(NamedTuple):
+    """With what a run begins that is a fork."""
+
+    step: int
+    lines: list[str]  #: of the plan
+    take: Callable[[Path], None]  #: have it in the new run directory; OSError
+
+
 def train(arguments: argparse.Namespace) -> int:
+    """A run from its first step, or one that was cut off; its exit code."""
+    config, run_dir = _asked_for(arguments)
+    return begin(config, run_dir, arguments)
+
+
+def begin(
+    config: Config, run_dir: Path, arguments: argparse.Namespace, forked: Beginning | None = None
+) -> int:
     """Check, start, watch, report; returns the run's exit code."""
     console = Terminal()
-    config, run_dir = _asked_for(arguments)
     config = check_settings(config)
     with contextlib.ExitStack() as ends:
         early = []
@@ -73,6 +90,7 @@ def train(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
+        console.lines(forked.lines if forked is not None else [])
         found = dict(plan.warnings)
         if not config.is_emulated:
             found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
@@ -86,8 +104,10 @@ def train(arguments: argparse.Namespace) -> int:
         with Asked() as asked:  # before there is a directory: nothing is left half made
             if run_dir.exists() and not arguments.resume:
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
-            begin = take_up if arguments.resume else prepare
-            lock = ends.enter_context(contextlib.closing(begin(plan.config, run_dir, found)))
+            place = take_up if arguments.resume else prepare
+            lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
+            if forked is not None:
+                _take(forked, run_dir)
             over = Supervisor(plan.config, lock, console, asked, early).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
@@ -104,15 +124,20 @@ def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
     config = load(arguments.config, arguments.overrides)
+    return config, place_of(config, arguments.move_old)
+
+
+def place_of(config: Config, move_old: bool) -> Path:
+    """The directory of a new run: there is none, or it may be moved."""
     run_dir = config.run_dir
     if run_dir.exists() and holders(run_dir):
         raise ConfigError(in_use(run_dir))
-    if os.path.lexists(run_dir) and not arguments.move_old:
+    if os.path.lexists(run_dir) and not move_old:
         raise ConfigError(
             f"run directory {run_dir} exists; give another run.name, --move-old to keep it "
             f"under another name, or --resume {run_dir} to go on with it"
         )
-    return config, run_dir
+    return run_dir
 
 
 def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
@@ -165,6 +190,17 @@ def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
         raise ConfigError(in_use(run_dir)) from None
     except OSError as error:
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
+
+
+def _take(forked: Beginning, run_dir: Path) -> None:
+    """What a fork begins with; without that there is no run directory."""
+    try:
+        forked.take(run_dir)
+    except OSError as error:
+        shutil.rmtree(run_dir)
+        raise ConfigError(
+            f"the checkpoint of step {forked.step} cannot be taken to {run_dir}: {error}"
+        ) from None
 
 
 def plan_lines(plan: Plan) -> list[str]:

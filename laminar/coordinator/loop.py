@@ -49,7 +49,7 @@ from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.ports import DiskError
 from laminar.run_lock import holders
-from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR
+from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
 from laminar.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
 
 FAREWELL_S = 3.0
@@ -102,6 +102,16 @@ def settings_of(config: Config) -> Settings:
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )
+
+
+def origin_of(run_dir: Path) -> ev.Origin | None:
+    """What a fork begins with, as `laminar fork` has left it there; None: this is no fork."""
+    try:
+        return msgspec.json.decode(
+            (run_dir / ORIGIN_DIR / ORIGIN_FILE).read_bytes(), type=ev.Origin
+        )
+    except FileNotFoundError:
+        return None
 
 
 FULL_COLLECTIONS_APART = 1 << 30
@@ -189,6 +199,7 @@ class Coordinator:
                 settings=settings,
                 clock_ns=time.time_ns(),
                 config=text,
+                origin=None if machine.started else origin_of(self.run_dir),
             )
         )
         if machine.started:

@@ -43,7 +43,7 @@ def groups_wanted(state: State) -> int:
     if settings.total_steps:
         unchosen = sum(state.deadlines.values())
         return settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
-    return settings.total_epochs * state.num_train - state.cursor
+    return settings.total_epochs * state.num_train - state.cursor + len(state.again)
 
 
 def serving(state: State, replica: Replica) -> bool:

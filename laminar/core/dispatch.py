@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from laminar import ids
-from laminar.core import keys
+from laminar.core import forks, keys
 from laminar.core.admission import room
 from laminar.core.context import Context
 from laminar.core.indexes import add_lost, assign, load_changed, remove_lost, replica_changed
@@ -35,11 +35,13 @@ def permutation(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
 
 def next_row(state: State) -> tuple[GroupId, int]:
     """Take the next prompt of the data: its group id and its row index."""
+    if state.again:
+        group_id = next(iter(state.again))
+        return group_id, state.again.pop(group_id)
     pass_index, position = divmod(state.cursor, state.num_train)
     state.cursor += 1
-    row = position
-    if state.settings.shuffle:
-        row = permutation(state.settings.seed, pass_index, state.num_train)[position]
+    seed, shuffle = forks.order_of(state, pass_index)
+    row = permutation(seed, pass_index, state.num_train)[position] if shuffle else position
     return ids.train_group(pass_index, position), row
 
 

@@ -39,9 +39,9 @@ def version_published(ctx: Context, version: int, step: int, previous_step: int)
     state, settings = ctx.state, ctx.state.settings
     if not state.num_eval:
         return
-    first = version == 0 and settings.val_before_train
+    first = version == state.first_version and settings.val_before_train
     freq = settings.test_freq
-    regular = freq > 0 and step // freq > max(previous_step, 0) // freq
+    regular = freq > 0 and step // freq > max(previous_step, state.first_step) // freq
     last_step = bool(settings.total_steps) and step >= settings.total_steps
     if version == state.exported or first or (regular and not last_step):
         state.evaluation_due = version

@@ -126,13 +126,13 @@ def _starting(ctx: Context) -> bool:
         move_run(state, "publish")
         ctx.touch_all()
         return True
-    trainer = live_actor(state, Role.TRAINER)
-    both_ready = _ready(state, Role.STORE) and _ready(state, Role.TRAINER)
-    all_ready = both_ready and master_relay(state) is not None
+    trainer = working_trainer(state)
+    all_ready = _ready(state, Role.STORE) and master_relay(state) is not None
     if not all_ready or trainer is None or keys.PUBLISH in state.commands:
         return False
-    state.next_version = 1
-    ctx.command(cmd.PublishWeights(to=trainer.name, version=0, step=0), key=keys.PUBLISH)
+    version, step = state.first_version, state.first_step
+    state.next_version = version + 1
+    ctx.command(cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH)
     return True
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from laminar.core import (  # whose handlers register themselves
     buffering,  # noqa: F401
+    forks,
     groups,
     handover,  # noqa: F401
     keys,
@@ -92,7 +93,10 @@ def _first_state(stamped: Stamped) -> State:
     if not isinstance(event, ev.CoordinatorStarted):
         raise LogicError("the first event of a log must be coordinator-started")
     require_known(event.logic, event.settings)
-    return State(settings=event.settings, logic=event.logic)
+    state = State(settings=event.settings, logic=event.logic)
+    if event.origin is not None:
+        forks.begin(state, event.origin)
+    return state
 
 
 def _from_known_sender(ctx: Context) -> bool:

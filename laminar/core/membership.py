@@ -15,7 +15,7 @@ again until the node is heard or another one has its place.
 from __future__ import annotations
 
 from laminar import ids
-from laminar.core import keys, lifecycle, publishing, recovery, redo, relays, store_restarts
+from laminar.core import forks, keys, lifecycle, publishing, recovery, redo, relays, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import (
     add_actor,
@@ -391,3 +391,4 @@ def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
         store_restarts.ready(ctx, ctx.stamped.peer)
     if not known:
         state.num_train, state.num_eval = event.num_train, event.num_eval
+        forks.data_loaded(state, event)

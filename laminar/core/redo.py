@@ -95,20 +95,22 @@ def _deadly(batch: Batch, name: str, reason: str) -> str:
     ),
 )
 def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
-    """A trainer has the model that the run began with; one that comes back is told how to go on."""
+    """A trainer has the model of the configuration; one that comes back is told how to go on, and
+    so is the first one of a fork."""
     state, name = ctx.state, ctx.stamped.peer
     actor = state.actors[name]
     if actor.ready:
         return ctx.ignore("repeat")
     actor.ready = True
     ctx.clear_timer(keys.rejoin(name))
-    first = live_actor(state, Role.TRAINER) is actor
-    if not first or not comes_back(state, name) or state.newest < 0:
+    begins = state.newest < 0
+    told = state.origin is not None if begins else comes_back(state, name)
+    if live_actor(state, Role.TRAINER) is not actor or not told:
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     state.saved = {c.version: c.path for c in confirmed}
     newest = max(confirmed, key=lambda c: c.step, default=None)
-    if newest is None and state.trained and state.trained[0].step_index > 0:
+    if newest is None and not _can_begin_anew(state):
         why = "has found no checkpoint that the log confirms, and there was one"
         lifecycle.fail(ctx, f"{name} {why}", 1)
         return
@@ -126,6 +128,11 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
             key=keys.LOAD,
             timeout_ms=LOAD_TIMEOUT_MS,
         )
+
+
+def _can_begin_anew(state: State) -> bool:
+    """With the model of the configuration: all that was trained can be done again."""
+    return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
 
 
 def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:

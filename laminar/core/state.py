@@ -27,6 +27,7 @@ from laminar.core.ledger import Ledger
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.events.base import Settings
 from laminar.events.commands import AnyCommand
+from laminar.events.of_coordinator import Origin
 from laminar.events.reasons import DropReason, End
 from laminar.ids import GroupId, Purpose, TrajectoryId
 from laminar.roles import Role
@@ -243,6 +244,9 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     num_train: int = -1  #: -1 until the store has loaded the data
     num_eval: int = 0
     cursor: int = 0  #: next (pass * num_train + position) to hand out
+    origin: Origin | None = None  #: of a fork (core/forks.py)
+    #: prompts that the run it was forked from had not ended, row index by group: they go first
+    again: dict[GroupId, int] = {}
 
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
@@ -306,6 +310,16 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     finished_tokens: int = 0  #: their tokens; both with repack only
     staleness_sum: int = 0  #: over trained trajectories
     staleness_max: int = 0
+
+    @property
+    def first_version(self) -> int:
+        """Of the weights that the run begins with."""
+        return self.origin.version if self.origin is not None else 0
+
+    @property
+    def first_step(self) -> int:
+        """Completed steps when it begins."""
+        return self.origin.step if self.origin is not None else 0
 
     def actor_alive(self, name: str) -> bool:
         actor = self.actors.get(name)

@@ -14,8 +14,27 @@ from laminar.ids import GroupId
 from laminar.roles import Role
 
 
+class Origin(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The checkpoint of another run with which this one begins, and how far that was in its data
+    then."""
+
+    run: str  #: its directory, as it was named
+    step: int  #: completed
+    version: int  #: of its weights
+    digest: str  #: chained over the ids of all batches that made it
+    data: str  #: digest of the data; empty: this run has other data, and begins with the first row
+    num_train: int
+    cursor: int  #: next (pass * num_train + position) to hand out
+    seed: int  #: that the pass of the cursor is ordered by
+    shuffle: bool
+    #: prompts that it had handed out and not ended: row index by group, in the order of dispatch
+    unfinished: dict[GroupId, int] = {}
+
+
 @reported_by(Role.COORDINATOR)
-class CoordinatorStarted(Event, frozen=True, kw_only=True):
+class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """First record of every coordinator incarnation."""
 
     incarnation: int
@@ -23,6 +42,7 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True):
     settings: Settings
     clock_ns: int  #: this machine's time of day; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
+    origin: Origin | None = None  #: of a fork, in its first record
 
 
 @reported_by(

@@ -61,9 +61,10 @@ class Bench:
         capacity: int = 8,
         num_train: int = 40,
         num_eval: int = 0,
+        origin: ev.Origin | None = None,
         **changes: Any,
     ) -> None:
-        self.machine = Machine()
+        self.machine, self.origin = Machine(), origin
         self.now_ms = 0
         self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
         self.nodes = [f"node-{i}" for i in range(nodes)]
@@ -132,7 +133,8 @@ class Bench:
     # --- starting -----------------------------------------------------------------------------
 
     def started(self, incarnation: int = 1) -> ev.CoordinatorStarted:
-        return coordinator_started(self.settings, incarnation)
+        started = coordinator_started(self.settings, incarnation)
+        return msgspec.structs.replace(started, origin=self.origin)
 
     def joining(self, name: str, boot: str = "a") -> ev.ActorJoined:
         return ev.ActorJoined(
@@ -152,21 +154,32 @@ class Bench:
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
             "relay": ev.RelayReady(address="here", bulk=f"{name}:1"),
-            "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
+            "trainer": self.trainer_ready(),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
         }
         return self.say(name, events[name.rpartition("-")[0]])
 
+    def trainer_ready(self, *checkpoints: ev.Checkpoint) -> ev.TrainerReady:
+        """With what a fork began with beside those that it has made."""
+        if (o := self.origin) is not None:
+            first = ev.Checkpoint(version=o.version, step=o.step, path="origin", digest=o.digest)
+            checkpoints = (first, *checkpoints)
+        return ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
+
     def start(self) -> list[Command]:
-        """All processes join, version 0 is published and loaded; returns the last commands."""
+        """All processes join, the first version is published and loaded; returns the last
+        commands."""
         for name in (*self.nodes, "store-0", *self.relays, "trainer-0", *self.names):
             self.join(name)
         for name in ("store-0", *self.relays, "trainer-0", *self.names):
             self.ready(name)
         self.link_all()
-        self.publish(0, 0)
+        version, step = self.state.first_version, self.state.first_step
+        if self.origin is not None:
+            self.say("trainer-0", ev.CheckpointLoaded(version=version, step=step))
+        self.publish(version, step)
         for name in self.state.chain[1:]:
-            self.receive(name, 0)
+            self.receive(name, version)
         return self.load_all()
 
     # --- weights ------------------------------------------------------------------------------

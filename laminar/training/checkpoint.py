@@ -17,9 +17,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,30 +25,28 @@ from torch import Tensor
 from laminar.config import ConfigError
 from laminar.rundir import RESUME_FILE
 from laminar.training import resume
+from laminar.training.file_digests import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    check_digests,
+    write_digests,
+)
 from laminar.training.learner import Learner
 from laminar.training.model import named_weights
 from laminar.training.moments import restore_moments
 from laminar.training.resume import CheckpointError, ForeignError, Resume
 
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-DIGESTS_FILE = "digests.json"
-BLOCK = 1 << 24
-"""Bytes that are read at a time."""
-
 
 def save(directory: Path, moments: Mapping[str, Tensor]) -> None:
     """Complete a directory that has all but the optimizer; OSError from the disk."""
     save_tensors(directory / OPTIMIZER_FILE, moments)
-    names = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
-    digests = {name: _digest(directory / name) for name in names}
-    (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
+    write_digests(directory)
 
 
 def load(directory: Path, learner: Learner) -> Resume:
     """Have the learner as it was."""
     try:
-        _check(directory)
+        check_digests(directory)
         found = resume.decode((directory / RESUME_FILE).read_bytes())
         _load_weights(directory / MODEL_FILE, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
@@ -76,21 +72,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
 
 
-def _check(directory: Path) -> None:
-    """Every file is as it was written."""
-    try:
-        digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
-    for name in (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE):
-        digest = _digest(directory / name)
-        if digest != digests.get(name):
-            raise CheckpointError(
-                f"its {name} is damaged: it has digest {digest}, and was written with "
-                f"{digests.get(name, 'none')}"
-            )
-
-
 def _load_weights(path: Path, learner: Learner) -> None:
     weights = dict(named_weights(learner.policy.model))
     with safe_open(path, framework="pt") as file:
@@ -107,12 +88,3 @@ def _load_weights(path: Path, learner: Learner) -> None:
                 )
             with torch.no_grad():
                 tensor.copy_(saved)
-
-
-def _digest(path: Path) -> str:
-    """xxh3_128 of a file."""
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()

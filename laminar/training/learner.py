@@ -187,11 +187,14 @@ class Learner:
         )
 
     def restore(self, facts: LearnerFacts) -> None:
-        """The rest of a checkpoint whose parameters and optimizer are there; ForeignError."""
-        if facts.reference != self.reference_digest:
+        """The rest of a checkpoint whose parameters and optimizer are there; ForeignError.
+
+        A fork may have a KL term where the other run had none.
+        """
+        if facts.reference and self.reference_digest not in ("", facts.reference):
             raise ForeignError(
-                f"its KL term compares with a reference of digest {facts.reference or 'none'}, "
-                f"and model.name has {self.reference_digest or 'none'} now"
+                f"its KL term compares with a reference of digest {facts.reference}, and "
+                f"model.name has {self.reference_digest} now"
             )
         self._limits.restore(facts.moved)
 

@@ -31,6 +31,7 @@ SMALL = [
     "data.train_batch_size=4",
     "data.val_size=32",
     "data.dataset_size=2000",
+    "trainer.save_freq=2",
 ]
 
 

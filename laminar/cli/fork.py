@@ -1,0 +1,161 @@
+"""laminar fork RUN --at-step N: a new run that begins with a checkpoint of another one.
+
+Reads   config.toml, checkpoints and the event log of RUN, active or ended; settings of the words
+Writes  a run directory of its own, as laminar train does, with the checkpoint in origin/
+Starts  the processes of the run
+
+The files of the checkpoint are linked where the file system can do that, else copied: RUN may be
+removed once the fork has begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar.analysis.origins import origin_of
+from laminar.cli.arguments import run_config
+from laminar.cli.train import Beginning, begin, place_of
+from laminar.config import Config, ConfigError, load
+from laminar.events.of_coordinator import Origin
+from laminar.rundir import CHECKPOINTS_DIR, CONFIG_FILE, ORIGIN_DIR, ORIGIN_FILE, RESUME_FILE
+from laminar.training.file_digests import check_digests
+from laminar.training.resume import CheckpointError, decode
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "begin a new run with a checkpoint of another one"
+    parser = subparsers.add_parser("fork", help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--at-step", type=int, metavar="N", required=True)
+    parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
+    parser.add_argument(
+        "--move-old", action="store_true", help="move an existing run directory aside"
+    )
+    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
+    parser.set_defaults(function=fork, resume=None)
+
+
+def fork(arguments: argparse.Namespace) -> int:
+    """As `laminar train`, with what RUN had after that step; the new run's exit code."""
+    run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
+    before = run_config(run)
+    directory = _checkpoint(run, step)
+    config = load([run / CONFIG_FILE], [*_defaults(run, step, overrides), *overrides])
+    _check(before, config, run, step)
+    run_dir = place_of(config, arguments.move_old)
+    origin = _origin(before, run, directory)
+    lines = [
+        f"begins     with step {step} of {run}, version {origin.version}",
+        f"data       goes on there: {len(origin.unfinished)} prompts that had no end begin anew",
+        *(f"changed    {change}" for change in _changes(before, config)),
+    ]
+    forked = Beginning(step, lines, lambda to: _take(directory, origin, to))
+    return begin(config, run_dir, arguments, forked)
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    there = _checkpoints(run)
+    if step in there:
+        return there[step]
+    steps = ", ".join(map(str, there))
+    which = f"those there are have step {steps}" if steps else "there is none to train on from"
+    raise ConfigError(f"{run} has no checkpoint of step {step}: {which}")
+
+
+def _checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Directories of those that training can go on from, by step, ascending."""
+    files = [
+        *(run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}"),
+        *run_dir.glob(f"{ORIGIN_DIR}/{RESUME_FILE}"),
+    ]
+    found = {}
+    for file in files:
+        try:
+            found[decode(file.read_bytes()).step] = file.parent
+        except (CheckpointError, OSError):
+            continue  # damaged, or removed by a run that goes on
+    return dict(sorted(found.items()))
+
+
+def _defaults(run: Path, step: int, overrides: list[str]) -> list[str]:
+    """A name beside RUN; the scope that RUN found for its reward functions is none for others."""
+    beside = run.absolute()
+    found = [f"run.output_dir={beside.parent}", f"run.name={beside.name}-step-{step}"]
+    if any(setting.startswith("reward.") for setting in overrides):
+        found.append("reward.scope=auto")
+    return found
+
+
+def _check(before: Config, config: Config, run: Path, step: int) -> None:
+    """What would make the checkpoint useless."""
+    if config.model.name != before.model.name or config.is_emulated != before.is_emulated:
+        key = "model.name" if config.model.name != before.model.name else "rollout.engine"
+        old, new = (_value(c, key) for c in (before, config))
+        raise ConfigError(
+            f"{key} = {new!r} is another model than that of {run}, {old!r}: a fork keeps it; to "
+            "begin with another model, use laminar train"
+        )
+    if config.run_dir.absolute() == run.absolute():
+        raise ConfigError(f"run.name = {config.run.name!r} is the run that is forked; give another")
+    total = config.trainer.total_training_steps
+    if 0 < total <= step:
+        raise ConfigError(
+            f"trainer.total_training_steps = {total} leaves a fork at step {step} nothing to do; "
+            "give a larger number"
+        )
+
+
+def _origin(before: Config, run: Path, directory: Path) -> Origin:
+    """The checkpoint is whole, and the log has it."""
+    try:
+        if not before.is_emulated:  # such a one has no digests
+            check_digests(directory)
+        resume = decode((directory / RESUME_FILE).read_bytes())
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(
+            f"checkpoint {directory} cannot be trained on: {error}; fork at another step"
+        ) from error
+    return origin_of(run, resume.step, resume.version, resume.digest)
+
+
+def _changes(before: Config, config: Config) -> Iterator[str]:
+    old, new = (dict(_flat(msgspec.to_builtins(c))) for c in (before, config))
+    for key, value in new.items():
+        if value != old.get(key) and key != "run.name":
+            yield f"{key} = {value!r}, was {old.get(key)!r}"
+
+
+def _value(config: Config, key: str) -> Any:
+    return dict(_flat(msgspec.to_builtins(config)))[key]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _take(directory: Path, origin: Origin, run_dir: Path) -> None:
+    """Have the checkpoint in the new run directory; OSError."""
+    target = run_dir / ORIGIN_DIR
+    shutil.copytree(directory, target, copy_function=_link_or_copy)
+    (target / ORIGIN_FILE).unlink(missing_ok=True)  # of a run that is a fork itself
+    (target / ORIGIN_FILE).write_bytes(msgspec.json.encode(origin))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

@@ -1,0 +1,55 @@
+"""Digests of the files of a checkpoint: what was written is what is there.
+
+Reads   a directory with digests.json, and the files that it names
+Writes  digests.json
+Gives   `write_digests`, `check_digests`; CheckpointError for what is damaged
+
+Without torch: a fork is refused before anything is started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from laminar.rundir import RESUME_FILE
+from laminar.training.resume import CheckpointError
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+DIGESTS_FILE = "digests.json"
+DIGESTED = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
+BLOCK = 1 << 24
+"""Bytes that are read at a time."""
+
+
+def write_digests(directory: Path) -> None:
+    """Of all that training goes on from; OSError from the disk."""
+    digests = {name: _digest(directory / name) for name in DIGESTED}
+    (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
+
+
+def check_digests(directory: Path) -> None:
+    """Every file is as it was written; CheckpointError, OSError."""
+    try:
+        digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
+    for name in DIGESTED:
+        digest = _digest(directory / name)
+        if digest != digests.get(name):
+            raise CheckpointError(
+                f"its {name} is damaged: it has digest {digest}, and was written with "
+                f"{digests.get(name, 'none')}"
+            )
+
+
+def _digest(path: Path) -> str:
+    """xxh3_128 of a file."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()
