@@ -200,6 +200,7 @@ class Tick:
                 boot_id=hello.boot_id,
                 node=hello.info.get("node", ""),
                 pid=int(pid) if (pid := hello.info.get("pid", "")).isdigit() else 0,
+                node_boot=hello.info.get("node_boot", ""),
             )
             self._apply(hello.name, 0, 0, joined, time_ns)
             self._heard_ns[hello.boot_id] = now_ns

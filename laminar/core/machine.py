@@ -26,6 +26,7 @@ from laminar.core import (  # whose handlers register themselves
     lifecycle,  # noqa: F401
     membership,  # noqa: F401
     publishing,  # noqa: F401
+    readiness,  # noqa: F401
     redo,  # noqa: F401
     relays,  # noqa: F401
     resumption,  # noqa: F401

@@ -1,7 +1,7 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
-Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, ...Ready
-Writes  state.actors, state.replicas
+Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeHeard
+Writes  state.actors
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so events
@@ -9,27 +9,27 @@ from a dead or paused process carry a smaller number and are refused. Nothing he
 silence arrives as HeartbeatLost.
 
 When only the node is silent, its processes go on; but one of them that is lost is not started
-again until the node is heard or another one has its place.
+again until the node is heard or another one has its place. A node that is lost takes its processes
+with it. They have the time of a start to come back, with a new process of it; what a former process
+of it has started is refused.
 """
 
 from __future__ import annotations
 
-from laminar import ids
-from laminar.core import forks, keys, lifecycle, publishing, recovery, redo, relays, store_restarts
+from laminar.core import keys, lifecycle, recovery, redo, relays, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import (
     add_actor,
-    add_replica,
     clear_timer,
     end_actor,
     indexes_of,
-    master_relay,
     trainer,
 )
 from laminar.core.registry import ENDS_RUN, LOSES_ACTOR, handles
-from laminar.core.state import Actor, Packing, Replica, State
+from laminar.core.rules import NODE_RESTARTS, applies
+from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
-from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
+from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
@@ -74,19 +74,23 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         relays.set_head(ctx)
     elif event.role == Role.ROLLOUT and state.newest >= 0:
         ctx.clear_timer(keys.START)  # it was all that the start still waited for
+    elif event.role == Role.NODE and applies(state.settings, NODE_RESTARTS):
+        _await_machine(ctx, event.name)
 
 
 def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
-    if event.role == Role.RELAY and event.name != _relay_of(event.node):
+    if event.role == Role.RELAY and event.name != relays.name_of(event.node):
         return f"{event.name!r} is no name for the relay of {event.node!r}"
     known = ctx.state.actors.get(event.name)
     if known is not None and known.role != event.role:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
-    if relays.ending(ctx.state) and not store_restarts.may_join(ctx.state, event.role):
+    if relays.ending(ctx.state) and not _joins_late(ctx.state, event):
         return "the run is ending"
+    if not _of_its_node(ctx.state, event):
+        return f"{event.node} was lost or replaced since it has started this process"
     first = trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not redo.comes_back(ctx.state, first.name):
         return ""
@@ -94,12 +98,19 @@ def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
     return "" if same else f"the trainer of this run is {first.name} on {first.node}"
 
 
-def _relay_of(node: str) -> str:
-    """Name of the relay of a machine; empty for what is no name of one."""
-    try:
-        return ids.actor_name(Role.RELAY, node, 0)
-    except ValueError:
-        return ""
+def _joins_late(state: State, event: ev.ActorJoined) -> bool:
+    """While the run ends: the store, and a node that starts it again."""
+    if event.role != Role.NODE:
+        return store_restarts.may_join(state, event.role)
+    there = _actors_of(state, event.name) if applies(state.settings, NODE_RESTARTS) else []
+    return any(_is_needed(state, actor) for actor in there)
+
+
+def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
+    """The process that has started it is that of its node; one that names none may be."""
+    node = state.actors.get(event.node)
+    present = node.boot_id if node is not None and node.alive else ""
+    return event.role == Role.NODE or event.node_boot in ("", present)
 
 
 @handles(ev.ActorLeft, valid=anything, leads_to=LOSES_ACTOR)
@@ -235,13 +246,24 @@ def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
 
 
 def on_rejoin_expired(ctx: Context, name: str) -> None:
-    """A restarted process did not come back."""
-    _gone_for_good(ctx, name, f"{name} was restarted and never joined")
+    """A restarted process did not come back, or its node did not."""
+    actor = ctx.state.actors.get(name)
+    node = ctx.state.actors.get(actor.node) if actor is not None else None
+    if node is None or node.alive:
+        why = f"{name} was restarted and never joined"
+    else:
+        why = f"{name} is lost with its machine {node.name}, and no other node has its place"
+    _gone_for_good(ctx, name, why)
 
 
 def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
-    """It is not started again. True if the run cannot go on without it, and ends."""
+    """It is not started again. True if the run cannot go on without it, and ends.
+
+    A node may be replaced yet: its processes have a time to come back.
+    """
     actor = ctx.state.actors.get(name)
+    if actor is not None and actor.role == Role.NODE and applies(ctx.state.settings, NODE_RESTARTS):
+        return False
     if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
         ctx.clear_timer(keys.rejoin(name))
         return lifecycle.fail(ctx, f"the store is lost: {why}", 1)
@@ -291,104 +313,33 @@ def _ends_run(state: State, actor: Actor) -> bool:
 
 
 def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> None:
-    """Its processes are no longer watched: they are lost with it.
-
-    A new process that has its name starts them all anew; they have a time for it.
-    """
+    """Its processes are no longer watched: they are lost with it."""
     state, there = ctx.state, _actors_of(ctx.state, node)
+    comes_back = applies(state.settings, NODE_RESTARTS)
     needed = (a for a in there if a.role in SINGLE_ROLES)
-    if any(a.alive or keys.rejoin(a.name) in state.timers for a in needed):
+    if not comes_back and any(a.alive or keys.rejoin(a.name) in state.timers for a in needed):
         lifecycle.fail(ctx, f"{node} is lost: {reason}", 1)
         return
     for actor in there:
         if actor.alive:
-            actor_lost(ctx, actor.name, f"its machine {node} is lost")
-        if replaced and not relays.ending(state):
+            why = f"its machine {node} is lost: {reason}"
+            actor_lost(ctx, actor.name, why, blame=not comes_back)
+        ctx.clear_timer(keys.rejoin(actor.name))
+        if replaced and not comes_back and not relays.ending(state):
             ctx.set_timer(keys.rejoin(actor.name), state.settings.start_timeout_ms)
-        else:
-            ctx.clear_timer(keys.rejoin(actor.name))
-    if not replaced:
+    if comes_back:
+        _await_machine(ctx, node)
+    elif not replaced:
         _gone_for_good(ctx, node, f"{node}: {reason}")
+
+
+def _await_machine(ctx: Context, node: str) -> None:
+    """A new process of the node starts its processes anew; they have a time for it."""
+    for actor in _actors_of(ctx.state, node):
+        if not actor.alive and _is_needed(ctx.state, actor):
+            ctx.set_timer(keys.rejoin(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[Actor]:
     """All processes of its machine but itself, also those that are lost."""
     return [a for a in state.actors.values() if a.node == node and a.role != Role.NODE]
-
-
-def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
-    """Or it would wait for work that never fits."""
-    return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
-
-
-@handles(
-    ev.ReplicaReady,
-    valid=_holds_a_group,
-    leads_to=(cmd.PullWeights, cmd.ScoreTrajectories, cmd.PinVersion, cmd.EndTrajectories),
-)
-def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
-    """An engine can take work once it has weights."""
-    state, name = ctx.state, ctx.stamped.peer
-    if name in state.replicas:
-        return ctx.ignore("repeat")
-    state.actors[name].ready = True
-    node = state.actors[name].node
-    replica = Replica(
-        name=name,
-        relay=_relay_of(node),
-        capacity=event.max_num_seqs,
-        progress_ns=ctx.stamped.time_ns,
-    )
-    if state.settings.repack_policy:
-        replica.packing = Packing(max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens)
-    add_replica(state, replica)
-    if replica.relay not in state.relays and keys.rejoin(replica.relay) not in state.timers:
-        ctx.set_timer(keys.rejoin(replica.relay), state.settings.start_timeout_ms)
-    ctx.set_timer(keys.progress(name), state.settings.stall_ms)
-    ctx.touch(name)
-
-
-@handles(
-    ev.RelayReady, valid=anything, leads_to=(cmd.PublishWeights, cmd.ForwardWeights, cmd.PinVersion)
-)
-def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
-    """It takes its place in the chain; that of the trainer's machine needs what the trainer has."""
-    if _ready(ctx):
-        relay = relays.join(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
-        if relay is master_relay(ctx.state):
-            publishing.owe_republish(ctx)
-
-
-def _ready(ctx: Context) -> bool:
-    """The sender can do its work; False if that was known."""
-    actor = ctx.state.actors[ctx.stamped.peer]
-    if actor.ready:
-        ctx.ignore("repeat")
-        return False
-    actor.ready = True
-    return True
-
-
-def _row_counts(state: State, event: ev.DataLoaded) -> bool:
-    """Steps need rows; a run without a number of steps may have none, and only evaluates."""
-    least = 1 if state.settings.total_steps else 0
-    return least <= event.num_train <= ROWS_MAX and 0 <= event.num_eval <= ROWS_MAX
-
-
-@handles(
-    ev.DataLoaded,
-    valid=_row_counts,
-    leads_to=(cmd.PublishWeights,),
-)
-def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
-    """The store has the prompts; now their number is known, and stays what it is: a store that is
-    started again refuses other data."""
-    state, restarted = ctx.state, store_restarts.is_restarted(ctx.state, Role.STORE)
-    known = state.num_train >= 0
-    if known and not restarted:
-        return ctx.ignore("repeat")
-    if _ready(ctx) and restarted:
-        store_restarts.ready(ctx, ctx.stamped.peer)
-    if not known:
-        state.num_train, state.num_eval = event.num_train, event.num_eval
-        forks.data_loaded(state, event)

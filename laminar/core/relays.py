@@ -301,6 +301,14 @@ def _move_slow(ctx: Context) -> None:
 # --- machines ---------------------------------------------------------------------------------
 
 
+def name_of(node: str) -> str:
+    """The relay of a machine; empty for what is no name of one."""
+    try:
+        return ids.actor_name(Role.RELAY, node, 0)
+    except ValueError:
+        return ""
+
+
 def can_work(state: State) -> bool:
     """Some replica lives whose machine has a relay or may get it back, or may itself come back."""
     if state.phase == Phase.STARTING and any(

@@ -92,6 +92,12 @@ RUN_RESUMES = Rule(
     "a run whose processes have all ended is over",
     "it goes on with new ones: what they had is lost work, to be redone or started again",
 )
+NODE_RESTARTS = Rule(
+    "node-restarts",
+    4,
+    "a machine that is lost does not come back; the loss of that of store or trainer ends the run",
+    "its processes have the time of a start to come back, with a new process of its node",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -102,6 +108,7 @@ RULES = (
     TRAINER_RESUMES,
     START_NEEDS_REPLICA,
     RUN_RESUMES,
+    NODE_RESTARTS,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

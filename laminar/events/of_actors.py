@@ -23,6 +23,7 @@ class ActorJoined(Event, frozen=True, kw_only=True):
     boot_id: str
     node: str
     pid: int
+    node_boot: str = ""  #: of the process of its node that started it
 
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.StopActor,))

@@ -136,17 +136,18 @@ class Bench:
         started = coordinator_started(self.settings, incarnation)
         return msgspec.structs.replace(started, origin=self.origin)
 
-    def joining(self, name: str, boot: str = "a") -> ev.ActorJoined:
+    def joining(self, name: str, boot: str = "a", node_boot: str = "") -> ev.ActorJoined:
         return ev.ActorJoined(
             name=name,
             role=name.rpartition("-")[0],
             boot_id=f"{name}/{boot}",
             node=machine_of(name),
             pid=1,
+            node_boot=node_boot,
         )
 
-    def join(self, name: str, boot: str = "a") -> list[Command]:
-        return self.hear(name, 0, self.joining(name, boot))
+    def join(self, name: str, boot: str = "a", node_boot: str = "") -> list[Command]:
+        return self.hear(name, 0, self.joining(name, boot, node_boot))
 
     def ready(self, name: str) -> list[Command]:
         events: dict[str, Event] = {

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from laminar import ids
+from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
@@ -28,6 +29,7 @@ from laminar.testing.world_parts import (
     Process,
     Publish,
     Receive,
+    Replace,
     Row,
     Save,
     Silence,
@@ -40,6 +42,7 @@ from laminar.testing.world_trainer import Trainers
 class Actors(Trainers):
     """Store, trainer, relays, replicas and the strategy; what World adds is its clock and voice."""
 
+    machine: Machine
     settings: Settings
     strategy: Process
     now: int
@@ -57,6 +60,7 @@ class Actors(Trainers):
             boot_id=process.boot_id,
             node=process.node,
             pid=1000 + process.boot,
+            node_boot="" if process.role == "node" else self.processes[process.node].boot_id,
         )
         self.deliver(process.name, 0, 0, joined)
 
@@ -84,6 +88,9 @@ class Actors(Trainers):
         if command.boot_id == process.boot_id:
             process.incarnation = command.incarnation
             self.ready(process)
+            for waiting in list(self.machine.state.commands.values()):
+                if waiting.command.to == process.name and waiting.command is not command:
+                    self.obey(waiting.command, waiting.command_id)
 
     def _do_RefuseActor(self, process: Process, command: Command, _: int) -> None:
         process.alive = False
@@ -251,7 +258,7 @@ class Actors(Trainers):
         rows = []
         for ending in command.endings:
             row = self.rows.setdefault(ending.trajectory_id, Row())
-            assert not row.end, "ended twice"
+            assert row.end in ("", ending.end), "ended twice"  # again, by another process
             row.end, row.placement = ending.end, ending.placement
             rows.append(
                 ev.EndedTrajectory(
@@ -292,6 +299,8 @@ class Actors(Trainers):
             self._lose(process, item.how)
         elif isinstance(item, Start):
             self._start(self.processes[item.name])
+        elif isinstance(item, Replace):
+            self._replace_machine(process)
         elif isinstance(item, Silence):
             self._pause_node(process)
         elif isinstance(item, Wake):

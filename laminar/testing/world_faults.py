@@ -17,6 +17,7 @@ from laminar.testing.world_parts import (
     Kill,
     Lose,
     Process,
+    Replace,
     Row,
     Silence,
     Start,
@@ -47,6 +48,8 @@ class FaultyProcesses:
         last = list(self.processes.values())[-1].node
         if process.node == last != "node-0" and self.faults.lose_machine_at_s and not process.boot:
             self.later(process, self.faults.lose_machine_at_s, Die())
+        if process.name == "node-0" and self.faults.replace_machine_at_s and not process.boot:
+            self.later(process, self.faults.replace_machine_at_s, Replace())
         if process.name == last != "node-0" and self.faults.silent_node_at_s:
             self.later(process, self.faults.silent_node_at_s, Silence())
 
@@ -91,6 +94,23 @@ class FaultyProcesses:
         dead = self._end_process(process)
         self._start(process)
         self._exited(process, dead, restarting=True)
+
+    def _replace_machine(self, node: Process) -> None:
+        """All of it ends in the same moment; sometimes that is noticed before the new node."""
+        children = [p for p in self.processes.values() if p.node == node.name and p is not node]
+        incarnation = node.incarnation
+        for process in (node, *children):
+            self._end_process(process)
+        node.waiting.clear()
+        if self.random.random() < 0.3:
+            self.say_own(
+                ev.HeartbeatLost(actor=node.name, actor_incarnation=incarnation, silent_ms=9_000)
+            )
+        node.silent = False
+        self._start(node)
+        for process in children:
+            seconds = self.random.uniform(0.1, self.faults.restart_s)
+            self.later(node, seconds, Start(process.name))
 
     def _end_process(self, process: Process) -> str:
         """What it had sampled and flushed stays in the store; returns the ended boot id."""

@@ -93,6 +93,7 @@ class Faults:
     slow_release: float = 0.0  #: a replica takes long to hand over what it gives away
     deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
     lose_machine_at_s: float = 0.0  #: the last machine is lost and stays lost, 0: never
+    replace_machine_at_s: float = 0.0  #: the first machine is lost and comes back, 0: never
     silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
@@ -182,6 +183,11 @@ class Start:
     """A node has started the process again."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """A node dies with its processes, and a new one starts them anew."""
 
 
 SILENCE_S = 3.0

@@ -60,7 +60,7 @@ def _spoil(value: Any, chance: random.Random) -> Any:
         return chance.choice((*NUMBERS, value - 1, value + 1))
     if isinstance(value, str):
         return chance.choice(TEXTS)
-    if isinstance(value, tuple) and value and isinstance(value[0], ev.EndedTrajectory | ev.LeftOut):
+    if isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct):
         return tuple(spoiled(row, chance) for row in value)
     if isinstance(value, tuple) and value:
         return chance.choice(NUMBER_LISTS if isinstance(value[0], int) else GROUP_LISTS)

@@ -317,14 +317,6 @@ def test_loss_of_the_store_ends_the_run_and_leaves_the_books_open() -> None:
     assert bench.state.ledger.trajectories.live == 2
 
 
-def test_loss_of_a_node_ends_the_run() -> None:
-    """The lease of a node ran out: nobody can restart its processes."""
-    bench = small()
-    bench.start()
-    bench.own(ev.HeartbeatLost(actor="node-0", actor_incarnation=1, silent_ms=9_000))
-    assert bench.state.failure == "node-0 is lost: nothing was heard from it for 9000 ms"
-
-
 def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> None:
     """A mistake in the model's path is the user's; out of memory is not."""
     for user_error, code in ((True, 2), (False, 1)):

@@ -299,13 +299,6 @@ def test_one_that_joins_and_is_never_ready_ends_the_run() -> None:
     assert NAME in bench.state.failure
 
 
-def test_its_machine_is_lost_while_it_is_away() -> None:
-    bench = run(1)
-    bench.kill(NAME)
-    bench.silent("node-0")
-    assert "node-0 is lost" in bench.state.failure
-
-
 @pytest.mark.parametrize("when", ["train", "load", "redo"])
 def test_one_that_hangs_is_restarted(when: str) -> None:
     bench = run(1, in_training=True)

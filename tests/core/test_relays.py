@@ -486,13 +486,6 @@ def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
     assert not bench.state.failure
 
 
-def test_last_machine_with_replicas_ends_the_run() -> None:
-    bench = started(nodes=2)
-    bench.kill("rollout-0", restarting=False)
-    bench.say("node-1", ev.ActorLeft())
-    assert bench.state.failure == "no replica is left: node-1: left the run"
-
-
 def test_machine_lost_during_the_start_is_done_without() -> None:
     bench = Bench(nodes=2)
     for name in ("node-0", "node-1", "rollout-0", "relay-1"):

@@ -154,13 +154,6 @@ def test_a_silent_node_starts_no_other() -> None:
     assert bench.state.failure.startswith("the store is lost: store-0: nothing was heard")
 
 
-def test_its_machine_is_lost_while_it_is_away() -> None:
-    bench = trained()
-    bench.kill("store-0")
-    bench.own(ev.HeartbeatLost(actor="node-0", actor_incarnation=1, silent_ms=30_000))
-    assert bench.state.failure.startswith("node-0 is lost")
-
-
 def test_no_replica_stalls_meanwhile() -> None:
     """What waits for the store samples nothing; it has its whole time again afterwards."""
     bench = trained(stall_ms=30_000)
