@@ -2,7 +2,7 @@
 
 Reads   recovery.max_restarts, recovery.restart_window_s, coordinator.start_timeout_s; the times at
         which it ended
-Gives   RestartLimit: the pause before each restart, or why there is none
+Gives   RestartLimit: the pause before each restart, or why there is none; node_again
 
 Pure: nodes ask it for their actors, `laminar train` for its nodes, and the simulator for both. The
 first restart within the window comes at once: one end in an hour is mostly none of the program's
@@ -12,9 +12,14 @@ doubles up to 60 s; but the coordinator waits for a start no longer than start_t
 
 from __future__ import annotations
 
+from laminar import exit_codes
 from laminar.config import Config
 
 PAUSE_MAX_S = 60.0
+NODE_ENDS = (exit_codes.COMPLETE, exit_codes.USER_ERROR, exit_codes.TERMINATED)
+"""After which a node is not started again: in good order, by a mistake, by SIGTERM."""
+REFUSED_PAUSE_S = 1.0
+"""Before one that the coordinator has not taken is tried again, at least: the run may be ending."""
 
 
 class RestartLimit:
@@ -35,3 +40,13 @@ class RestartLimit:
             return f"it has been started again {times}, and recovery.max_restarts is {self._most}"
         self._at_s.append(now_s)
         return min(2.0 ** min(count - 1, 10), self._pause_max_s) if count else 0.0
+
+
+def node_again(limit: RestartLimit, code: int, now_s: float) -> float | str:
+    """The same of a node that ended with this code; empty where it was to end."""
+    if code in NODE_ENDS:
+        return ""
+    pause_s = limit.ended(now_s)
+    if code == exit_codes.COORDINATOR_ABSENT and isinstance(pause_s, float):
+        return max(pause_s, REFUSED_PAUSE_S)
+    return pause_s

@@ -163,7 +163,7 @@ class Progress:
         for name, pid in pids.items():
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
-                self._print_line(f"{name} was lost, and its node has started it again")
+                self._print_line(f"{name} was lost, and has been started again")
         self._pids = pids
         for name in awaited:
             if name not in self._awaited:

@@ -2,8 +2,8 @@
 
 Reads   coordinator.json of the run, exit codes of its processes, signals
 Writes  requests to the standard input of the coordinator; shows progress
-Starts  laminar-coord, and a laminar-node for each machine played; starts a coordinator that died
-        again
+Starts  laminar-coord, and a laminar-node for each machine played (machines.py); starts one that
+        died again
 
 Ctrl-C, SIGTERM or SIGHUP end the run in good order (the step in training is completed, the model
 exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. If this process
@@ -27,6 +27,7 @@ from rich.console import Console
 
 from laminar import exit_codes
 from laminar.cli.early import EarlyNode
+from laminar.cli.machines import Machines
 from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
@@ -69,6 +70,7 @@ class Supervisor:
         self.progress = Progress(lock.run_dir, console)
         self._asked, self._early = asked, early
         self._told = Asked.NOTHING  #: what the present coordinator knows of it
+        self._nodes = Machines(config, self._start_node, self.progress.note)
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
         )
@@ -76,7 +78,7 @@ class Supervisor:
     def run(self) -> Over:
         """Until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
-        self._nodes = [self._start_node(index) for index in range(self.config.run.nodes)]
+        self._nodes.begin(self._start_first)
         with self.progress:
             over = self._watch()
             if over.reason and not self._lock.lost():  # that is printed last
@@ -104,6 +106,8 @@ class Supervisor:
                 self._start_coordinator()
                 again_s = None
             self._hand_on()
+            if self._asked.level < Asked.NOW:
+                self._nodes.look(now)
             code = self._coordinator.poll(now)
             if code is None or again_s is not None:
                 continue
@@ -128,13 +132,18 @@ class Supervisor:
         self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
         self._told = Asked.NOTHING
 
+    def _start_first(self, index: int) -> Process:
+        """The node that imports already, if there is one."""
+        if not self._early:
+            return self._start_node(index)
+        return self._early[index].go([str(self.run_dir), *self._words(index)], self._lock.fd)
+
     def _start_node(self, index: int) -> Process:
-        name, address = f"node-{index}", f"127.0.0.{index + 1}"
+        return self._start("laminar.cli.node", *self._words(index))
+
+    def _words(self, index: int) -> list[str]:
         roles = ",".join([*roles_of(index)[:-1], f"rollout:{self.config.rollout.replicas}"])
-        words = ["--name", name, "--roles", roles, "--host", address]
-        if self._early:
-            return self._early[index].go([str(self.run_dir), *words], self._lock.fd)
-        return self._start("laminar.cli.node", *words)
+        return ["--name", f"node-{index}", "--roles", roles, "--host", f"127.0.0.{index + 1}"]
 
     def _start(self, module: str, *options: str) -> Process:
         """In a session of its own: Ctrl-C is ours to hand on. It sees our end by its stdin's."""
@@ -177,15 +186,15 @@ class Supervisor:
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
                 self._coordinator.process.kill()
-            for index, node in enumerate(self._nodes):
+            for name, node in self._nodes:
                 if number and node.poll() is None:
-                    self.progress.note(f"ending node-{index} ({signal.Signals(number).name}) ...")
+                    self.progress.note(f"ending {name} ({signal.Signals(number).name}) ...")
                     os.killpg(node.pid, number)
             self._wait_for_processes(wait_s, killed=number == signal.SIGKILL)
 
     def _wait_for_processes(self, wait_s: float, *, killed: bool) -> None:
         deadline = time.monotonic() + wait_s
-        for process in (*self._nodes, self._coordinator.process):
+        for process in (*(node for _, node in self._nodes), self._coordinator.process):
             while process.poll() is None and time.monotonic() < deadline:
                 if self._asked.level == Asked.BY_FORCE and not killed:
                     return

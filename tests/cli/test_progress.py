@@ -120,7 +120,7 @@ def test_who_comes_back_before_anybody_has_looked_is_told_as_well(tmp_path: Path
         (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"processes": {"store-0": pid}}))
         progress._draw()
     told = [line for line in file.getvalue().splitlines() if "store-0" in line]
-    assert told == ["store-0 was lost, and its node has started it again"]
+    assert told == ["store-0 was lost, and has been started again"]
 
 
 def show(run_dir: Path, terminal: bool, *changes: dict[str, Any]) -> str:

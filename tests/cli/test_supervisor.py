@@ -117,7 +117,7 @@ def test_at_once_without_a_coordinator_waits_for_none(tmp_path: Path) -> None:
     over = supervisor.run()
     assert (over.code, over.reason) == (exit_codes.STOPPED_EARLY, "stopped at once: SIGQUIT")
     assert supervisor.heard.read_text() == "now SIGQUIT\n"
-    assert all(node.returncode == -signal.SIGTERM for node in supervisor._nodes)
+    assert all(node.returncode == -signal.SIGTERM for _, node in supervisor._nodes)
 
 
 def test_by_force_kills_what_does_not_listen(tmp_path: Path) -> None:

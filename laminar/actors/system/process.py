@@ -63,7 +63,11 @@ class SystemProcess:
             self.name,
             self.role,
             self.boot_id,
-            {"node": self.node, "pid": str(os.getpid())},
+            {
+                "node": self.node,
+                "pid": str(os.getpid()),
+                "node_boot": os.environ.get("LAMINAR_NODE_BOOT", ""),
+            },
             coordinator.heartbeat_ms,
             lambda body: host.obey(*decode_order(body)),
             host.welcomed,

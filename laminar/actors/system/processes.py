@@ -119,7 +119,10 @@ class MachineProcesses:
 
     async def _fork(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
         host, name = self._host, names[0]
-        environment: dict[str, str | None] = {"LAMINAR_BOOT": boot}
+        environment: dict[str, str | None] = {
+            "LAMINAR_BOOT": boot,
+            "LAMINAR_NODE_BOOT": host.boot_id,
+        }
         gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config))
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -110,13 +110,14 @@ class Boot:
         self.config, self.clock_offset_ns = world.config, 0
         self.log = Log(lambda what: world.coverage.hit(f"{self.role}:{what}"), self._raised)
         self.loop = SimLoop(self.now_ns, self.after, self._turned)  # type: ignore[abstract]
+        node_boot = "" if self.role == "node" else world.processes[self.node].boot_id
         self.link = ClientLink(
             self.name,
             self.role,
             self.boot_id,
             heartbeat_ns=world.scenario.heartbeat_ns,
             now_ns=world.scheduler.now,
-            info={"node": self.node, "pid": str(1000 + self.number)},
+            info={"node": self.node, "pid": str(1000 + self.number), "node_boot": node_boot},
         )
         #: what its engine is to generate, by the engine's name for it
         self.placed: dict[str, cmd.GenerateTrajectory] = {}

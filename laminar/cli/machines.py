@@ -1,0 +1,74 @@
+"""The nodes of `laminar train`: each is started again when it dies.
+
+Reads   exit codes of the nodes
+Starts  a laminar-node for each machine played, by way of `start`
+Gives   Machines
+
+Its processes have died with it; the new one starts them anew, and the coordinator goes on with
+them.
+How often and after which pauses: actors/restart_limit.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from laminar.actors.restart_limit import RestartLimit, node_again
+from laminar.config import Config
+
+Process = subprocess.Popen[bytes]
+
+
+@dataclass
+class Machine:
+    """One of them."""
+
+    name: str
+    process: Process
+    limit: RestartLimit
+    again_s: float | None = None  #: when it is started again; None: it lives, or is given up
+    over: bool = False  #: it is not started again
+
+
+class Machines:
+    """Those of one run."""
+
+    def __init__(
+        self, config: Config, start: Callable[[int], Process], note: Callable[[str], None]
+    ) -> None:
+        self._config, self._start, self._note = config, start, note
+        self._machines: list[Machine] = []
+
+    def begin(self, first: Callable[[int], Process]) -> None:
+        """Start all, for the first time by way of `first`."""
+        for index in range(self._config.run.nodes):
+            limit = RestartLimit(self._config)
+            self._machines.append(Machine(f"node-{index}", first(index), limit))
+
+    def look(self, now_s: float) -> None:
+        """Who has ended is started again in its time."""
+        for index, machine in enumerate(self._machines):
+            if machine.again_s is not None and now_s >= machine.again_s:
+                machine.process, machine.again_s = self._start(index), None
+            code = machine.process.poll()
+            if code is not None and machine.again_s is None and not machine.over:
+                self._ended(machine, code, now_s)
+
+    def _ended(self, machine: Machine, code: int, now_s: float) -> None:
+        pause_s = node_again(machine.limit, code, now_s)
+        if isinstance(pause_s, str):
+            machine.over = True
+            if pause_s:
+                self._note(f"{machine.name} ended with exit code {code}; {pause_s}")
+            return
+        machine.again_s = now_s + pause_s
+        self._note(
+            f"{machine.name} ended with exit code {code}, and its processes with it; starting it "
+            + (f"again in {pause_s:g} s" if pause_s else "again")
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Process]]:
+        """All processes, also those that have ended, by name."""
+        return ((machine.name, machine.process) for machine in self._machines)
