@@ -42,7 +42,9 @@ def origin_of(run_dir: Path, step: int, version: int, digest: str) -> ev.Origin:
         cursor=reader.cursor,
         seed=reader.order[0],
         shuffle=reader.order[1],
-        unfinished=reader.unfinished,
+        unfinished=tuple(
+            ev.Unfinished(group=group, row_index=row) for group, row in reader.unfinished.items()
+        ),
     )
 
 

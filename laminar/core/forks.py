@@ -38,9 +38,10 @@ def data_loaded(state: State, event: ev.DataLoaded) -> None:
         return
     same = (event.digest, event.num_train) == (origin.data, origin.num_train)
     if same:
-        state.cursor, state.again = origin.cursor, dict(origin.unfinished)
+        state.cursor = origin.cursor
+        state.again = {prompt.group: prompt.row_index for prompt in origin.unfinished}
     data = origin.data if same else ""
-    state.origin = msgspec.structs.replace(origin, unfinished={}, data=data)
+    state.origin = msgspec.structs.replace(origin, unfinished=(), data=data)
 
 
 def order_of(state: State, pass_index: int) -> tuple[int, bool]:

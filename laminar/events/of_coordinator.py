@@ -14,6 +14,13 @@ from laminar.ids import GroupId
 from laminar.roles import Role
 
 
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt that was handed out and has no end."""
+
+    group: GroupId
+    row_index: int = msgspec.field(name="row")
+
+
 class Origin(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
@@ -29,8 +36,7 @@ class Origin(
     cursor: int  #: next (pass * num_train + position) to hand out
     seed: int  #: that the pass of the cursor is ordered by
     shuffle: bool
-    #: prompts that it had handed out and not ended: row index by group, in the order of dispatch
-    unfinished: dict[GroupId, int] = {}
+    unfinished: tuple[Unfinished, ...] = ()  #: in the order of dispatch
 
 
 @reported_by(Role.COORDINATOR)

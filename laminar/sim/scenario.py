@@ -23,9 +23,12 @@ from laminar.config.tree import (
     RolloutConfig,
     TrainerConfig,
 )
+from laminar.core.dispatch import permutation
 from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
+from laminar.events.of_coordinator import Origin, Unfinished
+from laminar.ids import train_group
 from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.runtime.scheduler import MS, SECOND
@@ -34,6 +37,10 @@ T = TypeVar("T")
 
 START_TIMEOUT_MS = 120_000
 MAX_ERROR_PERMILLE = 500
+DATA_DIGEST = "data"
+"""What the store says of the prompts."""
+FORK_UNFINISHED, FORK_SAME_DATA = 0.2, 0.8
+"""Shares: of the prompts that the other run had not ended, and of forks that have its data."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
@@ -75,6 +82,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     kv_capacity: int
     checks: CheckConfig
+    origin: Origin | None = None  #: of a fork
 
     @property
     def lease_ns(self) -> int:
@@ -185,7 +193,34 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     )
     settings = msgspec.structs.replace(scenario.settings, save_freq=scenario.save_freq)
     scenario = msgspec.structs.replace(scenario, settings=settings)
+    scenario = _forked(scenario, config.work.fork_step)
     return _with_tails(scenario, repack, packing) if policy else scenario
+
+
+def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
+    """The same world, begun after so many steps of another run, with the rest of its prompts."""
+    chance = stream(scenario.seed, "fork")
+    step, settings, count = _pick_from(chance)(steps), scenario.settings, scenario.num_train
+    if not step:
+        return scenario
+    cursor, seed = chance.randrange(count), chance.randrange(1 << 32)
+    rows = permutation(seed, 0, count)
+    left = [at for at in range(cursor) if chance.random() < FORK_UNFINISHED]
+    origin = Origin(
+        run="another",
+        step=step,
+        version=step + chance.choice((0, 2)),
+        digest="of all its batches",
+        data=DATA_DIGEST if chance.random() < FORK_SAME_DATA else "of other data",
+        num_train=count,
+        cursor=cursor,
+        seed=seed,
+        shuffle=True,
+        unfinished=tuple(Unfinished(group=train_group(0, at), row_index=rows[at]) for at in left),
+    )
+    total = settings.total_steps and settings.total_steps + step
+    settings = msgspec.structs.replace(settings, total_steps=total)
+    return msgspec.structs.replace(scenario, origin=origin, settings=settings)
 
 
 def _with_tails(scenario: Scenario, repack: RepackDraw, packing: Pick) -> Scenario:

@@ -24,6 +24,7 @@ from laminar.sim.config import SimConfig
 from laminar.sim.faults.faults import Faults
 from laminar.sim.interfaces import Model
 from laminar.sim.models.learner import ModelDirectory, SimTrainer
+from laminar.sim.models.origin import lay_origin
 from laminar.sim.models.processes import MachineProcesses
 from laminar.sim.models.relay import Relay
 from laminar.sim.models.relay_machine import VERSION_BYTES, SimArena, SimMachine
@@ -78,6 +79,7 @@ class World:
         self.outcomes: dict[str, tuple[dict[Origin, Suspect], str | None]] = {}
         self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
         self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
+        lay_origin(self)
         self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}
         self.boots: list[Boot] = []  #: all that there have been, kept to the end

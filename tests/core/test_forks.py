@@ -29,7 +29,9 @@ ORIGIN = ev.Origin(
     cursor=30,
     seed=99,
     shuffle=True,
-    unfinished=UNFINISHED,
+    unfinished=tuple(
+        ev.Unfinished(group=group, row_index=row) for group, row in UNFINISHED.items()
+    ),
 )
 
 
@@ -98,7 +100,7 @@ def test_prompts_without_an_end_go_first_and_those_with_one_are_not_sampled_agai
 
 
 def test_the_pass_that_it_is_in_keeps_its_order_where_that_is_not_shuffled() -> None:
-    bench = fork(of={"shuffle": False, "unfinished": {}}, total_epochs=1)
+    bench = fork(of={"shuffle": False, "unfinished": ()}, total_epochs=1)
     train_all(bench)
     assert dispatched(bench) == {f"0.{at}": at for at in range(30, 40)}
     assert bench.state.phase == "exporting"

@@ -118,12 +118,12 @@ def _can_be_forked(made: Finished) -> None:
     """At what it began with, and not where it has none."""
     origin = origin_of(made.directory, *_named(resume := resume_of(made.directory / ORIGIN_DIR)))
     first = next(i for i in history(made.directory) if isinstance(i, ev.CoordinatorStarted)).origin
-    assert first is not None and origin.unfinished == first.unfinished != {}
+    assert first is not None and origin.unfinished == first.unfinished != ()
     assert (origin.cursor, origin.seed) == (first.cursor, first.seed)
     assert origin.digest == resume.digest == first.digest
     last = resume_of(made.directory / "checkpoints" / "step_6")
     later = origin_of(made.directory, *_named(last))
-    assert (later.unfinished, later.cursor) == ({}, origin.cursor)  # all have been trained
+    assert (later.unfinished, later.cursor) == ((), origin.cursor)  # all have been trained
     assert later.version == STEPS + 2  # two orders were interrupted
 
 

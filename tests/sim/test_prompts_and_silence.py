@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar.coordinator.detector import FailureDetector
+from laminar.core import forks
+from laminar.core.dispatch import permutation
 from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.ids import GroupId, TrajectoryId
+from laminar.ids import GroupId, TrajectoryId, train_group
+from laminar.rundir import RESUME_FILE
 from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.prompts import Prompts
+from laminar.sim.models.learner import SimTrainer
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import DATA_DIGEST, draw
 from laminar.sim.world import World
 from laminar.testing.sim_worlds import calm, config, ran
+from laminar.training.resume import Resume, decode
 
 SMALL = {"replicas": 4, "num_train": 20, "total_steps": 0, "num_eval": 0}
 
@@ -124,9 +132,66 @@ def test_prompt_without_an_end_and_data_that_is_left(world: World) -> None:
     prompts._ended["0.3.0"] = (kept[0], "dropped", "run-ended")
     assert broken(lambda: prompts.every_prompt_ends(state)) == "every_prompt_ends"
     prompts._ended["0.3.0"] = kept
-    last = prompts._given.pop()
+    group, last = prompts._given.popitem()
     assert broken(lambda: prompts.every_prompt_ends(state)) == "every_prompt_ends"
-    prompts._given.append(last)
+    prompts._given[group] = last
+
+
+FORKED = {**SMALL, "fork_step": 3}
+SEED = 6
+"""A fork with the data of the other run, in which several prompts had no end."""
+
+
+def test_prompt_that_the_other_run_had_ended_or_that_goes_before_one_without_an_end() -> None:
+    scenario = draw(calm(**FORKED), SEED)
+    origin = scenario.origin
+    assert origin is not None and origin.data == DATA_DIGEST and len(origin.unfinished) > 1
+    first, second = origin.unfinished[:2]
+    prompts = Prompts(scenario)
+    later = given(f"0.{origin.cursor}", 0)
+    assert broken(lambda: prompts.note(at(1), later)) == "prompts_in_order"
+    early = given(second.group, second.row_index)
+    assert broken(lambda: prompts.note(at(1), early)) == "prompts_in_order"
+    other = given(first.group, second.row_index)
+    assert broken(lambda: prompts.note(at(1), other)) == "prompts_in_order"
+    for prompt in origin.unfinished:
+        prompts.note(at(1), given(prompt.group, prompt.row_index))
+    rows, left = permutation(origin.seed, 0, origin.num_train), {p.group for p in origin.unfinished}
+    row = next(rows[at] for at in range(origin.cursor) if train_group(0, at) not in left)
+    again = given(f"0.{origin.cursor}", row)
+    assert broken(lambda: prompts.note(at(2), again)) == "prompts_in_order"
+
+
+def test_a_fork_goes_on_with_the_data_and_counts_steps_on() -> None:
+    world = ran(calm(**FORKED), SEED)
+    state, origin = world.coordinator.state, world.scenario.origin
+    assert state is not None and origin is not None
+    assert (state.first_step, state.cursor) == (3, origin.num_train)
+    assert state.completed > 3 and not state.again
+
+
+@pytest.mark.parametrize("part", ["cursor", "unfinished", "seed"])
+def test_a_fork_that_forgets_how_far_the_data_was_is_found(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"cursor": 0, "unfinished": (), "seed": 1}[part]
+    begin = forks.begin
+    monkeypatch.setattr(
+        forks, "begin", lambda s, o: begin(s, msgspec.structs.replace(o, **{part: wrong}))
+    )
+    assert run_seed(calm(**FORKED), SEED).invariant == "prompts_in_order"
+
+
+def test_a_fork_that_begins_without_its_checkpoint_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SimTrainer, "restore", _nothing)
+    assert run_seed(calm(**FORKED), SEED).invariant == "loaded_is_trained"
+
+
+async def _nothing(self: SimTrainer, directory: Path) -> Resume:
+    """It says that it has the checkpoint, and has the model of the start."""
+    return decode(self.world.models[str(directory)].extra[RESUME_FILE])
 
 
 def test_log_time_that_stands_still_or_goes_back() -> None:

@@ -52,6 +52,7 @@ OUTSIDE = (
     "disk:power-cut-prefix",
     "disk:power-cut-reordered",
     "disk:power-cut-torn",
+    "fork:begun",
     "log:rotated",
     "log:taken-over",
     "log:torn-tail",

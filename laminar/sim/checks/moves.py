@@ -103,7 +103,7 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
     if settings.total_steps:
         left = settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
     else:
-        left = settings.total_epochs * state.num_train - state.cursor
+        left = settings.total_epochs * state.num_train - state.cursor + len(state.again)
     if emptied * settings.groups_per_version > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
         raise Violation("emptied_has_new_work", what)

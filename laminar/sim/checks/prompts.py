@@ -3,21 +3,23 @@
 Reads   commands as they are decided; the last state
 Raises  Violation
 
-A book of its own, by the number of a prompt (pass x prompts + position): the first
-GenerateTrajectory of a group hands its prompt out, EndTrajectories end its siblings. What a crash
-of the coordinator takes back was never decided.
+A book of its own: the first GenerateTrajectory of a group hands its prompt out, EndTrajectories end
+its siblings. What a crash of the coordinator takes back was never decided. A fork hands out first
+what the other run had not ended, then the rest of its pass; what that had ended it never does.
 """
 
 from __future__ import annotations
 
 from laminar import ids
+from laminar.core.dispatch import permutation
 from laminar.core.state import State
 from laminar.engines.made_up_tokens import prompt_of
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Stamped
-from laminar.ids import Purpose
+from laminar.events.of_coordinator import Origin
+from laminar.ids import GroupId, Purpose
 from laminar.sim.runtime.violation import Violation
-from laminar.sim.scenario import Scenario
+from laminar.sim.scenario import DATA_DIGEST, Scenario
 
 ENDS = ("trained", "dropped")
 RUN_ENDED = "run-ended"
@@ -30,13 +32,30 @@ def answers_its_prompt(command: cmd.GenerateTrajectory, prompt_ids: tuple[int, .
         raise Violation("answers_its_prompt", what, command.trajectory_id)
 
 
+def _before(origin: Origin) -> dict[str, int]:
+    """What the other run has handed out: row by group."""
+    rows = permutation(origin.seed, 0, origin.num_train)
+    return {ids.train_group(0, at): rows[at] for at in range(origin.cursor)}
+
+
+def _pass_of(group: str) -> str:
+    return group.partition(".")[0]
+
+
 class Prompts:
     """The data, as it was handed out, and how each answer ended."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
-        #: by number of the prompt: (event at which it was handed out, row)
-        self._given: list[tuple[int, int]] = []
+        self._scenario, origin = scenario, scenario.origin
+        if origin is not None and origin.data != DATA_DIGEST:
+            origin = None
+        self._again = [prompt.group for prompt in origin.unfinished] if origin is not None else []
+        self._begin = origin.cursor if origin is not None else 0
+        #: rows by group, of the pass that the other run was in
+        self._before = _before(origin) if origin is not None else {}
+        #: event at which it was handed out, and its row, by group in that order
+        self._given: dict[str, tuple[int, int]] = {}
+        self._rows = self._rows_of({})  #: group by pass and row
         #: by trajectory: (event at which its end was decided, end, reason)
         self._ended: dict[str, tuple[int, str, str]] = {}
 
@@ -52,24 +71,35 @@ class Prompts:
 
     def take_back(self, seq: int) -> None:
         """What was decided after this event never was."""
-        while self._given and self._given[-1][0] > seq:
-            self._given.pop()
+        self._given = {g: found for g, found in self._given.items() if found[0] <= seq}
+        self._rows = self._rows_of({group: row for group, (_, row) in self._given.items()})
         for trajectory in [t for t, (since, _, _) in self._ended.items() if since > seq]:
             del self._ended[trajectory]
 
     def _hand_out(self, seq: int, command: cmd.GenerateTrajectory) -> None:
         """prompts_in_order: the next one of the data, with a row that its pass has not had."""
-        number, following = self._number(command.group), len(self._given)
-        if number < following:
+        group, row = command.group, command.row_index
+        if group in self._given:
             return  # a sibling of it, or another placement
-        if number > following:
-            what = f"prompt {number} ({command.group}) was handed out, prompt {following} was not"
+        if group != (following := self._group(len(self._given))):
+            what = f"{group} was handed out, {following} was not"
             raise Violation("prompts_in_order", what, command.trajectory_id)
-        begin = number - number % self._scenario.num_train
-        if command.row_index in (row for _, row in self._given[begin:]):
-            what = f"row {command.row_index} is handed out twice in a pass, now as {command.group}"
+        place = _pass_of(group), row
+        if self._before.get(group, row) != row or self._rows.setdefault(place, group) != group:
+            what = f"row {row} is handed out as {group}, and was another prompt of its pass"
             raise Violation("prompts_in_order", what, command.trajectory_id)
-        self._given.append((seq, command.row_index))
+        self._given[group] = seq, row
+
+    def _rows_of(self, given: dict[str, int]) -> dict[tuple[str, int], str]:
+        """Of the other run and of this one."""
+        return {(_pass_of(g), row): g for g, row in (self._before | given).items()}
+
+    def _group(self, index: int) -> str:
+        """The one that is handed out after so many."""
+        if index < len(self._again):
+            return self._again[index]
+        number = self._begin + index - len(self._again)
+        return ids.train_group(*divmod(number, self._scenario.num_train))
 
     def _end(self, seq: int, ending: cmd.Ending) -> None:
         """prompt_ends_once: every sibling, as trained, or as dropped with a reason."""
@@ -82,26 +112,22 @@ class Prompts:
             raise Violation("prompt_ends_once", what, ending.trajectory_id)
         self._ended[ending.trajectory_id] = (seq, ending.end, ending.reason)
 
-    def _number(self, group: str) -> int:
-        pass_index, _, position = group.partition(".")
-        return int(pass_index) * self._scenario.num_train + int(position)
-
     # --- at the end -------------------------------------------------------------------------------
 
     def every_prompt_ends(self, state: State) -> None:
         """Every sibling of what was handed out has its end; a run over all data hands out all of
         it, and leaves nothing over."""
         settings, num_train = self._scenario.settings, self._scenario.num_train
-        for number in range(len(self._given)):
-            group = ids.train_group(*divmod(number, num_train))
+        for group in self._given:
             for sibling in range(settings.group_size):
-                trajectory = ids.trajectory(group, sibling)
+                trajectory = ids.trajectory(GroupId(group), sibling)
                 if trajectory not in self._ended:
                     what = f"{trajectory} was handed out and has no end"
                     raise Violation("every_prompt_ends", what, trajectory)
         if settings.total_steps or state.draining or state.failure:
             return
-        given, there = len(self._given), settings.total_epochs * num_train
+        given = len(self._given)
+        there = settings.total_epochs * num_train - self._begin + len(self._again)
         left = [t for t, (_, _, reason) in self._ended.items() if reason == RUN_ENDED]
         if given != there or left:
             what = f"{given} of {there} prompts were handed out, {len(left)} answers left over"

@@ -212,8 +212,9 @@ class CheckpointOutdated(OldVersion):
         scenario = self.world.scenario
         oldest, newest = min(state.saved, default=-1), max(state.saved, default=-1)
         full = len(state.saved) == scenario.max_ckpt_to_keep
-        written = state.newest > newest and state.newest_step % scenario.save_freq == 0
-        return full and written and oldest == self.victim[1]
+        freq = scenario.save_freq  # a fork without has the checkpoint that it began with
+        written = state.newest > newest and freq and state.newest_step % freq == 0
+        return bool(full and written and oldest == self.victim[1])
 
     def strike(self, state: State) -> None:
         for replica in state.replicas.values():

@@ -26,6 +26,7 @@ from laminar.ports import DiskFull
 from laminar.sim.interfaces import World
 from laminar.sim.models.idle import Idle
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import DATA_DIGEST
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
@@ -202,7 +203,7 @@ class StoreProcess(Idle):
     async def load(self) -> LoadedPrompts:
         await self._work(self.chance.uniform(0, self.scenario.start_s))
         train, held_out = self.scenario.num_train, self.scenario.num_eval
-        return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, "data")
+        return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, DATA_DIGEST)
 
     async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         await self._work(self.chance.uniform(0, TOKENISE_S))

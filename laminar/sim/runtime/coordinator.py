@@ -138,6 +138,7 @@ class SimCoordinator:
                 settings=scenario.settings,
                 clock_ns=UNIX_START_NS + self.wall_offset_ns + self.world.scheduler.now,
                 config="",
+                origin=None if found.machine.started else scenario.origin,
             ),
             *(event for event in self._own if isinstance(event, ev.DrainRequested)),
         ]
