@@ -113,6 +113,11 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "rollout.max_model_len=10"], ["rollout.max_model_len"]),
         ([*GOOD, "coordinator.lease_ms=1000"], ["coordinator.lease_ms", "three times"]),
         ([*GOOD, "coordinator.node_lease_ms=4000"], ["coordinator.node_lease_ms", "5000"]),
+        ([*GOOD, "store.payload_gb=-1"], ["store.payload_gb", "at least 0"]),
+        (
+            [*GOOD, "store.payload_gb=2", "trainer.save_freq=0"],
+            ["store.payload_gb = 2", "trainer.save_freq = 0"],
+        ),
         ([*GOOD, "coordinator.log_keep_mb=-1"], ["coordinator.log_keep_mb", "at least 0"]),
         ([*GOOD, "reward.max_error_share=50"], ["reward.max_error_share", "50", "between 0 and 1"]),
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),

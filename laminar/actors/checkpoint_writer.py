@@ -6,9 +6,10 @@ Emits   CheckpointSaved
 
 The trainer stands still for one copy of its tensors and the probe; files, digests and the removal
 of old checkpoints go on beside it. An old one goes when the coordinator knows the new one: until
-then nobody would go on from the new one. A checkpoint that is still being written when the next is
-due makes that one be left out: the trainer never waits for a disk. The one that a fork began with
-counts like any other, and stays on the disk: to train the fork again, nothing else will do.
+then nobody would go on from the new one. So do the payloads that all kept ones cover. A
+checkpoint that is still being written when the next is due makes that one be left out: the trainer
+never waits for a disk. The one that a fork began with counts like any other, and stays on the disk:
+to train the fork again, nothing else will do.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ class CheckpointWriter:
         specs: tuple[mf.TensorSpec, ...],
         probe: Callable[[], Awaitable[mf.Probe]],
         facts: Callable[[], LearnerFacts],
+        covered: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`specs`: how a version is published. `probe`, `facts`: of the present weights."""
+        """`specs`: how a version is published. `probe`, `facts`: of the present weights. `covered`
+        is told how many steps are in all checkpoints that are kept."""
         self.host = host
-        self._facts = facts
+        self._facts, self._covered = facts, covered
         self._before = ""  #: chained digest of the batches up to the last checkpoint
         self._batches: list[tuple[str, ...]] = []  #: since then
         self._files, self._specs, self._probe = files, specs, probe
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: by version, oldest first
+        self._steps: dict[int, int] = {}  #: of each version that was kept
         self._old: list[Path] = []  #: to be removed
         self._idle = asyncio.Event()  #: none is being written
         self._idle.set()
@@ -75,6 +79,7 @@ class CheckpointWriter:
         self._before, self._batches = resume.digest, []
         found = sorted((await self.found()).items(), key=lambda item: item[1].step)
         self._kept = {r.version: directory for directory, r in found if r.version in kept}
+        self._steps = {r.version: r.step for _, r in found}
         self._old = [directory for directory, r in found if r.version not in kept]
         await self._remove_old()
 
@@ -121,7 +126,9 @@ class CheckpointWriter:
             await self._write(resume, weights, probe, event_seq)
         finally:
             self._idle.set()
+        covered = min((self._steps[version] for version in self._kept), default=0)
         await self._remove_old()
+        await self._covered(covered)
 
     async def _write(
         self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
@@ -139,17 +146,18 @@ class CheckpointWriter:
         except OSError as error:
             self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
             return
-        self._kept[version] = directory
+        self._kept[version], self._steps[version] = directory, step
         while self._keep and len(self._kept) > self._keep:
             self._old.append(self._kept.pop(next(iter(self._kept))))
         saved = ev.CheckpointSaved(version=version, step=step, path=path, kept=tuple(self._kept))
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
     async def _remove_old(self) -> None:
-        """Those beyond the newest few, which the coordinator knows not to be kept."""
+        """Those beyond the newest few, which the coordinator knows not to be kept. What is found
+        to be old meanwhile waits for what is reported meanwhile."""
+        old, self._old = self._old, []
         await self.host.acknowledged()
-        while self._old:
-            directory = self._old.pop(0)
+        for directory in old:
             if directory.name == ORIGIN_DIR:
                 continue
             try:

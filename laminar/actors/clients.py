@@ -43,6 +43,14 @@ class StoreClient:
             raise RuntimeError(f"the store answered {type(request).__name__} with {reply!r:.200}")
         return reply
 
+    async def remove_payloads(self, before_step: int, keep_bytes: int) -> int:
+        """How many went; see RemovePayloads. RpcError, TimeoutError."""
+        removed = 0
+        request = store.RemovePayloads(before_step=before_step, keep_bytes=keep_bytes)
+        while part := (await self.ask(request, store.RemovePayloadsReply)).removed:
+            removed += part
+        return removed
+
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
         """Trajectories in the order asked for; several replies when they are large."""
         found: dict[str, store.Trajectory] = {}

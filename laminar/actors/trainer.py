@@ -35,6 +35,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.ids import TrajectoryId
+from laminar.net.calls import RpcError
 from laminar.rundir import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
 from laminar.tasks.rewards import is_right, numbers_of
@@ -121,7 +122,7 @@ class Trainer:
         await self.publisher.start()
         self.probe_ids = probe_sequences(await self._prompts(), self.config.max_model_len - 1)
         self.checkpoints = CheckpointWriter(
-            self.host, self._files, specs, self._probe, self.learner.facts
+            self.host, self._files, specs, self._probe, self.learner.facts, self._remove_payloads
         )
         self.host.spawn(self._work(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
@@ -238,6 +239,18 @@ class Trainer:
             scores = await self.learner.score(self.probe_ids)
             self._probed = probe_of(self.probe_ids, scores, self.tolerance)
         return self._probed
+
+    async def _remove_payloads(self, before_step: int) -> None:
+        """Those beyond store.payload_gb; no step before this one can have to be done again."""
+        keep_gb = self.config.store.payload_gb
+        if not keep_gb:
+            return
+        try:
+            removed = await self.store.remove_payloads(before_step, int(keep_gb * 1e9))
+        except (RpcError, TimeoutError) as error:  # the next checkpoint does it
+            self.host.log.warning("payloads-not-removed", reason=str(error))
+        else:
+            self.host.log.info("payloads-removed", before_step=before_step, removed=removed)
 
     # --- going on after a loss ----------------------------------------------------------------
 

@@ -57,10 +57,13 @@ def audit(run_dir: Path) -> Audit:
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged
-    latest = (first if first.state.phase == Phase.ENDED else _read_log(run_dir)).account
+    last = first if first.state.phase == Phase.ENDED else _read_log(run_dir)
+    latest = last.account
     if store is not None:
         found.bad_rewards = store.bad_rewards()
         found.problems += store_book.store_problems(store, first.account, latest)
+        found.problems += store_book.removal_problems(store, last.state)
+        found.notes += store_book.removal_notes(store)
     found.problems += trainer_book.book_problems(lines, first.account, latest)
     found.notes += trainer_book.unreported(lines, latest)
     found.notes += trainer_book.rolled_back(lines, latest)

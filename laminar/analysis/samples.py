@@ -12,7 +12,7 @@ keep the store from beginning its write-ahead log anew, which would grow until t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from laminar.rundir import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import Chunk, Row, Span
+from laminar.storage.rules import Row, Span
 from laminar.storage.tables import ALL, Tables, Wanted
 
 ROWS, PAYLOADS = 1024, 32
@@ -52,7 +52,7 @@ class Sample(NamedTuple):
 
     row: Row
     prompt: str  #: as the model saw it, special tokens included; empty when it never did
-    response: str  #: likewise
+    response: str  #: likewise; of a payload that was removed, as the reward function saw it
     answer: Any  #: the right one, as the data has it
     extras: m.Extras  #: what the reward functions gave besides the score
     spans: tuple[Span, ...]  #: who sampled which part of it, in order
@@ -107,6 +107,17 @@ class Sample(NamedTuple):
             "spans": [span._asdict() for span in self.spans],
             "status": row.end or row.status,
         }
+
+
+class _Stored(NamedTuple):
+    """What the store has of an answer besides its row."""
+
+    prompt: m.PromptPayload
+    prompt_ids: bytes
+    tokens: bytes  #: of the response; none when they were removed, and then there is
+    text: str
+    extras: m.Extras
+    spans: tuple[Span, ...]
 
 
 def find_samples(run_dir: Path, choice: Choice, decode: Decode) -> Iterator[Sample]:
@@ -213,34 +224,38 @@ def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
     if not rows:
         return []
     with books.open_tables(path) as tables:
-        payloads = [(*_payload(tables, row), tables.extras(row.id)) for row in rows]
-    return [_sample(row, decode, *payload) for row, payload in zip(rows, payloads, strict=True)]
+        stored = [_stored(tables, row) for row in rows]
+    return [_sample(row, decode, found) for row, found in zip(rows, stored, strict=True)]
 
 
-def _payload(tables: Tables, row: Row) -> tuple[m.PromptPayload, list[Chunk]]:
-    """The prompt with its token ids, and the response."""
+def _stored(tables: Tables, row: Row) -> _Stored:
     key = PromptKey(row.purpose, row.row_index)
     prompt = tables.prompt(key)
+    removed = tables.is_removed(row.id)
     try:
-        chunks = tables.chunks(row.id)
+        chunks = [] if removed else tables.chunks(row.id)
     except DamageError as error:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
-    payload = m.decode_prompt(prompt)
-    return msgspec.structs.replace(payload, prompt_ids=tables.prompt_ids(key, prompt)), chunks
+    return _Stored(
+        prompt=m.decode_prompt(prompt),
+        prompt_ids=tables.prompt_ids(key, prompt),
+        tokens=b"".join(chunk.tokens for chunk in chunks),
+        text=tables.text(row.id) if removed else "",
+        extras=tables.extras(row.id),
+        spans=tables.spans(row),
+    )
 
 
-def _sample(
-    row: Row, decode: Decode, prompt: m.PromptPayload, chunks: Sequence[Chunk], extras: m.Extras
-) -> Sample:
+def _sample(row: Row, decode: Decode, stored: _Stored) -> Sample:
     return Sample(
         row,
-        decode(_ids(prompt.prompt_ids)),
-        decode(_ids(b"".join(chunk.tokens for chunk in chunks))),
-        msgspec.to_builtins(prompt.ground_truth),
-        extras,
-        rules.spans(row, chunks),
+        decode(_ids(stored.prompt_ids)),
+        decode(_ids(stored.tokens)) or stored.text,
+        msgspec.to_builtins(stored.prompt.ground_truth),
+        stored.extras,
+        stored.spans,
     )
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from laminar.analysis.ledger_book import Account
+from laminar.core.state import State
+from laminar.core.versions import step_of
 from laminar.ids import TrajectoryId
 from laminar.rundir import STORE_FILE
 from laminar.storage import books
@@ -36,6 +38,7 @@ class StoreBook(NamedTuple):
 
     rows: dict[TrajectoryId, Row]
     meta: dict[str, str]
+    removed: set[str]  #: trajectories whose tokens were removed
 
     def bad_rewards(self) -> dict[str, int]:
         """Stored rewards that no reward function gave, by reason."""
@@ -45,7 +48,8 @@ class StoreBook(NamedTuple):
 
 def read_store(run_dir: Path) -> StoreBook:
     with books.open_tables(run_dir / STORE_FILE) as tables:
-        return StoreBook({TrajectoryId(row.id): row for row in tables.rows()}, tables.meta())
+        rows = {TrajectoryId(row.id): row for row in tables.rows()}
+        return StoreBook(rows, tables.meta(), tables.removed_payloads())
 
 
 def own_problems(run_dir: Path) -> list[str]:
@@ -68,6 +72,31 @@ def store_problems(store: StoreBook, first: Account, latest: Account) -> list[st
         elif name not in first.closed:
             problems += _live_problems(name, row, latest)
     return problems
+
+
+def removal_problems(store: StoreBook, state: State) -> list[str]:
+    """A trainer that is lost at the end of the log finds all that it has to do again."""
+    trained = state.trained
+    covered = min((step_of(state, version) for version in state.saved), default=0)
+    if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
+        covered = trained[0].step_index + 1
+    return [
+        f"store: the tokens of {name} were removed, and step {step.step_index + 1}, which trained "
+        "them, is in no checkpoint that is kept"
+        for step in trained
+        if step.step_index >= covered
+        for name in step.rows.split(" ")
+        if name in store.removed
+    ]
+
+
+def removal_notes(store: StoreBook) -> list[str]:
+    if not store.removed:
+        return []
+    return [
+        f"the tokens of {len(store.removed)} trajectories were removed (store.payload_gb): their "
+        "digests cannot be checked any more"
+    ]
 
 
 def _data_problems(store: StoreBook, account: Account) -> list[str]:

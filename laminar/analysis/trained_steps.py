@@ -34,6 +34,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int  #: completed when it began: of a fork, those of its checkpoint
     first_version: int
     first_digest: str  #: of the weights that it began with; empty: none were published
+    first_chain: str  #: digest of what made those weights; empty: nothing was trained
     steps: tuple[Step, ...]
 
 
@@ -75,5 +76,6 @@ def trained(run_dir: Path) -> Trained:
         first_step=state.first_step,
         first_version=state.first_version,
         first_digest=reader.digests.get(state.first_version, ""),
+        first_chain=state.origin.digest if state.origin is not None else "",
         steps=tuple(steps),
     )

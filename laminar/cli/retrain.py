@@ -1,31 +1,35 @@
 """laminar retrain RUN: train again what the log says was trained, and compare the weights.
 
 Reads   the event log, the store and the configuration of a run, active or ended; the model that it
-        began with, or the checkpoint that a fork began with
+        began with, or a checkpoint: the one that a fork began with, or a later one
 Writes  standard output: a line for each step, and the verdict; nothing in the run directory
 
 What was trained depends on nothing but the model, the batches in their order and the settings, so
 the weights of every step must come out as they were published, to the last bit. They do on the same
-kind of CPU with the same threads and torch; elsewhere rounding may differ, and so may a GPU.
+kind of CPU with the same threads and torch; elsewhere rounding may differ, and so may a GPU. Where
+tokens were removed from the store (store.payload_gb), it begins with the oldest checkpoint after
+which all are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laminar import exit_codes
+from laminar import exit_codes, ids
 from laminar.analysis.trained_steps import Step, Trained, trained
 from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError
-from laminar.rundir import ORIGIN_DIR, STORE_FILE
+from laminar.rundir import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
+from laminar.training.resume import CheckpointError, Resume, decode
 
 if TYPE_CHECKING:
     from laminar.training.steps import TrainSample
@@ -50,23 +54,31 @@ def run_retrain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.run} has completed no step that could be trained again")
     with open_tables(arguments.run / STORE_FILE) as tables:
         again = _Again(config, Handlers(tables))
-        return asyncio.run(_compare(again, found, arguments.run / ORIGIN_DIR))
+        begin = beginning(arguments.run, found, tables.removed_payloads())
+        return asyncio.run(_compare(again, found.steps[begin.step - found.first_step :], begin))
 
 
-async def _compare(again: _Again, found: Trained, origin: Path) -> int:
+class Beginning(NamedTuple):
+    """Weights to train from."""
+
+    step: int  #: completed
+    version: int
+    digest: str  #: as published; empty: they were not
+    what: str
+    directory: Path | None = None  #: of the checkpoint; None: model.name
+
+
+async def _compare(again: _Again, steps: tuple[Step, ...], begin: Beginning) -> int:
     await again.load()
-    what, where = "the model that the run began with", "model.name"
-    if found.first_step:
-        await again.restore(origin)
-        what, where = f"step {found.first_step}, with which the fork began", str(origin)
-    present = again.digest(found.first_version, found.first_step)
-    if not _same(what, present, found.first_digest):
-        print(f"NOT identical: {where} has other weights than the run began with")
+    if begin.directory is not None:
+        await again.restore(begin.directory)
+    if not _same(begin.what, again.digest(begin.version, begin.step), begin.digest):
+        where = begin.directory or "model.name"
+        print(f"NOT identical: {where} has other weights than {begin.what}")
         return exit_codes.FAILED
-    compared, steps = 0, found.steps
+    compared, last = 0, begin.step + len(steps)
     for step in steps:
         await again.train(step)
-        last = steps[-1].step_index + 1
         name = f"step {step.step_index + 1} of {last}, version {step.version}"
         if not _same(name, again.digest(step.version, step.step_index + 1), step.digest):
             print(f"NOT identical: {name} is the first that differs")
@@ -85,6 +97,47 @@ def _same(name: str, digest: str, published: str) -> bool:
     else:
         print(f"{name}: {digest}, published was {published}", flush=True)
     return published in ("", digest)
+
+
+def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> Beginning:
+    """The first weights after which the store has the tokens of every step; ConfigError."""
+    lacking = (s.step_index for s in found.steps if not removed.isdisjoint(s.trajectories))
+    last = max(lacking, default=-1)
+    if last < 0:
+        begun = found.first_step, found.first_version, found.first_digest
+        if not found.first_step:
+            return Beginning(*begun, "the model that the run began with")
+        what = f"step {found.first_step}, with which the fork began"
+        return Beginning(*begun, what, run_dir / ORIGIN_DIR)
+    later = {}
+    for path in (run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}"):
+        with suppress(CheckpointError, OSError):
+            resume = decode(path.read_bytes())
+            if resume.step > last and (step := _made_by(resume, found)) is not None:
+                what = f"step {resume.step}, of a checkpoint"
+                later[resume.step] = Beginning(
+                    resume.step, step.version, step.digest, what, path.parent
+                )
+    if not later:
+        raise ConfigError(
+            f"tokens that step {last + 1} trained were removed from the store (store.payload_gb), "
+            f"and {run_dir / CHECKPOINTS_DIR} has no checkpoint of a later step of this log"
+        )
+    return later[min(later)]
+
+
+def _made_by(resume: Resume, found: Trained) -> Step | None:
+    """The step of the log that made this checkpoint, of the same trajectories; None: there is
+    none."""
+    steps = found.steps[: resume.step - found.first_step]
+    chain = ids.chained(found.first_chain, *(step.trajectories for step in steps))
+    if not steps or (steps[-1].step_index + 1, steps[-1].version, chain) != (
+        resume.step,
+        resume.version,
+        resume.digest,
+    ):
+        return None
+    return steps[-1]
 
 
 class _Again:
@@ -112,8 +165,6 @@ class _Again:
 
     async def restore(self, directory: Path) -> None:
         """Weights and optimizer of a checkpoint; ConfigError."""
-        from laminar.training.resume import CheckpointError
-
         try:
             await self.learner.restore(directory)
         except CheckpointError as error:
@@ -131,10 +182,10 @@ class _Again:
         describe_now = partial(describe, specs=self.specs, probe=NO_PROBE)
         return describe_now(version=version, step=step, tensors=self.learner.weights()).digest
 
-    def _samples(self, ids: tuple[str, ...]) -> Iterator[TrainSample]:
+    def _samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
         from laminar.actors.trainer import sample_of
 
-        for wanted in ids:
+        for wanted in names:
             reply = self._store.answer(m.Fetch(ids=(wanted,), with_prompt=False))
             if not isinstance(reply, m.FetchReply) or not reply.trajectories:
                 raise ConfigError(

@@ -88,6 +88,7 @@ MINIMA: dict[str, float] = {
     "trainer.micro_batch_tokens": 1,
     "trainer.batch_wait_s": 0.1,
     "trainer.threads": 1,
+    "store.payload_gb": 0,
     "weights.slots": 3,
     "weights.max_bytes": 0,
     "weights.rate_mbit": 0,
@@ -230,6 +231,11 @@ def check_together(c: Config) -> None:
         raise ConfigError(f"optim.betas = {c.optim.betas}: each must be at least 0 and below 1")
     _check_sizes(c)
     _check_reward(c)
+    if c.store.payload_gb and not c.trainer.save_freq:
+        raise ConfigError(
+            f"store.payload_gb = {c.store.payload_gb:g} with trainer.save_freq = 0: only what a "
+            "checkpoint covers can go; give trainer.save_freq, or store.payload_gb = 0"
+        )
     if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
         raise ConfigError(
             f"rollout.max_model_len = {c.rollout.max_model_len} is smaller than "

@@ -179,6 +179,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     threads: int = 1  #: torch threads on CPU
 
 
+class StoreConfig(Section, frozen=True, kw_only=True):
+    #: of tokens and log-probs that are kept, in 10^9 bytes: beyond it the oldest go that every kept
+    #: checkpoint covers; 0: all are kept
+    payload_gb: float = 0.0
+
+
 class WeightsConfig(Section, frozen=True, kw_only=True):
     dtype: str = "auto"  #: published type: float32 on CPU, bfloat16 on GPU
     slots: int = 3  #: versions that the relay has room for
@@ -246,6 +252,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
+    store: StoreConfig = StoreConfig()
     weights: WeightsConfig = WeightsConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     repack: RepackConfig = RepackConfig()

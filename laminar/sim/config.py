@@ -43,6 +43,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     test_freq: Ints = (0, 2)
     save_freq: Ints = (0, 0, 1, 2)
     max_ckpt_to_keep: Ints = (1, 2, 3)
+    payload_gb: Floats = (0.0, 1e-9, 1e-6)  #: of a run with checkpoints
     batch_strategy: Words = ("deadline", "priority", "strategies.py:mine")
     reward_scope: Words = ("trajectory", "group")
     drop_last: bool | tuple[bool, ...] = (False, True)

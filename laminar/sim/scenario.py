@@ -21,6 +21,7 @@ from laminar.config.tree import (
     RecoveryConfig,
     RepackConfig,
     RolloutConfig,
+    StoreConfig,
     TrainerConfig,
 )
 from laminar.core.dispatch import permutation
@@ -79,6 +80,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_every: int
     save_freq: int
     max_ckpt_to_keep: int
+    payload_gb: float
     max_batch: int
     kv_capacity: int
     checks: CheckConfig
@@ -187,6 +189,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         snapshot_every=pick(config.log.snapshot_every),
         save_freq=pick(work.save_freq),
         max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
+        payload_gb=_pick_from(stream(seed, "payloads"))(work.payload_gb),
         max_batch=packing(repack.max_batch),
         kv_capacity=packing(repack.kv_capacity),
         checks=config.checks,
@@ -267,6 +270,7 @@ def actor_config(scenario: Scenario) -> Config:
             node_lease_ms=scenario.node_lease_ms,
             disk_wait_s=scenario.disk_wait_s,
         ),
+        store=StoreConfig(payload_gb=scenario.payload_gb if scenario.save_freq else 0.0),
         trainer=TrainerConfig(
             save_freq=scenario.save_freq, max_ckpt_to_keep=scenario.max_ckpt_to_keep
         ),

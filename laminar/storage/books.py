@@ -38,8 +38,9 @@ def check_integrity(path: Path) -> list[str]:
     """What in the database and its files contradicts itself."""
     with open_tables(path) as tables:
         problems = tables.sqlite_problems() + _meta_problems(tables)
+        removed = tables.removed_payloads()
         for row in tables.rows():
-            problems += _trajectory_problems(tables, row)
+            problems += _trajectory_problems(tables, row, row.id in removed)
         orphans = tables.orphan_chunks()
         return problems + [f"{number} chunks of {name} have no row" for name, number in orphans]
 
@@ -62,11 +63,13 @@ def _meta_problems(tables: Tables) -> list[str]:
     ]
 
 
-def _trajectory_problems(tables: Tables, row: Row) -> list[str]:
+def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
     """The chunks must follow one another, belong to the attempt, and add up to the row."""
     chunks = tables.stored_chunks(row.id)
     problems = _order_problems(row, chunks) + _source_problems(row, chunks)
     problems += _reward_problems(row) + _prompt_problems(tables, row)
+    if removed:
+        return problems + _removed_problems(row, chunks)
     tokens = logprobs = b""
     try:
         loaded = [tables.load(chunk) for chunk in chunks]
@@ -82,6 +85,21 @@ def _trajectory_problems(tables: Tables, row: Row) -> list[str]:
         )
     if row.status != "open" and row.digest != rules.payload_digest(tokens, logprobs):
         problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
+    return problems
+
+
+def _removed_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
+    """Of a payload that was removed only the counts are left, and nobody can need it."""
+    problems = []
+    counted = sum(chunk.num_tokens for chunk in chunks)
+    if counted != row.num_tokens:
+        problems.append(
+            f"trajectory {row.id} counts {row.num_tokens} tokens, its chunks had {counted}"
+        )
+    if row.end is None:
+        problems.append(f"the payload of trajectory {row.id} was removed before its end")
+    if not all(chunk.removed for chunk in chunks):
+        problems.append(f"the payload of trajectory {row.id} was removed, and a part is there")
     return problems
 
 

@@ -103,7 +103,17 @@ class Database:
         """Answer requests in order; on return all that they changed is on the disk. What needs
         token ids that are not kept yet is left undone."""
         with self._transaction():
-            return [self._handle(request) for request in requests]
+            replies = [self._handle(request) for request in requests]
+        if self._tables.unnamed:
+            self._unlink()
+        return replies
+
+    def _unlink(self) -> None:
+        """Files of payloads whose removal is committed, or was undone: what no row names goes."""
+        with self._transaction():  # no writer can be between a file and its row now
+            unnamed = {name for name in self._tables.unnamed if not self._tables.is_named(name)}
+            payload_files.unlink(self._folder, unnamed)
+        self._tables.unnamed.clear()
 
     def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
         self._db.execute("SAVEPOINT request")

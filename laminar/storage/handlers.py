@@ -21,6 +21,9 @@ from laminar.storage import rules
 from laminar.storage.rows import DamageError, NotTokenised, PromptKey, Rows
 from laminar.storage.rules import Chunk, Row
 
+REMOVED_AT_ONCE = 256
+"""Payloads, so that other requests are not held up."""
+
 
 class Handlers:
     """One method per request type, over the rows of one store."""
@@ -35,6 +38,7 @@ class Handlers:
             m.PutRewards: self._put_rewards,
             m.End: self._end,
             m.SamplePrompts: self._sample_prompts,
+            m.RemovePayloads: self._remove_payloads,
             m.Stats: self._stats,
         }
 
@@ -241,6 +245,13 @@ class Handlers:
         found = ((key, self._rows.prompt(key)) for key in keys)
         prompts = (self._rows.prompt_ids(key, p) for key, p in found if p is not None)
         return m.SamplePromptsReply(prompts=tuple(p for p in prompts if room.take(len(p))))
+
+    def _remove_payloads(self, request: m.RemovePayloads) -> m.RemovePayloadsReply:
+        keep_tokens = request.keep_bytes // (2 * rules.TOKEN_BYTES)
+        removable = self._rows.removable(request.before_step, keep_tokens, REMOVED_AT_ONCE)
+        for trajectory_id in removable:
+            self._rows.remove_payload(trajectory_id)
+        return m.RemovePayloadsReply(removed=len(removable))
 
     def _stats(self, request: m.Stats) -> m.StatsReply:
         meta = self._rows.meta()

@@ -155,11 +155,20 @@ class SamplePrompts(Message, frozen=True, kw_only=True):
     count: Annotated[int, Meta(ge=1, le=256)]
 
 
+class RemovePayloads(Message, frozen=True, kw_only=True):
+    """Tokens and log-probs of what has ended may go, the oldest first, while there are more than
+    `keep_bytes` of them: of answers that a batch before this one trained, or whose weights are of
+    fewer steps. Rows stay. A part of them goes with each request."""
+
+    before_step: Count  #: completed steps that no trainer will have to do again
+    keep_bytes: Count
+
+
 class Stats(Message, frozen=True, kw_only=True):
     """Ask for totals. Scans the trajectories: meant for reports, not for every step."""
 
 
-Request = Open | Append | Finish | Fetch | PutRewards | End | SamplePrompts | Stats
+Request = Open | Append | Finish | Fetch | PutRewards | End | SamplePrompts | RemovePayloads | Stats
 
 
 # --- replies ----------------------------------------------------------------------------------
@@ -267,6 +276,10 @@ class SamplePromptsReply(Message, frozen=True, kw_only=True):
     prompts: tuple[bytes, ...]  #: int32 little-endian; what the reply has no room for is left out
 
 
+class RemovePayloadsReply(Message, frozen=True, kw_only=True):
+    removed: int  #: trajectories; 0: nothing more may go
+
+
 class Total(Item, frozen=True, kw_only=True):
     """The trajectories with one end, or without an end and with one status."""
 
@@ -297,6 +310,7 @@ Reply = (
     | PutRewardsReply
     | EndReply
     | SamplePromptsReply
+    | RemovePayloadsReply
     | StatsReply
     | ErrorReply
 )

@@ -68,6 +68,12 @@ def sweep(folder: Path, named: Collection[str]) -> None:
             path.unlink()
 
 
+def unlink(folder: Path, names: Collection[str]) -> None:
+    """Remove these, as far as they are there."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
 def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
     partial = folder / f"{name}{_TEMPORARY}"
     try:

@@ -81,10 +81,18 @@ class Rows(Protocol):
         """Forget all chunks."""
 
     def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
-        """The chunk of the row's attempt that starts at this very offset; DamageError."""
+        """The chunk of the row's attempt that starts at this very offset, unless its payload was
+        removed; DamageError."""
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
-        """All chunks, in order; DamageError."""
+        """All chunks, in order; DamageError, also when the payload was removed."""
+
+    def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
+        """The oldest payloads of those that `messages.RemovePayloads` speaks of."""
+
+    def remove_payload(self, trajectory_id: str) -> None:
+        """Forget tokens and log-probs, and what of them can be sent again; the row stays, with who
+        sampled how many of them."""
 
     def totals(self) -> list[tuple[str, int, int, int]]:
         """(end, or status of what has none; trajectories; tokens; tokens lost), by name."""

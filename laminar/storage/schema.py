@@ -11,6 +11,7 @@ Only SQL that SQLite 3.24 knows is used: clusters run old systems.
 
 from __future__ import annotations
 
+from laminar.events.reasons import DropReason
 from laminar.storage.rules import Row
 
 FORMAT = "1"  #: of these tables; another one is refused
@@ -111,9 +112,23 @@ LATER_TABLE = """
 #: (table, column, type) that came later: added to a database that was made without them.
 LATER_COLUMNS = (
     ("trajectories", "extras", "TEXT"),
+    ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),
     ("chunks", "version_step", "INTEGER"),
+)
+
+#: Those whose payload may be removed one day. A batch may be trained again with what was left out
+#: of it, and nothing says of which batch that was.
+PAYLOAD_KEPT = (
+    f"\"end\" IS NOT NULL AND end_reason IS NOT '{DropReason.MISMATCH}' AND payload_removed IS NULL"
+)
+#: Steps that are completed when no trainer needs it again.
+PAYLOAD_STEP = "CASE \"end\" WHEN 'trained' THEN end_step ELSE version_step END"
+
+LATER_INDEX = (
+    f"CREATE INDEX IF NOT EXISTS payloads ON trajectories ({PAYLOAD_STEP}, num_tokens) "
+    f"WHERE {PAYLOAD_KEPT}"
 )
 
 #: Columns of `rules.Row`, in its order. `reward` (readable), `text` and `extras` (what a reward

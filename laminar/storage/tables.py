@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,16 @@ import xxhash
 
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
-from laminar.storage.rows import PromptKey
-from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source
-from laminar.storage.schema import LATER_COLUMNS, LATER_TABLE, ROW_COLUMNS
+from laminar.storage.rows import DamageError, PromptKey
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, Span
+from laminar.storage.schema import (
+    LATER_COLUMNS,
+    LATER_INDEX,
+    LATER_TABLE,
+    PAYLOAD_KEPT,
+    PAYLOAD_STEP,
+    ROW_COLUMNS,
+)
 
 _INSERT_ROW = (
     f"INSERT INTO trajectories ({ROW_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})"
@@ -54,6 +62,11 @@ class StoredChunk(NamedTuple):
     replica: str | None = None
     weight_version: int | None = None
     version_step: int | None = None
+
+    @property
+    def removed(self) -> bool:
+        """Its bytes are not there any more."""
+        return self.tokens is None and self.file is None
 
     @property
     def source(self) -> Source | None:
@@ -112,6 +125,7 @@ class Tables:
     def __init__(self, connection: sqlite3.Connection, folder: Path) -> None:
         self._db = connection
         self._folder = folder
+        self.unnamed: set[str] = set()  #: payload files of removed payloads, maybe still there
 
     def add_what_is_missing(self) -> None:
         """What a database of an earlier release lacks."""
@@ -119,6 +133,7 @@ class Tables:
         for table, name, kind in LATER_COLUMNS:
             if name not in self._columns(table):
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+        self._db.execute(LATER_INDEX)
 
     def _columns(self, table: str) -> set[str]:
         return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
@@ -268,13 +283,21 @@ class Tables:
             'AND "offset" = ?'
         )
         found = self._db.execute(sql, (row.id, row.attempt, segment, offset)).fetchone()
-        return None if found is None else self.load(StoredChunk(*found))
+        stored = None if found is None else StoredChunk(*found)
+        return None if stored is None or stored.removed else self.load(stored)
+
+    def spans(self, row: Row) -> tuple[Span, ...]:
+        """As `rules.spans`, also of a payload that was removed."""
+        parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
+        return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
         return [self.load(stored) for stored in self.stored_chunks(trajectory_id)]
 
     def load(self, stored: StoredChunk) -> Chunk:
         """The chunk with its bytes, from the row or from its file."""
+        if stored.removed:
+            raise DamageError(f"the tokens of {stored.trajectory_id} are not in the store any more")
         tokens, logprobs = stored.tokens or b"", stored.logprobs or b""
         if stored.file is not None:
             data = payload_files.read(self._folder, stored.file)
@@ -286,6 +309,59 @@ class Tables:
         """The payload files that a chunk names."""
         sql = "SELECT file FROM chunks WHERE file IS NOT NULL"
         return {name for (name,) in self._db.execute(sql)}
+
+    # --- payloads that are removed ------------------------------------------------------------
+
+    def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
+        kept = self._db.execute(f"SELECT SUM(num_tokens) FROM trajectories WHERE {PAYLOAD_KEPT}")
+        beyond = (kept.fetchone()[0] or 0) - keep_tokens
+        if beyond <= 0:
+            return []
+        sql = (
+            f"SELECT id, num_tokens FROM trajectories WHERE {PAYLOAD_KEPT} "
+            f"AND num_tokens > 0 AND {PAYLOAD_STEP} < ? ORDER BY {PAYLOAD_STEP}, rowid LIMIT ?"
+        )
+        found = []
+        for trajectory_id, num_tokens in self._db.execute(sql, (before_step, most)):
+            if beyond <= 0:
+                break
+            found.append(trajectory_id)
+            beyond -= num_tokens
+        return found
+
+    def remove_payload(self, trajectory_id: str) -> None:
+        """Its files are unlinked when that is committed (database.py)."""
+        files = "SELECT file FROM chunks WHERE trajectory_id = ? AND file IS NOT NULL"
+        self.unnamed |= {name for (name,) in self._db.execute(files, (trajectory_id,))}
+        sql = (
+            "UPDATE chunks SET tokens = NULL, logprobs = NULL, file = NULL WHERE trajectory_id = ?"
+        )
+        self._db.execute(sql, (trajectory_id,))
+        sql = "UPDATE trajectories SET payload_removed = 1 WHERE id = ?"
+        self._db.execute(sql, (trajectory_id,))
+
+    def is_removed(self, trajectory_id: str) -> bool:
+        """Whether its tokens were removed: all of its chunks have none."""
+        found = self.stored_chunks(trajectory_id)
+        return bool(found) and all(chunk.removed for chunk in found)
+
+    def removed_payloads(self) -> set[str]:
+        """Trajectories whose payload was removed; none in a database that could not do it."""
+        if "payload_removed" not in self._columns("trajectories"):
+            return set()
+        sql = "SELECT id FROM trajectories WHERE payload_removed = 1"
+        return {name for (name,) in self._db.execute(sql)}
+
+    def is_named(self, file: str) -> bool:
+        """Whether a chunk names this payload file."""
+        sql = "SELECT 1 FROM chunks WHERE file = ? LIMIT 1"
+        return self._db.execute(sql, (file,)).fetchone() is not None
+
+    def text(self, trajectory_id: str) -> str:
+        """The response as a reward function saw it; empty when it was not scored."""
+        sql = "SELECT text FROM trajectories WHERE id = ?"
+        found = self._db.execute(sql, (trajectory_id,)).fetchone()
+        return (found[0] or "") if found else ""
 
     def totals(self) -> list[tuple[str, int, int, int]]:
         """(end, or status of what has none; trajectories; tokens; tokens lost), by name."""

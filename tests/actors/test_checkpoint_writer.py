@@ -43,7 +43,18 @@ class Trainer:
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
         specs = mf.layout(shapes, "bfloat16")
         self.files = ThreadedFiles(lambda: learner, MODEL, checkpoint.describe)
-        self.writer = CheckpointWriter(self.host, self.files, specs, _probe, learner.facts)  # type: ignore[arg-type]
+        self.covered: list[int] = []
+        self.writer = CheckpointWriter(
+            self.host,  # type: ignore[arg-type]
+            self.files,
+            specs,
+            _probe,
+            learner.facts,
+            self._covered,
+        )
+
+    async def _covered(self, step: int) -> None:
+        self.covered.append(step)
 
     async def step(self, step: int) -> None:
         """Every parameter becomes the number of the step."""
@@ -111,6 +122,26 @@ async def test_an_old_one_goes_when_the_coordinator_knows_the_new_one(tmp_path: 
     assert left(tmp_path) == ["step_1", "step_2"] and trainer.saved[-1].kept == (2,)
     trainer.host.durable.set()
     await until(lambda: left(tmp_path) == ["step_2"])
+
+
+async def test_what_is_reported_later_waits_for_an_acknowledgement_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator hears of step 1 late, and not yet of step 2, for which step 1 would go."""
+    trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    acknowledgements = [asyncio.Event() for _ in range(3)]
+    waited = iter(acknowledgements)
+    monkeypatch.setattr(trainer.host, "acknowledged", lambda: next(waited).wait())
+    for step in (1, 2):
+        await trainer.step(step)
+        await trainer.writer.close()
+    await until(lambda: len(trainer.saved) == 2)
+    acknowledgements[0].set()
+    await until(lambda: trainer.covered == [1])
+    assert left(tmp_path) == ["step_1", "step_2"]
+    acknowledgements[1].set()
+    await until(lambda: trainer.covered == [1, 2])
+    assert left(tmp_path) == ["step_2"]
 
 
 async def test_what_was_consumed_is_there_by_id_and_as_a_chain(tmp_path: Path) -> None:

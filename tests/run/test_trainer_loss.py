@@ -1,18 +1,23 @@
 """The trainer is killed in the middle of a step, and again while it does one again: the run goes on
-to its end, and each step that is done again comes to the weights that it had come to."""
+to its end, and each step that is done again comes to the weights that it had come to. No more
+tokens are kept meanwhile than that needs."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from laminar import exit_codes
 from laminar.actors.system import fail_points
+from laminar.analysis.trained_steps import trained
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.rundir import TRAINER_BOOK_FILE
+from laminar.rundir import STORE_FILE, TRAINER_BOOK_FILE
+from laminar.storage.books import open_tables
 from tests.run.conftest import Finished, check_books, history, laminar, train
 
 pytestmark = pytest.mark.process
@@ -20,6 +25,7 @@ STEPS = 6
 SMALL = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=3",
+    "store.payload_gb=1e-6",
     "trainer.test_freq=0",
     "data.train_batch_size=4",
     "data.val_size=16",
@@ -42,10 +48,11 @@ def test_the_trainer_is_killed_and_the_run_goes_on(
     redone = [item for item in log if isinstance(item, ev.StepRedone)]
     assert [item.step_index for item in redone] == [0, 1, 3, 4]
     assert all(item.digest == item.published != "" for item in redone)
-    trained = [item.step_index for item in log if isinstance(item, ev.StepCompleted)]
-    assert trained == list(range(STEPS))
+    completed = [item.step_index for item in log if isinstance(item, ev.StepCompleted)]
+    assert completed == list(range(STEPS))
     _lines_of_the_book(run, log)
     check_books(run)
+    _removed_payloads(run)
 
 
 def _lines_of_the_book(run: Finished, log: list[object]) -> None:
@@ -58,3 +65,27 @@ def _lines_of_the_book(run: Finished, log: list[object]) -> None:
     assert done.version == second["version"] != first["version"]
     said = laminar("audit", str(run.directory)).stdout
     assert "step 3 is in trainer_book.jsonl under version" in said
+
+
+def _removed_payloads(run: Finished) -> None:
+    """Those of the steps before the oldest checkpoint; what they say can still be read."""
+    answers = trained(run.directory).steps
+    with open_tables(run.directory / STORE_FILE) as tables:
+        removed = tables.removed_payloads()
+    kept = {name for step in answers[3:] for name in step.trajectories}
+    assert removed >= {name for step in answers[:3] for name in step.trajectories}
+    assert not removed & kept
+    note = f"note: the tokens of {len(removed)} trajectories were removed"
+    assert note in laminar("audit", str(run.directory)).stdout
+    first = laminar("samples", str(run.directory), "--step", "1", "--jsonl").stdout.splitlines()
+    assert {json.loads(line)["id"] for line in first} == set(answers[0].trajectories)
+    assert all(json.loads(line)["response"] and json.loads(line)["spans"] for line in first)
+    again = laminar("retrain", str(run.directory))
+    assert again.returncode == 0, again.stdout + again.stderr
+    *steps, verdict = again.stdout.splitlines()
+    assert steps[0].startswith("step 3, of a checkpoint: ") and len(steps) == 4
+    assert verdict.startswith("identical: 3 steps trained again, ")
+    shutil.rmtree(run.directory / "checkpoints")
+    refused = laminar("retrain", str(run.directory))
+    assert refused.returncode == exit_codes.USER_ERROR
+    assert "step 3 trained were removed" in refused.stderr and not refused.stdout

@@ -30,6 +30,7 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
     [
         (planted.sync_is_left_out, (), 0),
         (planted_redo.one_row_is_left_out_of_a_redo, ("trainer-dies",), 0),
+        (planted_redo.payloads_go_that_a_redo_needs, ("trainer-dies",), 23),
         (planted_redo.redo_is_published, ("trainer-dies",), 0),
         (planted.event_is_lost_between_link_and_machine, (), 0),
         (planted.actor_forgets_its_commands, ("coordinator-killed",), 0),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from laminar.actors.store import Database as Port
 from laminar.ports import DiskFull
@@ -51,13 +52,14 @@ def answers(database: Port, requests: Sequence[m.Request]) -> list[Any]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(histories())
-def test_it_answers_as_sqlite_does(history: list[m.Request]) -> None:
+@given(histories(), st.integers(0, 6), st.sampled_from((0, 16, 80)))
+def test_it_answers_as_sqlite_does(history: list[m.Request], step: int, keep_bytes: int) -> None:
     memory = MemoryDatabase()
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = Path(folder) / "store.sqlite"
         real = Database(path)
-        asked = [*history, *LOOKS]
+        removal = m.RemovePayloads(before_step=step, keep_bytes=keep_bytes)
+        asked = [*history, *LOOKS, removal, *LOOKS, removal, *history[-3:], *LOOKS]
         assert answers(memory, asked) == answers(real, asked)
         real.close()
         with books.open_tables(path) as tables:

@@ -23,6 +23,7 @@ REQUESTS = [
     reward("0.1.2", None),
     end("0.1.2", "trained", step=3),
     m.SamplePrompts(count=8),
+    m.RemovePayloads(before_step=20, keep_bytes=1000),
     m.Stats(),
 ]
 TAGS = [
@@ -34,6 +35,7 @@ TAGS = [
     "put-rewards",
     "end",
     "sample-prompts",
+    "remove-payloads",
     "stats",
 ]
 

@@ -155,7 +155,7 @@ class BenchTrainer(Trainer):
         self.publisher = WeightPublisher(self.host, relay, lambda path: slot, specs, self._probe)
         await self.publisher.start()
         self.checkpoints = CheckpointWriter(
-            self.host, self._files, specs, self._probe, self.learner.facts
+            self.host, self._files, specs, self._probe, self.learner.facts, self._remove_payloads
         )
         self.host.spawn(self._work(self.publisher, self.checkpoints))
 

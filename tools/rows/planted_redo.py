@@ -134,6 +134,16 @@ def chain_begins_anew_after_a_load(plant: Planter) -> None:
     plant.replace(CheckpointWriter, "resume", planted)
 
 
+def payloads_go_that_a_redo_needs(plant: Planter) -> None:
+    """Those of the step after the oldest checkpoint as well."""
+    remove = Trainer._remove_payloads
+
+    async def planted(self: Trainer, before_step: int) -> None:
+        await remove(self, before_step + 1)
+
+    plant.replace(Trainer, "_remove_payloads", planted)
+
+
 REDO_BUGS: tuple[Callable[[Planter], None], ...] = (
     one_row_is_left_out_of_a_redo,
     order_of_a_redo_is_changed,
@@ -146,4 +156,5 @@ REDO_BUGS: tuple[Callable[[Planter], None], ...] = (
     redo_begins_one_step_late,
     old_checkpoint_goes_before_the_log_has_the_new_one,
     chain_begins_anew_after_a_load,
+    payloads_go_that_a_redo_needs,
 )

@@ -72,6 +72,7 @@ OUTSIDE = (
     "store:open-open-create",
     "store:open-open-move",
     "store:open-open-restart",
+    "store:payload-removed",
     "store:reward-fenced",
 )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from laminar import ids
 from laminar.actors.host import Actor, Host
 from laminar.actors.store import READS, Store
 from laminar.engines.made_up_tokens import prompt_of, tokens_of
-from laminar.events.reasons import FinishReason
+from laminar.events.reasons import DropReason, FinishReason
 from laminar.ids import Purpose
 from laminar.ports import DiskFull
 from laminar.sim.interfaces import World
@@ -29,7 +30,7 @@ from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import DATA_DIGEST
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
-from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
+from laminar.storage.rows import DamageError, LoadedPrompts, NotTokenised, PromptCount, PromptKey
 from laminar.storage.rules import Chunk, Row
 
 _PROMPT = m.PromptPayload(prompt="", ground_truth=None, columns={}, data_source="made")
@@ -44,6 +45,7 @@ class MemoryDatabase:
         self.rows: dict[str, Row] = {}
         self.full = False  #: its disk
         self._chunks: dict[str, list[Chunk]] = {}
+        self.removed: set[str] = set()  #: trajectories without their payload
         self._prompts: dict[PromptKey, bytes] = {}
         self._prompt_ids: dict[PromptKey, bytes] = {}
         self._extras: dict[str, m.Extras] = {}
@@ -89,6 +91,8 @@ class MemoryDatabase:
             return self._handlers.answer(request)
         except NotTokenised as missing:
             return missing
+        except DamageError as error:
+            return m.ErrorReply(reason=str(error))
 
     # --- rows, for the handlers ---------------------------------------------------------------
 
@@ -122,11 +126,30 @@ class MemoryDatabase:
         self._chunks.pop(trajectory_id, None)
 
     def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
-        found = (c for c in self.chunks(row.id) if (c.segment, c.offset) == (segment, offset))
-        return next(found, None)
+        chunks = self._chunks.get(row.id, [])
+        return next((c for c in chunks if (c.segment, c.offset) == (segment, offset)), None)
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
+        if trajectory_id in self.removed:
+            raise DamageError(f"the tokens of {trajectory_id} are not in the store any more")
         return self._chunks.get(trajectory_id, [])
+
+    def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
+        ended = [row for row in self.rows.values() if row.end is not None and row.num_tokens]
+        ended = [row for row in ended if row.id not in self.removed]
+        kept = [row for row in ended if row.end_reason != DropReason.MISMATCH]
+        beyond = sum(row.num_tokens for row in kept) - keep_tokens
+        found: list[str] = []
+        for step, row in sorted(((_needed_until(row), row) for row in kept), key=itemgetter(0)):
+            if beyond <= 0 or step >= before_step or len(found) == most:
+                break
+            found.append(row.id)
+            beyond -= row.num_tokens
+        return found
+
+    def remove_payload(self, trajectory_id: str) -> None:
+        del self._chunks[trajectory_id]
+        self.removed.add(trajectory_id)
 
     def totals(self) -> list[tuple[str, int, int, int]]:
         found: dict[str, list[int]] = {}
@@ -138,6 +161,12 @@ class MemoryDatabase:
 
     def database_bytes(self) -> int:
         return 0
+
+
+def _needed_until(row: Row) -> int:
+    step = row.end_step if row.end == "trained" else row.version_step
+    assert step is not None, "what has tokens was opened"
+    return step
 
 
 class StoreDatabase(MemoryDatabase):
@@ -152,6 +181,8 @@ class StoreDatabase(MemoryDatabase):
     def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
         self._request, self._placements = request, {}
         reply = super()._handle(request)
+        if isinstance(reply, m.ErrorReply):  # nobody asks for what was removed
+            raise Violation("needed_payload_is_there", reply.reason)
         if isinstance(reply, m.EndReply):
             for result in reply.results:
                 if result.answer != "ok":
@@ -162,6 +193,10 @@ class StoreDatabase(MemoryDatabase):
                 if written.answer != "ok":
                     self._world.coverage.hit(f"store:{_KINDS[type(reply)]}-{written.answer}")
         return reply
+
+    def remove_payload(self, trajectory_id: str) -> None:
+        self._world.coverage.hit("store:payload-removed")
+        super().remove_payload(trajectory_id)
 
     def save(self, before: Row | None, after: Row) -> None:
         if isinstance(self._request, m.Open):
