@@ -16,7 +16,7 @@ from typing import NamedTuple
 from laminar.analysis.lives import Moment, Moments
 from laminar.analysis.phrases import times
 from laminar.core import keys, repack
-from laminar.core.admission import groups_wanted
+from laminar.core.admission import first_share, groups_wanted
 from laminar.core.repack import Standing
 from laminar.core.state import Replica, State
 from laminar.core.tails import (
@@ -125,7 +125,7 @@ def _reason(
 
 
 def _no_new_groups(state: State) -> str:
-    needed = state.settings.groups_per_version
+    needed = first_share(state)
     if groups_wanted(state) < needed:
         return "data"
     return "bound" if within_bound(state) < needed else "others-first"
@@ -151,7 +151,7 @@ def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) 
     if reason == "no-newer-weights":
         return f"v{state.newest} was the newest"
     if reason == "bound":
-        room, needed = within_bound(state), state.settings.groups_per_version
+        room, needed = within_bound(state), first_share(state)
         return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"
     found = (state.trajectories[t] for t in replica.running)
     return next((t.id for t in found if trajectory_stays(state, t) == reason), "")

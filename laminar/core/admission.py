@@ -12,6 +12,8 @@ no other limit on the experience buffer.
 
 from __future__ import annotations
 
+from laminar.core.indexes import indexes_of
+from laminar.core.rules import REPLICA_SHARE, applies
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
 
@@ -55,6 +57,32 @@ def serving(state: State, replica: Replica) -> bool:
 def room(replica: Replica) -> int:
     """For so many more trajectories; what is kept for others is taken."""
     return replica.capacity - replica.load
+
+
+def share(state: State) -> int:
+    """Trajectories of new groups that a replica runs at a time at most; 0: it may run what it can.
+
+    By the rule REPLICA_SHARE each live one has the same part of what the staleness bound admits, or
+    the first one with new weights would take all of it while others have nothing to do.
+    """
+    settings = state.settings
+    if settings.repack_policy != "gain" or not applies(settings, REPLICA_SHARE):
+        return 0
+    admitted = settings.groups_per_step * (settings.max_staleness + 1)
+    return settings.group_size * -(-admitted // max(indexes_of(state).replicas.num_live, 1))
+
+
+def first_share(state: State) -> int:
+    """New groups that a replica takes at once when it has loaded."""
+    settings = state.settings
+    at_a_time = share(state) // settings.group_size or settings.groups_per_version
+    return min(settings.groups_per_version, at_a_time)
+
+
+def has_room_for_group(state: State, replica: Replica) -> bool:
+    """For all of its siblings, within the replica's share."""
+    size, most = state.settings.group_size, share(state)
+    return room(replica) >= size and (not most or replica.load + size <= most)
 
 
 def refusal(state: State, replica: Replica) -> str:

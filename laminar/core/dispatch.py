@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from laminar import ids
 from laminar.core import forks, keys
-from laminar.core.admission import room
 from laminar.core.context import Context
 from laminar.core.indexes import add_lost, assign, load_changed, remove_lost, replica_changed
 from laminar.core.state import Group, Progress, Replica, State, Trajectory
@@ -200,7 +199,3 @@ def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
     add_lost(state, trajectory)
     ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
     ctx.touch_all()
-
-
-def has_room_for_group(state: State, replica: Replica) -> bool:
-    return room(replica) >= state.settings.group_size

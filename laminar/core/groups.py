@@ -17,6 +17,7 @@ from laminar.core.indexes import (
     add_ready,
     assign,
     close_trajectory,
+    lengths_changed,
     live_actor,
     remove_lost,
     remove_ready,
@@ -238,7 +239,9 @@ def _close(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) 
     if tokens_lost:
         ledger.tokens.end(End.DROPPED, DropReason.RESTARTED, tokens_lost)
     group = state.groups[trajectory.group]
-    if group.status == GroupStatus.ENDING and not members(state, group.id):
+    if group.status != GroupStatus.ENDING:
+        lengths_changed(state, group)
+    elif not members(state, group.id):
         ledger.groups.end(group.end, group.end_reason)
         del state.groups[group.id]
 

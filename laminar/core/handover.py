@@ -17,6 +17,7 @@ from laminar.core.dispatch import lose, place_released
 from laminar.core.indexes import load_changed, replica_changed
 from laminar.core.registry import handles
 from laminar.core.repack import Move
+from laminar.core.rules import MOVES_SPREAD, applies
 from laminar.core.state import Trajectory
 from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.core.tails import released_max, tails
@@ -24,6 +25,10 @@ from laminar.core.transitions import move
 from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+
+EMPTIED_MAX = 500
+"""Replicas in one look: an event is to take some tens of milliseconds. A replica is in its tail
+once in minutes, so few of 10,000 come into it between two looks, unless all began at once."""
 
 
 def look(ctx: Context) -> None:
@@ -41,6 +46,8 @@ def plan(ctx: Context) -> None:
     ctx.repack_due = False
     gain = state.settings.repack_policy == "gain"
     left = released_max(state) if gain else len(state.replicas)
+    if applies(state.settings, MOVES_SPREAD):
+        left = min(left, EMPTIED_MAX)
     if not left:
         return
     found = tails(state)

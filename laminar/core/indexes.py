@@ -18,11 +18,12 @@ from heapq import heapify, heappop, heappush
 
 from laminar.core.keys import CommandKey, TimerName
 from laminar.core.lost_work import LostWork
+from laminar.core.repack import Standing
 from laminar.core.replica_index import ReplicaIndex
 from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 from laminar.events.commands import PullWeights
-from laminar.ids import TrajectoryId
+from laminar.ids import GroupId, TrajectoryId
 from laminar.roles import Role
 
 STALE_TIMERS_MAX = 64
@@ -55,6 +56,8 @@ class Indexes:
         self.fetched: dict[int, int] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
+        #: by group, how many of it have finished and their tokens, where there are any
+        self.lengths: dict[GroupId, tuple[int, int]] = {}
         for actor in state.actors.values():
             self.roles.setdefault(actor.role, {})[actor.name] = None
             self.num_alive += actor.alive
@@ -68,8 +71,11 @@ class Indexes:
                 self.held.setdefault(version, {})[relay.name] = None
         for trajectory in state.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
+            self.count_length(trajectory, 1)
         self.lost = LostWork(state)
         self.replicas = ReplicaIndex(state)
+        #: by name, of replicas in their tail, as far as core/tails.py was asked and it still holds
+        self.standings: dict[str, Standing] = {}
 
     def served_by(self, relay: str) -> dict[str, None]:
         """Names of the replicas of its machine."""
@@ -81,6 +87,16 @@ class Indexes:
             self.fetched[command.version] = self.fetched.get(command.version, 0) + change
             if not self.fetched[command.version]:
                 del self.fetched[command.version]
+
+    def count_length(self, trajectory: Trajectory, change: int) -> None:
+        """One that has finished is known, or is forgotten."""
+        if trajectory.num_tokens:
+            count, tokens = self.lengths.get(trajectory.group, (0, 0))
+            tokens += change * trajectory.num_tokens
+            if count + change:
+                self.lengths[trajectory.group] = count + change, tokens
+            else:
+                del self.lengths[trajectory.group]
 
     def num_ready(self, deadline: int) -> int:
         """Finished groups with this deadline."""
@@ -168,16 +184,53 @@ def remove_replica(state: State, replica: Replica) -> None:
     del state.replicas[replica.name]
     del indexes.served[replica.relay][replica.name]
     indexes.replicas.remove(replica)
+    indexes.standings.pop(replica.name, None)
 
 
 def replica_changed(state: State, replica: Replica) -> None:
     """What it loads, serves, runs or took is something else now."""
-    indexes_of(state).replicas.update(state, replica)
+    indexes = indexes_of(state)
+    indexes.replicas.update(state, replica)
+    indexes.standings.pop(replica.name, None)
 
 
 def load_changed(state: State, replica: Replica) -> None:
     """Only what it runs is something else now: asked for every trajectory that comes or goes."""
-    indexes_of(state).replicas.update_load(replica)
+    indexes = indexes_of(state)
+    indexes.replicas.update_load(replica)
+    indexes.standings.pop(replica.name, None)
+
+
+def gauges_changed(state: State, replica: Replica) -> None:
+    """Its engine, or what it runs, is further."""
+    standings = indexes_of(state).standings
+    standings.pop(replica.name, None)
+    for trajectory_id in replica.given:
+        standings.pop(state.progress[trajectory_id].destination, None)
+
+
+def straggler_changed(state: State, trajectory: Trajectory) -> None:
+    """What is known of it counts where it runs, and where room is kept for it."""
+    standings = indexes_of(state).standings
+    standings.pop(trajectory.replica, None)
+    standings.pop(state.progress[trajectory.id].destination, None)
+
+
+def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
+    """It has finished: its siblings are expected to be as long."""
+    indexes = indexes_of(state)
+    indexes.count_length(trajectory, -1)
+    trajectory.num_tokens = num_tokens
+    indexes.count_length(trajectory, 1)
+    lengths_changed(state, state.groups[trajectory.group])
+
+
+def lengths_changed(state: State, group: Group) -> None:
+    """One of the group has finished, or is forgotten."""
+    if indexes_of(state).standings:
+        for name in group.members:
+            if name in state.trajectories:
+                straggler_changed(state, state.trajectories[name])
 
 
 # --- relays -------------------------------------------------------------------------------------
@@ -302,6 +355,7 @@ def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
     trajectory = state.trajectories.pop(trajectory_id)
     state.progress.pop(trajectory_id, None)
     del by_replica[trajectory.replica][trajectory_id]
+    indexes_of(state).count_length(trajectory, -1)
     return trajectory
 
 

@@ -22,6 +22,7 @@ from laminar.core.relays import ending
 from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
+from laminar.core.tails import engine_at_work, standing_of
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events.base import Command
@@ -308,10 +309,15 @@ def indexes_are_true(state: State) -> None:
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
     _require(kept.ready == made.ready, "ready", kept.ready)
     _require(kept.fetched == made.fetched, "fetched", kept.fetched)
+    _require(kept.lengths == made.lengths, "lengths", kept.lengths)
     _require(kept.lost.content() == made.lost.content(), "lost work", kept.lost.content())
     _require(
         kept.replicas.content() == made.replicas.content(), "replicas", kept.replicas.content()
     )
+    for name, standing in kept.standings.items():
+        replica = state.replicas[name]
+        _require(not engine_at_work(replica), "in its tail", replica)
+        _require(standing_of(state, replica) == (standing, True), "standing", standing)
 
 
 def _require(condition: bool, *details: object) -> None:

@@ -27,8 +27,8 @@ from laminar.core import (
     redo,
     weights,
 )
+from laminar.core.admission import has_room_for_group
 from laminar.core.context import Context
-from laminar.core.dispatch import has_room_for_group
 from laminar.core.indexes import indexes_of
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
@@ -146,7 +146,9 @@ class _Others:
         index, size = indexes_of(self._state).replicas, self._state.settings.group_size
         while kinds := index.of(self._may_admit):
             replica = index.least(kinds, size, self._but)
-            if replica is None or admission.admits(self._state, replica):
+            if replica is None or not has_room_for_group(self._state, replica):
+                return None  # the others have no fewer
+            if admission.admits(self._state, replica):
                 return replica
             self._refused[replica.step] = None  # what is left to refuse it, refuses all of its step
         return None

@@ -13,7 +13,7 @@ the destination's batch waits, and slower steps there.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,56 +50,65 @@ class Move(NamedTuple):
 class _Load:
     """A replica with what is planned for it."""
 
+    __slots__ = ("need", "pinned", "running", "spare", "standing")
+
     def __init__(self, standing: Standing) -> None:
         self.standing = standing
         self.need, self.running = standing.need, standing.running
+        self.spare = min(standing.max_batch - standing.running, standing.room)  #: trajectories
         self.pinned = False
 
-    @property
-    def spare(self) -> int:
-        """For so many more trajectories."""
-        here = self.standing
-        return min(here.max_batch, here.running + here.room) - self.running
+    def fits(self, source: _Load) -> bool:
+        return source.running <= self.spare and (
+            self.need + source.need <= self.standing.kv_capacity
+        )
 
-    def fits(self, source: Standing) -> bool:
-        return self.need + source.need <= self.standing.kv_capacity and source.running <= self.spare
-
-    def take(self, source: Standing) -> None:
+    def take(self, source: _Load) -> None:
         self.need += source.need
         self.running += source.running
+        self.spare -= source.running
         self.pinned = True
 
 
 class _Destinations:
     """Those that are not emptied, by how many more each can run: in classes of powers of two, so
-    that a search looks at a few of them and not at all; within a class by need."""
+    that a search looks at a few of them and not at all; within a class by need.
+
+    An entry of a class is need * number of all + number: it sorts by both, and fast."""
 
     def __init__(self, loads: list[_Load]) -> None:
         self._loads = loads
-        self._classes: dict[int, list[tuple[int, int]]] = {}
         self._need_max = max((load.standing.kv_capacity for load in loads), default=0)
-        for number in range(len(loads)):
-            self.put_in(number)
+        sizes = max((load.spare.bit_length() for load in loads), default=0) + 1
+        self._classes: list[list[int]] = [[] for _ in range(sizes)]
+        for number, load in enumerate(loads):
+            self._classes[load.spare.bit_length()].append(load.need * len(loads) + number)
+        for ranked in self._classes:
+            ranked.sort()
 
     def put_in(self, number: int) -> None:
         load = self._loads[number]
-        insort(self._classes.setdefault(load.spare.bit_length(), []), (load.need, number))
+        insort(self._classes[load.spare.bit_length()], load.need * len(self._loads) + number)
 
     def take_out(self, number: int) -> None:
         load = self._loads[number]
         ranked = self._classes[load.spare.bit_length()]
-        del ranked[bisect_left(ranked, (load.need, number))]
+        del ranked[bisect_left(ranked, load.need * len(self._loads) + number)]
 
-    def for_source(self, source: Standing) -> list[int]:
-        """Some on which it fits, the one with the most on it first."""
-        found: list[tuple[int, int]] = []
-        for size, ranked in self._classes.items():
-            if size < source.running.bit_length():
-                continue
-            end = bisect_right(ranked, (self._need_max - source.need, len(self._loads)))
-            some = ranked[max(end - LOOKED_AT, 0) : end]
-            found += [entry for entry in some if self._loads[entry[1]].fits(source)]
-        return [number for _, number in sorted(found, reverse=True)]
+    def best(self, source: _Load, prefill_tokens: int) -> int:
+        """Of some on which it fits and for which it pays, the one with the most on it; -1: none."""
+        loads, found = self._loads, -1
+        over = (self._need_max - source.need + 1) * len(loads)
+        for ranked in self._classes[source.running.bit_length() :]:
+            end = bisect_left(ranked, over)
+            for entry in reversed(ranked[max(end - LOOKED_AT, 0) : end]):
+                if entry <= found:
+                    break
+                load = loads[entry % len(loads)]
+                if load.fits(source) and _pays(source.standing, load, prefill_tokens):
+                    found = entry
+                    break
+        return found % len(loads) if found >= 0 else -1
 
 
 def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> list[Move]:
@@ -110,22 +119,22 @@ def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> li
     loads = [_Load(standing) for standing in tail]
     destinations = _Destinations(loads)
     moves: list[Move] = []
-    for number in sorted(range(len(tail)), key=lambda n: (tail[n].kv_tokens, n)):
-        source = tail[number]
+    cached = [standing.kv_tokens for standing in tail]
+    for number in sorted(range(len(tail)), key=cached.__getitem__):
+        source = loads[number]
         if len(moves) >= released_max:
             break
-        if loads[number].pinned or not source.movable:
+        if source.pinned or not source.standing.movable:
             continue
         destinations.take_out(number)
-        for other in destinations.for_source(source):
-            if _pays(source, loads[other], prefill_tokens):
-                destinations.take_out(other)
-                loads[other].take(source)
-                destinations.put_in(other)
-                moves.append(Move(source.name, tail[other].name))
-                break
-        else:
+        other = destinations.best(source, prefill_tokens)
+        if other < 0:
             destinations.put_in(number)
+            continue
+        destinations.take_out(other)
+        loads[other].take(source)
+        destinations.put_in(other)
+        moves.append(Move(source.standing.name, tail[other].name))
     return moves
 
 
@@ -136,7 +145,8 @@ def why_not(source: Standing, others: Sequence[Standing], prefill_tokens: int) -
     """
     if not others:
         return "alone"
-    fitting = [load for load in map(_Load, others) if load.fits(source)]
+    own = _Load(source)
+    fitting = [load for load in map(_Load, others) if load.fits(own)]
     if not fitting:
         return "no-room"
     return "" if any(_pays(source, load, prefill_tokens) for load in fitting) else "no-gain"

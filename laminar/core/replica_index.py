@@ -147,6 +147,10 @@ class ReplicaIndex:
 
     # --- asked ----------------------------------------------------------------------------------
 
+    @property
+    def num_live(self) -> int:
+        return len(self.standing)
+
     def kind_of(self, name: str) -> Kind | None:
         """None for one whose process is gone."""
         standing = self.standing.get(name)

@@ -98,6 +98,18 @@ NODE_RESTARTS = Rule(
     "a machine that is lost does not come back; the loss of that of store or trainer ends the run",
     "its processes have the time of a start to come back, with a new process of its node",
 )
+REPLICA_SHARE = Rule(
+    "replica-share",
+    4,
+    "a replica takes as many new groups as it has room for, whatever that leaves to others",
+    "with repack.policy gain it runs no more than its part of what the staleness bound admits",
+)
+MOVES_SPREAD = Rule(
+    "moves-spread",
+    4,
+    "one look of repack empties as many replicas as it can",
+    "it empties a number of them, and the next look others",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -109,6 +121,8 @@ RULES = (
     START_NEEDS_REPLICA,
     RUN_RESUMES,
     NODE_RESTARTS,
+    REPLICA_SHARE,
+    MOVES_SPREAD,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

@@ -11,8 +11,7 @@ time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core import groups
-from laminar.core.admission import groups_wanted, refusal, room
+from laminar.core.admission import first_share, groups_wanted, refusal, room
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
 from laminar.core.state import Replica, State, Trajectory
@@ -25,25 +24,39 @@ MOVES_MAX = 3
 def tails(state: State) -> dict[int, list[Standing]]:
     """Of every version, its replicas in their tail, in the order of state.replicas.
 
-    Whether they admit is asked once for each kind of them.
+    Whether they admit is asked once for each kind of them, and what they hold is counted only where
+    something of it has changed since it was asked last.
     """
-    index = indexes_of(state).replicas
+    indexes = indexes_of(state)
+    index, kept = indexes.replicas, indexes.standings
     kinds = index.of(lambda kind: kind.serving)
     refusing = [k for k in kinds if refusal(state, index.replicas[next(index.numbers_of([k]))])]
+    staying: dict[tuple[int, str], bool] = {}  #: by version and relay
     found: dict[int, list[Standing]] = {}
     for number in sorted(index.numbers_of(refusing)):
         replica = index.replicas[number]
-        if not _engine_at_work(replica):
-            found.setdefault(replica.version, []).append(_standing(state, replica))
+        standing = kept.get(replica.name)
+        if standing is None:
+            if engine_at_work(replica):
+                continue
+            standing = _counted(state, replica)
+        place = replica.version, replica.relay
+        stay = staying.get(place)
+        if stay is None:
+            stay = staying[place] = bool(_takes_nothing_newer(state, replica))
+        if stay and standing.movable:
+            standing = standing._replace(movable=False)
+        found.setdefault(replica.version, []).append(standing)
     return found
 
 
 def at_work(state: State, replica: Replica) -> str:
     """Why a replica that serves is not in its tail; empty: it is."""
-    return _engine_at_work(replica) or ("" if refusal(state, replica) else "admits")
+    return engine_at_work(replica) or ("" if refusal(state, replica) else "admits")
 
 
-def _engine_at_work(replica: Replica) -> str:
+def engine_at_work(replica: Replica) -> str:
+    """Why its engine keeps a replica out of its tail; empty: it does not."""
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
         return "not-heard"
@@ -54,36 +67,59 @@ def _engine_at_work(replica: Replica) -> str:
     return "full" if replica.load >= packing.max_batch else ""
 
 
-def _standing(state: State, replica: Replica) -> Standing:
+def _counted(state: State, replica: Replica) -> Standing:
+    """What it holds, and whether that may move; kept until something of it changes."""
+    standing, lasts = standing_of(state, replica)
+    if lasts:
+        indexes_of(state).standings[replica.name] = standing
+    return standing
+
+
+def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
+    """Of a replica in its tail, wherever it may take new work; and whether it follows from what the
+    replica and the groups that it runs have done, and not from the mean of all that has finished.
+    """
     packing = replica.packing
     assert packing is not None, replica
-    there = [state.trajectories[t] for t in (*replica.running, *replica.incoming)]
-    held = [state.progress[t.id] for t in there]
-    left = [expected_left(state, trajectory) for trajectory in there]
-    return Standing(
+    trajectories, progress, lengths = state.trajectories, state.progress, indexes_of(state).lengths
+    there = [*replica.running, *replica.incoming]
+    movable, lasts = not replica.incoming, True
+    held = growth = longest = 0
+    for name in there:
+        trajectory, known = trajectories[name], progress[name]
+        siblings = lengths.get(trajectory.group)
+        left = _left(siblings or (state.finished, state.finished_tokens), known.sampled)
+        held += known.prompt_tokens + known.sampled
+        growth += left
+        longest = max(longest, left)
+        lasts = lasts and siblings is not None
+        movable = movable and not trajectory_stays(state, trajectory)
+    standing = Standing(
         name=replica.name,
-        kv_tokens=sum(p.prompt_tokens + p.sampled for p in held),
-        growth_tokens=sum(left),
-        longest=max(left),
+        kv_tokens=held,
+        growth_tokens=growth,
+        longest=longest,
         running=len(there),
         room=room(replica),
         kv_capacity=packing.kv_capacity,
         max_batch=packing.max_batch,
-        movable=not stays(state, replica),
+        movable=movable,
     )
+    return standing, lasts
 
 
 def expected_left(state: State, trajectory: Trajectory) -> int:
     """Tokens that it is expected to sample yet: as many as its finished siblings had on average,
     else all that have finished; what is longer than that already, half as much again."""
-    group = state.groups[trajectory.group]
-    siblings = [t.num_tokens for t in groups.members(state, group.id) if t.num_tokens]
-    if siblings:
-        mean = sum(siblings) // len(siblings)
-    else:
-        mean = state.finished_tokens // max(state.finished, 1)
-    sampled = state.progress[trajectory.id].sampled
-    return max(mean - sampled, sampled // 2, 1)
+    siblings = indexes_of(state).lengths.get(trajectory.group)
+    everything = state.finished, state.finished_tokens
+    return _left(siblings or everything, state.progress[trajectory.id].sampled)
+
+
+def _left(finished: tuple[int, int], sampled: int) -> int:
+    """`finished`: how many, and their tokens."""
+    count, tokens = finished
+    return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 
 
 def stays(state: State, replica: Replica) -> str:
@@ -93,6 +129,11 @@ def stays(state: State, replica: Replica) -> str:
     """
     if replica.incoming:
         return "receives"
+    return _takes_nothing_newer(state, replica) or _work_stays(state, replica)
+
+
+def _takes_nothing_newer(state: State, replica: Replica) -> str:
+    """Why it could not begin with newer weights: the same for all of a version behind a relay."""
     if state.newest <= replica.version:
         return "no-newer-weights"
     if state.newest_for(replica) != state.newest:
@@ -100,6 +141,10 @@ def stays(state: State, replica: Replica) -> str:
     evaluation = state.evaluation
     if evaluation is not None and evaluation.queue and evaluation.version == replica.version:
         return "evaluation"
+    return ""
+
+
+def _work_stays(state: State, replica: Replica) -> str:
     found = (trajectory_stays(state, state.trajectories[t]) for t in replica.running)
     return next(filter(None, found), "")
 
@@ -120,12 +165,11 @@ def released_max(state: State) -> int:
 
     Those that are empty or load get theirs first.
     """
-    settings = state.settings
     admitted = min(groups_wanted(state), within_bound(state))
     index = indexes_of(state).replicas
     busy = dict.fromkeys(index.empty(list(index.kinds)))
     busy |= dict.fromkeys(index.numbers_of(index.of(lambda kind: kind.loading)))
-    return max(admitted // settings.groups_per_version - len(busy), 0)
+    return max(admitted // first_share(state) - len(busy), 0)
 
 
 def within_bound(state: State) -> int:

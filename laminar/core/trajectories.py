@@ -11,6 +11,7 @@ from math import isfinite
 
 from laminar.core import dispatch, evaluation, groups, recovery, reward_errors
 from laminar.core.context import Context
+from laminar.core.indexes import gauges_changed, set_length, straggler_changed
 from laminar.core.registry import handles
 from laminar.core.rules import HELD_OUT_FIGURES, applies
 from laminar.core.state import Packing, State, Trajectory
@@ -44,6 +45,7 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
         if progress.source != ctx.stamped.peer:
             dispatch.end_move(ctx, trajectory)
+        straggler_changed(ctx.state, trajectory)
 
 
 def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
@@ -68,6 +70,7 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
         for trajectory_id, tokens in event.lengths.items():
             if trajectory_id in replica.running:
                 ctx.state.progress[trajectory_id].sampled = tokens
+        gauges_changed(ctx.state, replica)
 
 
 def _keep_gauges(packing: Packing, event: ev.TokenProgress) -> None:
@@ -95,7 +98,7 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
         return ctx.ignore("old-placement")
     dispatch.leave_engine(ctx, trajectory)
     state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
-    trajectory.num_tokens = event.num_tokens
+    set_length(state, trajectory, event.num_tokens)
     if state.settings.repack_policy:
         state.finished += 1
         state.finished_tokens += event.num_tokens

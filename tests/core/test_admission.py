@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from laminar.core.admission import bound_holds
+from laminar.core.admission import bound_holds, first_share, share
+from laminar.core.rules import NEW_RUN, REPLICA_SHARE
+from laminar.core.tails import released_max
 from laminar.events import commands as cmd
 from laminar.testing.bench import Bench, only
 
@@ -80,3 +82,43 @@ def test_dropped_group_gives_its_place_back() -> None:
     bench.write_ends()
     assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
     assert bench.state.ledger.trajectories.dropped == {"unscored": 2}
+
+
+def shared_out(policy: str, rules: tuple[str, ...] = NEW_RUN) -> Bench:
+    """Two replicas of which each has room for all four groups that the bound admits."""
+    bench = Bench(
+        replicas=2,
+        max_staleness=1,
+        groups_per_version=4,
+        repack_policy=policy,
+        repack_interval_ms=5_000,
+        rules=rules,
+    )
+    bench.start()
+    return bench
+
+
+def running(bench: Bench) -> list[int]:
+    return [len(bench.replica(name).running) for name in bench.names]
+
+
+def test_with_gain_each_replica_has_its_part_of_what_the_bound_admits() -> None:
+    bench = shared_out("gain")
+    assert running(bench) == [4, 4]
+    bench.complete("0.2", "0.3")  # of rollout-1; they are a batch, and leave room for two others
+    bench.train()
+    bench.load("rollout-1")
+    assert running(bench) == [4, 4] and not released_max(bench.state)
+
+
+def test_without_the_rule_the_first_replica_takes_all() -> None:
+    old = tuple(name for name in NEW_RUN if name != REPLICA_SHARE.name)
+    for bench in (shared_out("gain", old), shared_out("best-fit"), shared_out("")):
+        assert running(bench) == [8, 0]
+
+
+def test_share_is_of_the_replicas_that_live() -> None:
+    bench = shared_out("gain")
+    assert (share(bench.state), first_share(bench.state)) == (4, 2)
+    bench.kill("rollout-1")
+    assert (share(bench.state), first_share(bench.state)) == (8, 4)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from laminar.core import handover
 from laminar.core.admission import refusal
+from laminar.core.indexes import set_length
+from laminar.core.rules import MOVES_SPREAD, NEW_RUN, REPLICA_SHARE
 from laminar.core.state import Packing
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.tails import expected_left
@@ -213,9 +218,12 @@ def test_nothing_moves_beyond_the_batch_that_is_quick_enough() -> None:
 
 
 def test_nothing_moves_against_a_binding_bound() -> None:
-    """The version that the source would load admits two groups, and its share is four."""
-    bench = Tail(groups_per_version=4)
+    """The version that the source would load admits two groups; by the old rule it takes four at
+    once, by the new one its part of the bound, which is two."""
+    old = tuple(name for name in NEW_RUN if name != REPLICA_SHARE.name)
+    bench = Tail(groups_per_version=4, rules=old)
     assert not releases(bench.publish(1, 1))
+    assert releases(Tail(groups_per_version=4).publish(1, 1))
 
 
 def test_what_a_batch_has_waited_for_is_not_moved() -> None:
@@ -298,12 +306,23 @@ def test_source_that_is_gone_is_waited_for_by_nobody() -> None:
 def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
     bench = Tail()
     state, trajectory = bench.state, bench.trajectory(MOVED)
-    bench.trajectory("0.0.0").num_tokens = 0
+    set_length(state, bench.trajectory("0.0.0"), 0)
     state.finished, state.finished_tokens = 4, 400
     state.progress[trajectory.id].sampled = 30
     assert expected_left(state, trajectory) == 70
     state.progress[trajectory.id].sampled = 300
     assert expected_left(state, trajectory) == 150
+
+
+def emptied_at_once(**changes: Any) -> int:
+    return len(releases(Tail(repack_policy="best-fit", **changes).publish(1, 1)))
+
+
+def test_a_look_empties_a_number_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them = emptied_at_once()
+    monkeypatch.setattr(handover, "EMPTIED_MAX", 1)
+    old = tuple(name for name in NEW_RUN if name != MOVES_SPREAD.name)
+    assert emptied_at_once() == 1 < all_of_them == emptied_at_once(rules=old)
 
 
 def test_no_look_is_taken_when_the_run_drains() -> None:

@@ -404,3 +404,11 @@ def test_moves_that_must_not_be(
     with Planter() as planter:
         plant(planter)
         assert promise in {run_seed(swarm, seed).invariant for seed in range(1, 4)}
+
+
+def test_replica_that_is_given_more_than_its_share() -> None:
+    """Where the staleness bound has less for each replica than it has room for."""
+    swarm = calm(**{**PACKED, "policy": "gain", "max_staleness": 1})
+    with Planter() as planter:
+        planted_handover.replica_takes_the_share_of_others(planter)
+        assert run_seed(swarm, 1).invariant == "share_is_kept"

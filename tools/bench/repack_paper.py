@@ -20,7 +20,8 @@ from laminar.core.context import Context
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 
-_refusal, _plan_pull, _stayed = admission.refusal, weights.plan_pull, tails.stays
+_refusal, _plan_pull = admission.refusal, weights.plan_pull
+_takes_nothing_newer = tails._takes_nothing_newer
 
 
 def _drains(state: State, replica: Replica) -> str:
@@ -40,9 +41,9 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
         ctx.touch(replica.name)
 
 
-def _stays(state: State, replica: Replica) -> str:
+def _takes_nothing(state: State, replica: Replica) -> str:
     """Whether there are newer weights is not asked."""
-    why = _stayed(state, replica)
+    why = _takes_nothing_newer(state, replica)
     return "" if why in ("no-newer-weights", "weights-not-here") else why
 
 
@@ -57,7 +58,7 @@ def drains() -> Iterator[None]:
         for owner, name, rule in (
             (admission, "refusal", _drains),
             (tails, "refusal", _drains),
-            (tails, "stays", _stays),
+            (tails, "_takes_nothing_newer", _takes_nothing),
             (weights, "plan_pull", _pulls_or_goes_on),
             (planner._Others, "_may_admit", _may_admit),
         ):

@@ -102,7 +102,7 @@ def destination_is_emptied_later(plant: Planter) -> None:
     """As in the algorithm as it is printed."""
     take = _Load.take
 
-    def planted(self: _Load, source: Standing) -> None:
+    def planted(self: _Load, source: _Load) -> None:
         take(self, source)
         self.pinned = False
 
@@ -174,6 +174,11 @@ def empties_replicas_that_get_nothing_new(plant: Planter) -> None:
     plant.replace(handover, "released_max", lambda state: len(state.replicas))
 
 
+def replica_takes_the_share_of_others(plant: Planter) -> None:
+    """All that the staleness bound admits, while others have nothing to do."""
+    plant.replace(admission, "share", lambda state: 0)
+
+
 HANDOVER_BUGS = (
     emptied_replica_admits,
     emptied_replica_loads_before_its_work_has_started_elsewhere,
@@ -189,4 +194,5 @@ HANDOVER_BUGS = (
     moves_what_a_batch_has_waited_for,
     moves_what_has_seen_a_replica_die,
     empties_replicas_that_get_nothing_new,
+    replica_takes_the_share_of_others,
 )

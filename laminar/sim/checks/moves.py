@@ -7,6 +7,8 @@ Raises  Violation
 
 from __future__ import annotations
 
+import math
+
 from laminar.core import keys
 from laminar.core.state import State, Trajectory
 from laminar.core.statuses import GroupStatus
@@ -50,6 +52,8 @@ class Moves:
         orders = [c for c in commands if isinstance(c, cmd.ReleaseTrajectories)]
         for order in orders:
             self._moved_may_be_moved(order, state)
+        if state.settings.repack_policy == "gain":
+            _share_is_kept(commands, state)
         if orders and state.settings.repack_policy == "gain":
             _emptied_has_new_work(len(orders), state)
 
@@ -90,6 +94,27 @@ def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
     return event.timer == keys.deadline(keys.release(order.to))
 
 
+def _share(state: State) -> int:
+    """New groups that a replica may run at a time; each has the same part of what is admitted."""
+    settings = state.settings
+    if "replica-share" not in settings.rules:
+        return settings.groups_per_version
+    admitted = settings.groups_per_step * (settings.max_staleness + 1)
+    return math.ceil(admitted / len(state.live_replicas()))
+
+
+def _share_is_kept(commands: list[Command], state: State) -> None:
+    """share_is_kept: a replica that was given new groups has no more than its part of them."""
+    if "replica-share" not in state.settings.rules:
+        return
+    new = [c for c in commands if isinstance(c, cmd.GenerateTrajectory)]
+    for name in {c.to for c in new if c.placement == 1 and c.purpose == Purpose.TRAIN}:
+        running, most = len(state.replicas[name].running), state.settings.group_size * _share(state)
+        if running > most:
+            what = f"{name} was given new groups and runs {running} trajectories of {most}"
+            raise Violation("share_is_kept", what, name)
+
+
 def _emptied_has_new_work(emptied: int, state: State) -> None:
     """emptied_has_new_work: data is left, and the staleness bound leaves room, for the share of new
     groups of each replica that is emptied."""
@@ -104,6 +129,6 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
         left = settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
     else:
         left = settings.total_epochs * state.num_train - state.cursor + len(state.again)
-    if emptied * settings.groups_per_version > min(allowed, left):
+    if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
         raise Violation("emptied_has_new_work", what)
