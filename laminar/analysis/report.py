@@ -42,6 +42,8 @@ from laminar.analysis.timeline import (
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
 from laminar.core.held_out import facts
+from laminar.core.resumption import is_over
+from laminar.core.rules import can_resume
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Observer
@@ -143,6 +145,7 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
         "failure": state.failure,
         "interrupted": state.draining and not state.drained_for,
+        "resumable": can_resume(state.settings) and not is_over(state),
         "forked_from": _origin(state),
         "steps": state.completed - state.first_step,
         "eval_first": results[0] if results else None,

@@ -1,12 +1,13 @@
 """laminar-coord: the coordinator process of a run.
 
-    laminar-coord RUN_DIR
+    laminar-coord RUN_DIR [--resume]
 
 RUN_DIR holds config.toml, as `laminar train` writes it. Started again on the same directory it
-comes back to the state that its log describes. SIGTERM, SIGHUP and Ctrl-C end the run in good
-order, a second Ctrl-C and SIGQUIT at once. Exit codes: 0 the run is complete, 1 it failed, 2 a
-mistake of the user, 130 it was stopped before it began or at once; after 70 (it crashed) and 75
-(the log could not be written: start it when the disk has room) it is to be started again.
+comes back to the state that its log describes; with --resume a run that was stopped goes on.
+SIGTERM, SIGHUP and Ctrl-C end the run in good order, a second Ctrl-C and SIGQUIT at once. Exit
+codes: 0 the run is complete, 1 it failed, 2 a mistake of the user, 130 it was stopped before it
+began or at once; after 70 (it crashed) and 75 (the log could not be written: start it when the disk
+has room) it is to be started again.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ WATCH_S = 1.0
 def main() -> None:
     parser = Parser(prog="laminar-coord", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     add_child_option(parser)
     try:
         arguments = parser.parse_args()
-        code = _run(arguments.run_dir, arguments.lock_fd)
+        code = _run(arguments.run_dir, arguments.lock_fd, resume=arguments.resume)
     except KeyboardInterrupt:
         code = exit_codes.STOPPED_EARLY
         tell("laminar-coord: interrupted before it began")
@@ -51,12 +53,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run(run_dir: Path, lock_fd: int | None) -> int:
+def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
     config = run_config(run_dir)
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
-        return uvloop.run(_serve(config, lock, telemetry))
+        return uvloop.run(_serve(config, lock, telemetry, resume=resume))
     except Exception as failed:
         reason = lock.lost()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
@@ -68,7 +70,7 @@ def _run(run_dir: Path, lock_fd: int | None) -> int:
         lock.close()
 
 
-async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
+async def _serve(config: Config, lock: RunLock, telemetry: Telemetry, *, resume: bool) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
     watch = Watch(lambda event: coordinator.report(event), first_look(run_dir))
@@ -80,6 +82,7 @@ async def _serve(config: Config, lock: RunLock, telemetry: Telemetry) -> int:
         on_replayed=Observers(log, metrics=metrics),
         on_event=Observers(log, metrics=metrics, status=status, warnings=watch),
         replay_from=metrics.replay_from,
+        resume=resume,
     )
     watching = asyncio.create_task(_watch_directory(lock, coordinator))
     if lock.inherited:

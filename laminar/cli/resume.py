@@ -20,13 +20,11 @@ import msgspec
 from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.system import RealDisk
-from laminar.core.resumption import can_resume
+from laminar.coordinator.taking_up import check_resumable
 from laminar.core.state import State
-from laminar.core.statuses import Phase
 from laminar.eventlog.record import LogCorrupt
 from laminar.eventlog.restore import restore
 from laminar.observe.logs import new_attempt
-from laminar.program import typed
 from laminar.run_lock import RunLock, holders, in_use
 from laminar.rundir import CONFIG_FILE, EVENTS_DIR, FIRST_LOOK_FILE
 
@@ -46,7 +44,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     own = run_config(run_dir)
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
-    check_state(run_dir, state_of(run_dir))
+    check_resumable(run_dir, state_of(run_dir))
     given = [*files] if files else [run_dir / CONFIG_FILE]
     place = [f"{key}={getattr(own.run, key.partition('.')[2])}" for key in _PLACE]
     return load(given, [*overrides, *place])
@@ -67,26 +65,6 @@ def state_of(run_dir: Path) -> State:
     if not machine.started:
         raise ConfigError(f"{run_dir} has an empty event log: nothing of it can be resumed")
     return machine.state
-
-
-def check_state(run_dir: Path, state: State) -> None:
-    """ConfigError for a run that has ended, or that cannot go on."""
-    if state.phase == Phase.ENDED:
-        how = f"has failed ({state.failure})" if state.failure else "is finished"
-        raise ConfigError(
-            f"the run {run_dir} {how} after step {state.completed} and cannot be resumed; "
-            f"`{typed('fork', run_dir, '--at-step', state.completed)}` goes on from a checkpoint"
-        )
-    if not state.settings.save_freq:
-        raise ConfigError(
-            f"the run {run_dir} keeps no checkpoints (trainer.save_freq = 0), so it cannot be "
-            "resumed; start it anew"
-        )
-    if not can_resume(state.settings):
-        raise ConfigError(
-            f"the run {run_dir} was begun by a release of Laminar that could not resume runs; "
-            "start it anew"
-        )
 
 
 def check_unchanged(own: Config, now: Config) -> None:

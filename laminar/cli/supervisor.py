@@ -64,11 +64,14 @@ class Supervisor:
         console: Console,
         asked: Asked,
         early: Sequence[EarlyNode] = (),
+        *,
+        resume: bool = False,
     ) -> None:
-        """`early`: the nodes, where they have been started already."""
+        """`early`: the nodes, where they have been started already. `resume`: the user asks that a
+        run goes on, also one that was stopped."""
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self.progress = Progress(lock.run_dir, console)
-        self._asked, self._early = asked, early
+        self._asked, self._early, self._resume = asked, early, resume
         self._told = Asked.NOTHING  #: what the present coordinator knows of it
         self._nodes = Machines(config, self._start_node, self.progress.note)
         self._restarts = Restarts(
@@ -109,6 +112,7 @@ class Supervisor:
             if self._asked.level < Asked.NOW:
                 self._nodes.look(now)
             code = self._coordinator.poll(now)
+            self._resume = self._resume and not self._coordinator.has_served
             if code is None or again_s is not None:
                 continue
             verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
@@ -129,7 +133,8 @@ class Supervisor:
         return None
 
     def _start_coordinator(self) -> None:
-        self._coordinator = Served(self._start("laminar.cli.coord"), self.run_dir)
+        options = ("--resume",) if self._resume else ()
+        self._coordinator = Served(self._start("laminar.cli.coord", *options), self.run_dir)
         self._told = Asked.NOTHING
 
     def _start_first(self, index: int) -> Process:
@@ -258,8 +263,12 @@ class Served:
         return 0.0 if self._since_s is None else now_s - self._since_s
 
     @property
+    def has_served(self) -> bool:
+        return self._since_s is not None
+
+    @property
     def serves(self) -> bool:
-        return self._since_s is not None and self.process.poll() is None
+        return self.has_served and self.process.poll() is None
 
     def _named(self) -> bool:
         try:

@@ -108,7 +108,8 @@ def begin(
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
                 _take(forked, run_dir)
-            over = Supervisor(plan.config, lock, console, asked, early).run()
+            resume = arguments.resume is not None
+            over = Supervisor(plan.config, lock, console, asked, early, resume=resume).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
         else:
@@ -239,6 +240,8 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
             f"the run FAILED   {failure}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; {typed('log', 'tail', run_dir)}",
         ]
+    if summary["resumable"]:
+        lines.append(f"resume with      {typed('train', '--resume', run_dir)}")
     lines += _held_out(summary["evaluations"])
     if len(summary["evaluations"]) > 1:
         ranges = summary["eval_by_prompt_length"]

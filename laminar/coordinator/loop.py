@@ -26,13 +26,14 @@ import msgspec
 from laminar.analysis.story import last_lines
 from laminar.config import Config, ConfigError, dumps
 from laminar.config.tree import RepackConfig
+from laminar.coordinator import taking_up
 from laminar.coordinator.background import Forked
 from laminar.coordinator.ending import ReplayDiffers
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed, crash_of
-from laminar.core import resumption
+from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
 from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import crashes, given_up, record_crash
@@ -48,7 +49,6 @@ from laminar.net.session_boxes import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.ports import DiskError
-from laminar.run_lock import holders
 from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
 from laminar.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
 
@@ -132,9 +132,12 @@ class Coordinator:
         on_replayed: Observer,
         on_event: Observer,
         replay_from: int | None = None,
+        resume: bool = False,
     ) -> None:
         """Recover from the log, if there is one. `on_replayed` sees its events again: those after
-        a snapshot, but if the log has it, event `replay_from` and all after it."""
+        a snapshot, but if the log has it, event `replay_from` and all after it. `resume`: the user
+        asks that a run that was stopped goes on."""
+        self._resume = resume
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
         self._own: list[Event] = []
@@ -153,7 +156,15 @@ class Coordinator:
             self.log.warning("torn-tail", bytes=restored.tail.torn_bytes)
         if restored.replay.difference is not None:
             raise ReplayDiffers(str(restored.replay.difference))
+        self._resumed = self._found_alone(restored.replay.machine)
         self._open(disk, restored)
+
+    def _found_alone(self, machine: Machine) -> Event | None:
+        """Before anything is written: whether the run goes on with new processes."""
+        if not machine.started:
+            return None
+        settings = settings_of(self.config)
+        return taking_up.resumed(self.run_dir, machine.state, settings, asked=self._resume)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
         self._disk, self._incarnation = disk, restored.incarnation
@@ -202,11 +213,9 @@ class Coordinator:
                 origin=None if machine.started else origin_of(self.run_dir),
             )
         )
-        if machine.started:
-            living = {(holder.name, holder.pid) for holder in holders(self.run_dir)}
-            if (resumed := resumption.news(machine.state, settings, living)) is not None:
-                self.log.warning("run-resumed", reason=resumption.REASON)
-                self._own.append(resumed)
+        if self._resumed is not None:
+            self.log.warning("run-resumed", asked=self._resume)
+            self._own.append(self._resumed)
 
     # --- the process --------------------------------------------------------------------------
 

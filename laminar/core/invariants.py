@@ -111,7 +111,10 @@ def _waits_for_store(state: State, command: Command) -> bool:
 
 
 def every_wait_has_an_owner(state: State) -> None:
-    """Whatever is unfinished has an outstanding command, or a timer that will look at it."""
+    """Whatever is unfinished has an outstanding command, or a timer that will look at it; not in a
+    run that was stopped: nobody waits for anything until it is resumed."""
+    if state.stopped:
+        return
     for trajectory in state.trajectories.values():
         status, key = trajectory.status, trajectory.id
         if status in IN_ENGINE:

@@ -16,7 +16,7 @@ from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.registry import ENDS_RUN, handles
-from laminar.core.rules import START_NEEDS_REPLICA, applies
+from laminar.core.rules import START_NEEDS_REPLICA, applies, can_resume
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_run
@@ -28,6 +28,8 @@ from laminar.roles import Role
 
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
+STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
+"""Phases in which a run can be stopped at once and resumed later."""
 STOP_TIMEOUT_MS = 20_000
 """A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
 
@@ -56,16 +58,27 @@ def drain(ctx: Context, reason: str) -> None:
 def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported.
 
-    At once, or before anything was trained, there is nothing to complete.
+    At once, or before anything was trained, there is nothing to complete. A run that can be resumed
+    stays as it is then.
     """
     state = ctx.state
     repeat, state.draining = state.draining, True
-    if event.at_once or (state.phase == Phase.STARTING and not repeat):
+    if event.at_once and state.phase in STAYS_OPEN and can_resume(state.settings):
+        _stop_at_once(ctx, event.reason)
+    elif event.at_once or (state.phase == Phase.STARTING and not repeat):
         when = "before it began" if state.phase == Phase.STARTING else "at once"
         if not fail(ctx, f"stopped {when}: {event.reason}", 130) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
+
+
+def _stop_at_once(ctx: Context, reason: str) -> None:
+    """All processes end, and the books stay open."""
+    state = ctx.state
+    state.stopped, state.failure, state.exit_code = True, f"stopped at once: {reason}", 130
+    move_run(state, "stop at once")
+    _order_stops(ctx)
 
 
 @handles(ev.EventGivenUp, valid=anything, leads_to=ENDS_RUN)
@@ -249,20 +262,27 @@ def _ending(ctx: Context) -> bool:
     if state.groups and (can_write or store_restarts.awaited(state)):
         return False
     move_run(state, "stop")
-    for actor in state.actors.values():
+    _order_stops(ctx)
+    return True
+
+
+def _order_stops(ctx: Context) -> None:
+    reason = ctx.state.failure or "the run is complete"
+    for actor in ctx.state.actors.values():
         if actor.alive:
             ctx.command(
-                cmd.StopActor(to=actor.name, reason=state.failure or "the run is complete"),
+                cmd.StopActor(to=actor.name, reason=reason),
                 key=keys.stop(actor.name),
                 timeout_ms=STOP_TIMEOUT_MS,
             )
-    return True
 
 
 def _stopping(ctx: Context) -> bool:
     if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
         return False
     move_run(ctx.state, "stopped")
+    if ctx.state.stopped:
+        return True
     for key in list(ctx.state.commands):
         ctx.done(key)
     for name in list(ctx.state.timers):

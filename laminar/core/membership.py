@@ -287,6 +287,8 @@ def actor_lost(
     actor = state.actors[name]
     end_actor(state, name)
     actor.ready = False
+    if state.stopped:  # what it had is lost when the run is resumed
+        return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
     elif redo.comes_back(state, name):

@@ -21,8 +21,8 @@ from laminar.core.context import Context
 from laminar.core.indexes import end_actor, indexes_of
 from laminar.core.keys import TimerKind
 from laminar.core.registry import handles
-from laminar.core.rules import RUN_RESUMES, STORE_RESTARTS, TRAINER_RESUMES, applies
-from laminar.core.state import State
+from laminar.core.rules import can_resume
+from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.core.transitions import move_run
 from laminar.core.validation import is_count
@@ -34,24 +34,34 @@ from laminar.roles import Role
 REASON = "all processes of the run had ended"
 CHANGEABLE = ("total_steps", "test_freq", "save_freq")
 """Settings that may be others from here on. How many replicas there are, the core sees."""
-DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
-_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE)
+_STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
+_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
-def can_resume(settings: Settings) -> bool:
-    """Whether a run that was begun with these can be taken up again."""
-    needed = (RUN_RESUMES, STORE_RESTARTS, TRAINER_RESUMES)
-    return all(applies(settings, rule) for rule in needed)
+def is_over(state: State) -> bool:
+    """It has ended, and not because the user stopped it before its time."""
+    return state.phase == Phase.ENDED and not _was_stopped(state)
 
 
-def news(state: State, settings: Settings, living: Collection[tuple[str, int]]) -> Event | None:
-    """RunResumed, if none of the processes that the log has is left; `living`: name and pid of
-    those that there are, `settings`: the present ones."""
+def _was_stopped(state: State) -> bool:
+    """By the user; or it is about to end in good order, as the user has asked."""
+    drains = state.draining and not (state.failure or state.drained_for)
+    return state.stopped or (drains and not buffering.steps_done(state))
+
+
+def news(
+    state: State, settings: Settings, living: Collection[tuple[str, int]], *, asked: bool
+) -> Event | None:
+    """RunResumed, if none of the processes that the log has is left, or the user asked for it.
+
+    `living`: name and pid of those that there are; `settings`: the present ones.
+    """
     known = [a for a in state.actors.values() if a.alive]
     gone = known and not any((a.name, a.pid) in living for a in known)
-    if not gone or not can_resume(state.settings) or state.phase == Phase.ENDED:
+    if not (gone or asked) or not can_resume(state.settings):
         return None
-    return ev.RunResumed(**{name: getattr(settings, name) for name in CHANGEABLE})
+    changed = {name: getattr(settings, name) for name in CHANGEABLE}
+    return ev.RunResumed(asked=asked, **changed)
 
 
 def _possible(state: State, event: ev.RunResumed) -> bool:
@@ -62,43 +72,54 @@ def _possible(state: State, event: ev.RunResumed) -> bool:
 def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     """Every process is lost, and has the time of a start to come back."""
     state = ctx.state
-    if not can_resume(state.settings) or state.phase == Phase.ENDED:
+    over = is_over(state) if event.asked else state.phase == Phase.ENDED
+    if not can_resume(state.settings) or over:
         return ctx.ignore("not-resumable")
     changed = {name: getattr(event, name) for name in CHANGEABLE}
     more_steps = event.total_steps != state.settings.total_steps
     state.settings = msgspec.structs.replace(state.settings, **changed)
-    for name in _processes(state):
-        membership.actor_lost(ctx, name, REASON, blame=False)
-    for actor in state.actors.values():  # nodes: what they had started is lost already
-        if actor.alive:
-            end_actor(state, actor.name)
-            actor.ready = False
-            for key in list(indexes_of(state).commands.get(actor.name, ())):
-                ctx.done(key)
-    if more_steps and state.phase in DONE and not buffering.steps_done(state):
-        _train_on(state)
+    had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
+    lost = [actor for actor in state.actors.values() if actor.alive or had_left]
+    if event.asked and _was_stopped(state):
+        state.stopped, state.draining, state.failure, state.exit_code = False, False, "", 0
+        if state.phase not in (Phase.STARTING, Phase.RUNNING):
+            _train_on(ctx)
+    elif more_steps and state.phase in _STEPS_DONE and not buffering.steps_done(state):
+        _train_on(ctx)
+    for name in _in_order(state, lost):
+        _lose(ctx, name)
     _time_to_come_back(ctx)
     ctx.touch_all()
 
 
-def _train_on(state: State) -> None:
-    """The steps were done, and now there are more: what was exported is a version like others."""
+def _train_on(ctx: Context) -> None:
+    """It was to end, and goes on now: what was exported is a version like others."""
+    state = ctx.state
     move_run(state, "go on")
     if state.exported >= 0:
+        ctx.done(keys.EXPORT)
         state.numbered[state.exported] = state.completed
         state.exported = -1
     if state.evaluation is not None:
         state.evaluation.final = False
 
 
-def _processes(state: State) -> list[str]:
-    """Those that live, but for the nodes; relays in the order of the chain, so that none is told
-    of another one."""
+def _in_order(state: State, lost: list[Actor]) -> list[str]:
+    """Nodes last, since what they had started is lost then; relays in the order of the chain, so
+    that none is told of another one."""
     place = {name: number for number, name in enumerate(state.chain)}
-    alive = [a for a in state.actors.values() if a.alive and a.role in _ORDER]
-    return [
-        a.name for a in sorted(alive, key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
-    ]
+    lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
+    return [actor.name for actor in lost]
+
+
+def _lose(ctx: Context, name: str) -> None:
+    actor = ctx.state.actors[name]
+    if actor.role != Role.NODE:
+        return membership.actor_lost(ctx, name, REASON, blame=False)
+    end_actor(ctx.state, name)
+    actor.ready = False
+    for key in list(indexes_of(ctx.state).commands.get(name, ())):
+        ctx.done(key)
 
 
 def _time_to_come_back(ctx: Context) -> None:
@@ -111,7 +132,7 @@ def _time_to_come_back(ctx: Context) -> None:
         ctx.set_timer(keys.START, start_ms)
     for actor in state.actors.values():
         needed = not relays.ending(state) or store_restarts.may_join(state, actor.role)
-        if actor.role in _ORDER and needed:
+        if actor.role != Role.NODE and needed:
             ctx.set_timer(keys.rejoin(actor.name), start_ms)
         else:
             ctx.clear_timer(keys.rejoin(actor.name))

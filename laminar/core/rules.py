@@ -138,6 +138,12 @@ def applies(settings: Settings, rule: Rule) -> bool:
     return rule.name in settings.rules
 
 
+def can_resume(settings: Settings) -> bool:
+    """Whether a run that was begun with these can go on when all its processes have ended."""
+    needed = (RUN_RESUMES, STORE_RESTARTS, TRAINER_RESUMES)
+    return all(applies(settings, rule) for rule in needed)
+
+
 def rules_of(settings: Settings) -> list[str]:
     """Names of all rules that this run decides by."""
     return [rule.name for rule in RULES if applies(settings, rule)]

@@ -294,6 +294,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     draining: bool = False
     drained_for: str = ""  #: why the run drains, where that is a failure; empty: the user asked
+    stopped: bool = False  #: at once: what is open stays so, until the run is resumed
     failure: str = ""
     exit_code: int = 0
 

@@ -94,8 +94,14 @@ RUN = Table(
         (Phase.STARTING, "publish"): Phase.RUNNING,
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
-        (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed with more steps
+        (Phase.RUNNING, "stop at once"): Phase.STOPPING,  # to be resumed
+        (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
+        (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
+        (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed: it was stopped, or has more steps now
         (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
+        (Phase.ENDING, "go on"): Phase.RUNNING,
+        (Phase.STOPPING, "go on"): Phase.RUNNING,
+        (Phase.ENDED, "go on"): Phase.RUNNING,
         (Phase.STARTING, "end"): Phase.ENDING,
         (Phase.RUNNING, "end"): Phase.ENDING,
         (Phase.EXPORTING, "end"): Phase.ENDING,

@@ -105,6 +105,7 @@ class RunResumed(Event, frozen=True, kw_only=True):
     The settings are those that may be changed for the rest of a run, as they are from now on.
     """
 
+    asked: bool  #: by the user: a run that was stopped goes on as well
     total_steps: int
     test_freq: int
     save_freq: int

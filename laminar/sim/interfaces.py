@@ -44,6 +44,7 @@ class Boot(Protocol):
 
     name: str
     boot_id: str
+    pid: int
     config: Config
     loop: SimLoop
     link: ClientLink
@@ -153,6 +154,9 @@ class Coordinator(Protocol):
     ended: bool
     over: Any
     exits: Any
+
+    @property
+    def up(self) -> bool: ...
 
     def accept(self, process: Any) -> bytes: ...
 
@@ -333,3 +337,5 @@ class World(Protocol):
     def connect_all(self) -> None: ...
 
     def reconnect(self, process: Any) -> None: ...
+
+    def begin_again(self) -> None: ...

@@ -22,7 +22,7 @@ from laminar.sim.checks.final_checks import judge
 from laminar.sim.checks.safety import Checks
 from laminar.sim.config import SimConfig
 from laminar.sim.faults.faults import Faults
-from laminar.sim.interfaces import Model
+from laminar.sim.interfaces import EXIT_KILLED, Model
 from laminar.sim.models.learner import ModelDirectory, SimTrainer
 from laminar.sim.models.origin import lay_origin
 from laminar.sim.models.processes import MachineProcesses
@@ -146,6 +146,20 @@ class World:
             if process.role == "node":
                 process.start()
         self.faults.begin()
+
+    def begin_again(self) -> None:
+        """All processes end at once, and a while later the user starts the run again."""
+        nodes = [process for process in self.processes.values() if process.role == "node"]
+        for process in (*nodes, *self.processes.values()):  # nobody is there to see it
+            process.die(EXIT_KILLED)
+        self.coordinator.kill()
+        again_s = stream(self.scenario.seed, f"again {self.scheduler.now}")
+        for node in nodes:
+            self.scheduler.after(seconds(again_s.uniform(0, 3)), self._start, node)
+
+    def _start(self, node: SimProcess) -> None:
+        if not node.alive and not self.faults.dead_for_good(node):
+            node.start()
 
     def __enter__(self) -> World:
         return self

@@ -19,10 +19,10 @@ from tests.core import test_redo
 NODE, TRAINER = "node-0", "trainer-0"
 
 
-def resumed(bench: Bench, **changes: int) -> list[Command]:
+def resumed(bench: Bench, *, asked: bool = False, **changes: int) -> list[Command]:
     """Another coordinator has found no process."""
     bench.own(bench.started(incarnation=2))
-    news = resumption.news(bench.state, bench.settings, ())
+    news = resumption.news(bench.state, bench.settings, (), asked=asked)
     assert isinstance(news, ev.RunResumed)
     return bench.own(msgspec.structs.replace(news, **changes))
 
@@ -152,18 +152,18 @@ def test_settings_that_may_be_changed_are() -> None:
 )
 def test_a_run_that_cannot_be_resumed_is_left_as_it_is(changes: dict[str, Any]) -> None:
     bench = test_redo.run(**changes)
-    assert resumption.news(bench.state, bench.settings, ()) is None
-    bench.own(ev.RunResumed(total_steps=1, test_freq=1, save_freq=1))
+    assert resumption.news(bench.state, bench.settings, (), asked=False) is None
+    bench.own(ev.RunResumed(asked=True, total_steps=1, test_freq=1, save_freq=1))
     assert bench.state.ignored["RunResumed: not-resumable"] == 1
     assert bench.state.actor_alive(TRAINER)
 
 
 def test_a_run_of_which_a_process_lives_is_not_resumed() -> None:
     bench = Bench(save_freq=1)
-    assert resumption.news(bench.state, bench.settings, ()) is None
+    assert resumption.news(bench.state, bench.settings, (), asked=False) is None
     bench.join(NODE)
-    assert resumption.news(bench.state, bench.settings, {(NODE, 1)}) is None
-    assert resumption.news(bench.state, bench.settings, {(NODE, 2)}) is not None
+    assert resumption.news(bench.state, bench.settings, {(NODE, 1)}, asked=False) is None
+    assert resumption.news(bench.state, bench.settings, {(NODE, 2)}, asked=False) is not None
 
 
 @pytest.mark.parametrize("exported", [False, True])
@@ -191,3 +191,86 @@ def test_a_run_whose_steps_are_done_goes_on_with_more(exported: bool) -> None:
     assert (done.version, done.step_index, bench.state.completed) == (export.version + 1, 2, 3)
     (last,) = only(cmd.ExportModel, bench.commands)[-1:]
     assert last.version == export.version + 2
+
+
+def stopped(bench: Bench) -> None:
+    """Ctrl-C twice: every process leaves."""
+    bench.own(ev.DrainRequested(reason="SIGINT"))
+    bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
+    assert bench.state.phase == Phase.STOPPING
+    for name in [a.name for a in bench.state.actors.values() if a.alive]:
+        if name == "relay-0":
+            bench.silent(name)
+        else:
+            bench.say(name, ev.ActorLeft())
+    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 130
+
+
+def test_a_run_that_was_stopped_at_once_goes_on_where_it_was() -> None:
+    """Nothing was dropped for it."""
+    bench = test_redo.run(2, in_training=True)
+    test_redo.save(bench, 2)
+    before = set(bench.state.trajectories)
+    stopped(bench)
+    assert not resumption.is_over(bench.state) and set(bench.state.trajectories) == before
+    bench.own(ev.RunResumed(asked=False, total_steps=0, test_freq=0, save_freq=1))
+    assert bench.state.ignored["RunResumed: not-resumable"] == 1
+    resumed(bench, asked=True)
+    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+    come_back(bench, test_redo.checkpoint(bench, 2))
+    assert [o.step_index for o in only(cmd.TrainStep, test_redo.loaded(bench))] == [2]
+    assert set(bench.state.trajectories) == before
+
+
+def test_a_run_that_was_stopped_while_it_exported_exports_again() -> None:
+    bench = test_redo.run(2, total_steps=2)
+    test_redo.save(bench, 2)
+    stopped(bench)
+    resumed(bench, asked=True)
+    come_back(bench, test_redo.checkpoint(bench, 2))
+    (publish,) = only(cmd.PublishWeights, test_redo.loaded(bench))
+    bench.publish(publish.version, 2)
+    first, second = only(cmd.ExportModel, bench.commands)
+    assert (first.step, second.step) == (2, 2) and second.version > first.version
+
+
+def test_a_run_that_ended_because_the_user_asked_goes_on() -> None:
+    """What was open has been dropped; the next prompts are those after it."""
+    bench = test_redo.run(2)
+    test_redo.save(bench, 2)
+    bench.own(ev.DrainRequested(reason="SIGTERM"))
+    (export,) = only(cmd.ExportModel, bench.commands)
+    bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
+    bench.publish(export.version, 2)
+    bench.stop()
+    cursor = bench.state.cursor
+    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 0
+    resumed(bench, asked=True)
+    come_back(bench, test_redo.checkpoint(bench, 2))
+    test_redo.loaded(bench)
+    bench.publish(export.version, 2)
+    bench.load_all()
+    assert bench.open_groups()[0] == f"0.{cursor}" and bench.state.cursor > cursor
+    bench.complete(bench.open_groups()[0])
+    assert bench.trained().step_index == 2 and bench.trained().version == export.version + 1
+
+
+def test_a_run_that_has_failed_or_done_its_steps_is_over() -> None:
+    bench = test_redo.run(1, total_steps=1)
+    assert not resumption.is_over(bench.state)
+    (export,) = only(cmd.ExportModel, bench.commands)
+    bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
+    bench.publish(export.version, 1)
+    bench.stop()
+    assert bench.state.phase == Phase.ENDED and resumption.is_over(bench.state)
+    resumed(bench, asked=True)
+    assert bench.state.phase == Phase.ENDED
+
+
+def test_a_run_that_was_to_end_when_the_power_failed_ends_or_goes_on() -> None:
+    """It goes on if the user asks for that."""
+    for asked in (False, True):
+        bench = test_redo.run(1, in_training=True)
+        bench.own(ev.DrainRequested(reason="SIGTERM"))
+        resumed(bench, asked=asked)
+        assert bench.state.draining != asked and bench.state.phase == Phase.RUNNING

@@ -15,7 +15,7 @@ from laminar.sim.faults.faults import (
     WEATHER,
     WEDGES,
 )
-from laminar.sim.faults.random_faults import EXITS, RECURRING, SILENCES, STORE, TRAINER
+from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.run import Outcome, run_seed
@@ -45,6 +45,17 @@ def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
         if outcome.coverage.get(f"fault:{kind}"):
             return
     raise AssertionError("it never struck")
+
+
+@pytest.mark.parametrize(("kind", "how"), [(*RUN, "unasked"), ("drain", "asked")])
+def test_all_processes_end_and_the_run_completes(kind: str, how: str) -> None:
+    """The user starts it again, also where he had stopped it at once."""
+    for seed in range(20):
+        outcome = run_seed(config(kind, **SMALL | {"save_freq": 2, "total_steps": 6}), seed)
+        assert not outcome.invariant, outcome.details
+        if outcome.coverage.get(f"coordinator:resumes-{how}") and not outcome.failure:
+            return
+    raise AssertionError("it was never resumed, or has never completed")
 
 
 @pytest.mark.parametrize("kind", TRAINER)

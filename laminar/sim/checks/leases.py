@@ -56,6 +56,8 @@ class Leases:
             self.silent_nodes[event.node] = None
         elif isinstance(event, ev.NodeHeard):
             self.silent_nodes.pop(event.node, None)
+        elif isinstance(event, ev.RunResumed):
+            self.silent_nodes.clear()
         elif isinstance(event, ev.TimerFired) and event.timer == keys.START:
             self._note_dead()
         self._note_members(state)

@@ -210,6 +210,8 @@ class Checks:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
     def _note_failure(self, stamped: Stamped, state: State) -> None:
+        if isinstance(stamped.event, ev.RunResumed) and not state.failure:
+            self.failure = (0, [])
         if state.failure and not self.failure[0]:
             lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
             gone = (*self.leases.silent_nodes, *self.node_reports.given_up)

@@ -54,6 +54,12 @@ class Effects:
         resumes = bool(world.scenario.save_freq) and not world.checks.training.lost
         return lives and starts_left and resumes and state is not None and not self.dead
 
+    @property
+    def can_begin_again(self) -> bool:
+        """The run is one that can be resumed: what that takes is on the disk."""
+        kept = bool(self.world.scenario.save_freq) and not self.world.checks.training.lost
+        return kept and not self.dead and self.world.coordinator.up
+
     def dies_at(self, process: Process, point: str) -> bool:
         """A process comes to this place in its code."""
         there = self.dies_next == point and not self.healed

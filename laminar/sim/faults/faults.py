@@ -26,7 +26,7 @@ from laminar.events.base import Command
 from laminar.ids import Purpose
 from laminar.sim.config import FaultConfig
 from laminar.sim.faults.effects import Effects
-from laminar.sim.faults.random_faults import EXITS, RECURRING, SILENCES, STORE, TRAINER
+from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.interfaces import EXIT_KILLED, Process, World
@@ -63,6 +63,7 @@ OWN_RATES = {
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
+    "run-dies": 0.2,
 }  # fmt: skip
 """Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
 them."""
@@ -72,7 +73,7 @@ must start it again."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before all processes have joined, and until when that is."""
-LATER = SILENCES | EXITS | STORE | TRAINER
+LATER = SILENCES | EXITS | STORE | TRAINER | RUN
 
 
 class Faults(Effects):

@@ -2,7 +2,7 @@
 
 Reads   the world: which processes live, and the stream of its kind for which to hit and how hard
 Writes  the world, through Effects: processes die, pause and slow down, links are cut and clogged
-Gives   RECURRING, SILENCES, EXITS, TRAINER and STORE, kind -> strike
+Gives   RECURRING, SILENCES, EXITS, TRAINER, STORE and RUN, kind -> strike
 
 When each one strikes is planned by Faults. A process without which a run cannot go on is only
 disturbed for less than its lease, except for a relay: its node starts another, and for a node: its
@@ -338,6 +338,16 @@ TRAINER: dict[str, Strike] = {
     "trainer-replaced": _trainer(_replaced),
     "trainer-silent": _trainer(_silent),
 }
+# --- all processes --------------------------------------------------------------------------------
+
+
+def _run_dies(faults: Effects, chance: random.Random) -> None:
+    """A power cut: all processes at once, also the coordinator's; the user starts the run again."""
+    if faults.can_begin_again:
+        faults.world.begin_again()
+
+
+RUN: dict[str, Strike] = {"run-dies": _run_dies}
 EXITS: dict[str, Strike] = {
     "event-crashes": _event_crashes,
     "event-poison": _event_poison,

@@ -25,7 +25,7 @@ class Child:
     """One boot of a process: the ChildProcess of actors/node.py."""
 
     def __init__(self, process: Process) -> None:
-        self.pid, self.boot_id = 1000 + process.boot, process.boot_id
+        self.pid, self.boot_id = process.current.pid, process.boot_id
         self.returncode: int | None = None
         self._boot = process.current
         self._ended = asyncio.Event()

@@ -108,6 +108,7 @@ class Boot:
         number = int(self.node.rpartition("-")[2])
         self.address = f"10.{number >> 8}.{number & 255}.1"
         self.config, self.clock_offset_ns = world.config, 0
+        self.pid = 1000 + self.number
         self.log = Log(lambda what: world.coverage.hit(f"{self.role}:{what}"), self._raised)
         self.loop = SimLoop(self.now_ns, self.after, self._turned)  # type: ignore[abstract]
         node_boot = "" if self.role == "node" else world.processes[self.node].boot_id
@@ -117,7 +118,7 @@ class Boot:
             self.boot_id,
             heartbeat_ns=world.scenario.heartbeat_ns,
             now_ns=world.scheduler.now,
-            info={"node": self.node, "pid": str(1000 + self.number), "node_boot": node_boot},
+            info={"node": self.node, "pid": str(self.pid), "node_boot": node_boot},
         )
         #: what its engine is to generate, by the engine's name for it
         self.placed: dict[str, cmd.GenerateTrajectory] = {}

@@ -18,6 +18,8 @@ from heapq import heappop, heappush
 from laminar.coordinator.restarts import Over
 from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed
+from laminar.core import resumption
+from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.core.statuses import Phase
@@ -71,6 +73,7 @@ class SimCoordinator:
         self._turn_ns = NEVER_NS  #: when the next turn is planned
         self._wakes: list[int] = []  #: heap of the times at which the scheduler will call
         self._closing_ns = NEVER_NS
+        self._asked = False  #: the user wants a run to go on that was stopped
         self._limits = Limits()
         self._quantum_ns = world.scenario.quantum_ns
 
@@ -140,10 +143,26 @@ class SimCoordinator:
                 config="",
                 origin=None if found.machine.started else scenario.origin,
             ),
+            *self._resumed(found.machine),
             *(event for event in self._own if isinstance(event, ev.DrainRequested)),
         ]
         self.world.connect_all()
         self._plan(self.world.scheduler.now)
+
+    def _resumed(self, machine: Machine) -> list[Event]:
+        """What it says when it finds no process, or the user has stopped the run and wants it to
+        go on."""
+        asked, self._asked = self._asked, False
+        if not machine.started:
+            return []
+        alive = [process for process in self.world.processes.values() if process.alive]
+        living = {(process.name, process.current.pid) for process in alive}
+        settings = self.world.scenario.settings
+        news = resumption.news(machine.state, settings, living, asked=asked)
+        if news is None:
+            return []
+        self.world.coverage.hit(f"coordinator:resumes-{'asked' if asked else 'unasked'}")
+        return [news]
 
     def kill(self) -> None:
         """The process is gone; what it has written, the machine still has."""
@@ -296,6 +315,9 @@ class SimCoordinator:
             tick.log.close()
         except (PowerCut, DiskError, LogTaken) as error:
             return self._died(error)
+        if tick.machine.state.stopped:
+            self._asked, self._closing_ns = True, NEVER_NS
+            return self.world.begin_again()
         self.ended = True
 
     # --- the user's batch strategy ----------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Whether a run is taken up again by the coordinator that starts: asked for, or found without
+processes.
+
+Reads   the state at the end of the log, the present settings, the processes that live
+Gives   resumed: the event that says so; check_resumable: ConfigError in one sentence
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.core import resumption
+from laminar.core.rules import can_resume
+from laminar.core.state import State
+from laminar.core.versions import step_of
+from laminar.events.base import Event, Settings
+from laminar.program import typed
+from laminar.run_lock import holders, in_use
+
+NOT_COMPARED = ("rules", "stall_ms")
+"""Settings that come from the program: a later release may have others."""
+
+
+def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> Event | None:
+    """RunResumed, where all processes of the log are gone or the user has `asked` for it.
+
+    ConfigError where it cannot be resumed, or not with these settings.
+    """
+    if asked:
+        check_resumable(run_dir, state)
+    news = resumption.news(state, settings, _living(run_dir), asked=asked)
+    if news is not None:
+        _check_settings(run_dir, state, settings)
+    return news
+
+
+def _living(run_dir: Path) -> set[tuple[str, int]]:
+    return {(holder.name, holder.pid) for holder in holders(run_dir)}
+
+
+def check_resumable(run_dir: Path, state: State) -> None:
+    """ConfigError for a run that goes on, that has ended for good, or that cannot go on."""
+    living = _living(run_dir)
+    if any(actor.alive and (actor.name, actor.pid) in living for actor in state.actors.values()):
+        raise ConfigError(in_use(run_dir))
+    if resumption.is_over(state):
+        how = f"has failed ({state.failure})" if state.failure else "is finished"
+        raise ConfigError(
+            f"the run {run_dir} {how} after step {state.completed} and cannot be resumed; "
+            f"{_instead(run_dir, state)}"
+        )
+    if not state.settings.save_freq:
+        raise ConfigError(
+            f"the run {run_dir} keeps no checkpoints (trainer.save_freq = 0), so it cannot be "
+            "resumed; start it anew"
+        )
+    if not can_resume(state.settings):
+        raise ConfigError(
+            f"the run {run_dir} was begun by a release of Laminar that could not resume runs; "
+            "start it anew"
+        )
+
+
+def _instead(run_dir: Path, state: State) -> str:
+    saved = [step_of(state, version) for version in state.saved]
+    if not saved:
+        return "start it anew"
+    return f"`{typed('fork', run_dir, '--at-step', max(saved))}` goes on from a checkpoint of it"
+
+
+def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
+    """ConfigError for the first setting of the configuration that is not the log's."""
+    for field in msgspec.structs.fields(Settings):
+        if field.name in (*NOT_COMPARED, *resumption.CHANGEABLE):
+            continue
+        then, now = (getattr(each, field.name) for each in (state.settings, settings))
+        if then != now:
+            raise ConfigError(
+                f"{run_dir}/config.toml says {field.name} = {now!r}, but the run began with "
+                f"{then!r}: put back what was there"
+            )
