@@ -37,7 +37,8 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     max_staleness: Ints = (0, 1, 2, 4)
     total_steps: Ints = (0, 6)  #: 0: until the data ends
     num_train: Ints = (20, 40)  #: prompts
-    fork_step: Ints = 0  #: steps that another run had made when this one was forked; 0: no fork
+    #: steps that another run had made when this one was forked; 0: no fork
+    fork_step: Ints = (0, 0, 0, 0, 0, 0, 0, 0, 0, 3)
     num_eval: Ints = (0, 5)
     eval_answers: Ints = 1  #: to each of them
     test_freq: Ints = (0, 2)

@@ -202,7 +202,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
     """The same world, begun after so many steps of another run, with the rest of its prompts."""
-    chance = stream(scenario.seed, "fork")
+    chance = stream(scenario.seed, "begin")
     step, settings, count = _pick_from(chance)(steps), scenario.settings, scenario.num_train
     if not step:
         return scenario

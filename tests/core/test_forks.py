@@ -14,6 +14,7 @@ from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.events.codec import decode_event, encode
 from laminar.ids import GroupId
 from laminar.testing.bench import Bench, only
 
@@ -211,3 +212,10 @@ def test_the_state_of_a_fork_goes_through_a_snapshot() -> None:
     bench = fork()
     decoded = states.decode(states.encode(bench.state))
     assert decoded == bench.state and Machine(decoded).state.first_step == STEP
+
+
+def test_prompts_that_begin_anew_keep_their_order_in_the_log() -> None:
+    started = fork(started=False).started()
+    assert decode_event(encode(started)) == started
+    assert isinstance(started.origin, ev.Origin)
+    assert [prompt.group for prompt in started.origin.unfinished] == list(UNFINISHED)
