@@ -38,7 +38,12 @@ def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
         ({"repack_policy": "best-fit"}, DESTINATION, "full", "4 ran, or were to come, of 4"),
         ({"repack_prefill_tokens": 1}, SOURCE, "no-gain", "it would have been empty in 5 steps"),
         ({"total_steps": 3}, SOURCE, "data", ""),
-        ({"groups_per_version": 3}, SOURCE, "bound", "for 2 of the newest weights, where 3 are"),
+        (
+            {"groups_per_version": 3, "rules": ()},
+            SOURCE,
+            "bound",
+            "for 2 of the newest weights, where 3",
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )
