@@ -26,7 +26,7 @@ SMALL = (
     "data.val_size=0",
 )
 ROLES: dict[Gate, tuple[str, ...]] = {
-    "pr": (Role.TRAINER, Role.STORE),
+    "pr": (Role.TRAINER, Role.STORE, Role.NODE),
     "release": tuple(kills.ROLES),
 }
 RUNS: dict[Gate, int] = {"pr": 1, "release": 10}
@@ -60,7 +60,7 @@ ROWS = (
     Row(
         12,
         "kill -9 of each role while a job runs",
-        "trainer and store, in one run",
+        "trainer, store and node, in one run",
         "50 of each, ledger exact",
         run,
     ),
