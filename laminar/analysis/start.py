@@ -1,6 +1,6 @@
 """What the time from the command to the first step went into.
 
-Reads   the beginning of the event log
+Reads   the event log, from the command on
 Gives   start_parts: named parts in the order in which they end, with their seconds
 """
 
@@ -25,7 +25,8 @@ _PARTS: dict[type, str] = {
 
 
 def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
-    """Empty as long as no step is completed. `begun_ns`: of the command, unix time."""
+    """Empty as long as no step is completed. `begun_ns`: of the command, unix time; what a resumed
+    run has in its log from before that does not count."""
     ends: dict[str, int] = {}
     clock = WallClock()
     for record in records(run_dir):
@@ -33,6 +34,8 @@ def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
             continue
         stamped = typed_event(record)
         at_ns, part = clock.unix_ns(stamped), _PARTS.get(type(stamped.event))
+        if at_ns < begun_ns:
+            continue
         if part is not None:
             ends[part] = at_ns
         if isinstance(stamped.event, ev.StepCompleted):

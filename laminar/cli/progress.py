@@ -55,10 +55,12 @@ class Progress:
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said
         self._awaited: list[str] = []  #: processes of which it was said that they are started again
+        self._resumed: set[str] = set()  #: of those the ones that a resumed run begins without
         self._pids: dict[str, int] = {}  #: as they were said last
         self._shown_at = time.monotonic()
         self._started = time.monotonic()
         self._told: set[str] = set()
+        self._first_step: int | None = None  #: that a status had
 
     def __enter__(self) -> Progress:
         return self
@@ -98,8 +100,11 @@ class Progress:
             return
         self._tell_trouble(status)
         self._tell_silence(status["silent_nodes"])
+        if self._first_step is None:
+            self._first_step = status["step"]
+            self._awaited, self._resumed = status["awaited"], set(status["awaited"])
         self._tell_restarts(status["awaited"], status["processes"])
-        if status["step"]:
+        if status["step"] > self._first_step:
             self._tell_start()
         if self._live is None:
             return self._line(status)
@@ -128,7 +133,7 @@ class Progress:
             self._tell_once("failure", f"the run ends: {status['failure']}")
 
     def _tell_start(self) -> None:
-        """Once: after what time the first step was done, and what that went into."""
+        """Once: after what time the first new step was done, and what that went into."""
         if "start" in self._told:
             return
         self._told.add("start")
@@ -169,8 +174,9 @@ class Progress:
             if name not in self._awaited:
                 self._print_line(f"{name} is lost: its node starts it again")
         for name in self._awaited:
-            if name not in awaited:
+            if name not in awaited and name not in self._resumed:
                 self._print_line(f"{name} is back, or is not waited for any more")
+        self._resumed &= set(awaited)
         self._awaited = awaited
 
     def _line(self, status: dict[str, Any]) -> None:

@@ -33,6 +33,16 @@ def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
     assert abs(sum(seconds for _, seconds in parts) - whole_ns / 1e9) < 1e-6
 
 
+def test_what_came_before_the_command_does_not_count(made: Path) -> None:
+    """A resumed run has steps in its log that were done before."""
+    clock = WallClock()
+    events = [typed_event(r) for r in records(made) if isinstance(r, EventRecord)]
+    times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
+    steps = [at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted)]
+    parts = start_parts(made, steps[0] + 1)
+    assert abs(sum(seconds for _, seconds in parts) - (steps[1] - steps[0] - 1) / 1e9) < 1e-6
+
+
 def test_without_a_step_there_is_nothing_to_tell(tmp_path: Path) -> None:
     log: Log = []
     for stamped, commands in world_log():

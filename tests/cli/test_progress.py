@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -15,7 +16,7 @@ from laminar.cli.progress import Pace, Progress
 from laminar.cli.train import _held_out
 from laminar.rundir import STATUS_FILE
 from laminar.testing.logs import write_log
-from laminar.testing.run_directory import world_log
+from laminar.testing.run_directory import CLOCK_NS, world_log
 
 STATUS: dict[str, Any] = {
     "phase": "running",
@@ -73,12 +74,22 @@ def test_each_replica_and_version_that_is_left_out_is_told_once(tmp_path: Path) 
     assert [text.count(f"MISMATCH: {line}") for line in (first, second)] == [1, 1]
 
 
-def test_what_the_start_took_is_told_once_with_the_first_step(tmp_path: Path) -> None:
+def test_what_the_start_took_is_told_once_with_the_first_new_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork, or a run that is resumed, begins with steps that others have done."""
     write_log(tmp_path, world_log())
-    assert "first step" not in show(tmp_path, False, {"step": 0})
-    text = show(tmp_path, False, {"step": 1}, {"step": 2})
-    assert text.count("the first step is done after") == 1
-    assert "answers and training" in text
+    begun_s = CLOCK_NS / 1e9 - 1
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: begun_s)
+    for first in (0, 7):
+        file = io.StringIO()
+        progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
+        for step in (first, first, first + 1, first + 2):
+            assert (step > first + 1) == ("first step" in file.getvalue())
+            (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"step": step}))
+            progress._draw()
+        assert file.getvalue().count("the first step is done after") == 1
+        assert "answers and training" in file.getvalue()
 
 
 def test_a_silent_node_is_told_once_and_when_it_is_heard_again(tmp_path: Path) -> None:
@@ -98,6 +109,7 @@ def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
     file = io.StringIO()
     progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
     for changes in (
+        {"step": 2, "processes": {"trainer-0": 7}},
         {"awaited": ["trainer-0"], "trainer": "away", "processes": {"trainer-0": 7}},
         {"awaited": ["trainer-0"], "trainer": "away", "processes": {"trainer-0": 7}},
         {"trainer": "redoing step 2 of 3", "step": 4, "processes": {"trainer-0": 8}},
@@ -111,6 +123,17 @@ def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
     ]
     assert "started it again" not in file.getvalue(), "that was said already"
     assert "  away  " in file.getvalue() and "  redoing step 2 of 3  " in file.getvalue()
+
+
+def test_the_processes_of_a_resumed_run_are_no_loss(tmp_path: Path) -> None:
+    """None is there when it begins; who is lost later is told."""
+    file = io.StringIO()
+    progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
+    for awaited in (["store-0", "relay-0"], ["relay-0"], [], ["store-0"]):
+        (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"awaited": awaited}))
+        progress._draw()
+    told = [line for line in file.getvalue().splitlines() if "-0 " in line]
+    assert told == ["store-0 is lost: its node starts it again"]
 
 
 def test_who_comes_back_before_anybody_has_looked_is_told_as_well(tmp_path: Path) -> None:
