@@ -83,6 +83,7 @@ STORIES: tuple[Callable[[], None], ...] = (
     test_lost_replica.test_version_that_is_evicted_while_lost_work_waits_for_it_is_not_waited_for,
     test_membership.test_joining_while_the_run_ends_is_refused,
     test_redo.test_a_strategy_is_asked_when_it_is_back,
+    test_redo.test_a_trainer_that_was_away_when_the_user_stopped_the_run_exports_what_there_is,
     partial(test_redo.test_a_run_whose_checkpoints_are_gone_cannot_go_on, 2),
     partial(test_redo.test_a_run_whose_checkpoints_are_gone_cannot_go_on, 3),
     partial(

@@ -246,6 +246,16 @@ def test_an_interrupted_export_is_made_again_under_another_number() -> None:
     assert not bench.state.failure
 
 
+def test_a_trainer_that_was_away_when_the_user_stopped_the_run_exports_what_there_is() -> None:
+    """It has made no step, so it has nothing to load."""
+    bench = run(0)
+    bench.kill(NAME)
+    bench.own(ev.DrainRequested(reason="SIGINT"))
+    assert not only(cmd.ExportModel, bench.commands)
+    (export,) = only(cmd.ExportModel, come_back(bench))
+    assert (export.version, export.step) == (1, 0)
+
+
 def test_a_run_that_needs_it_no_more_ends_without_it() -> None:
     bench = run(1, total_steps=1, num_eval=2)
     bench.say(NAME, ev.ModelExported(version=2, path="export"))
