@@ -56,6 +56,7 @@ class Plan:
     end_ids: list[int]
     reward: RewardSpec
     trial: list[RewardCall]  #: of the reward, before anything starts
+    data_digest: str  #: empty: the data are emulated
     warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
 
 
@@ -104,6 +105,7 @@ def look_at_data(config: Config) -> Plan:
             prompts.train,
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         ),
+        data_digest=prompts.digest,
         warnings=_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], config.data),
     )
 
@@ -139,6 +141,7 @@ def emulated_plan(config: Config) -> Plan:
         end_ids=[],
         reward=RewardSpec(scope, []),
         trial=[],
+        data_digest="",
         warnings={"emulated": EMULATED},
     )
 

@@ -11,6 +11,7 @@ was, whether it has ended, and which checkpoints it confirms.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,31 @@ from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.taking_up import check_resumable
 from laminar.core.state import State
-from laminar.eventlog.record import LogCorrupt
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord, LogCorrupt
 from laminar.eventlog.restore import restore
+from laminar.events import events as ev
+from laminar.events.codec import decode_event
 from laminar.observe.logs import new_attempt
 from laminar.run_lock import RunLock, holders, in_use
-from laminar.rundir import CONFIG_FILE, EVENTS_DIR, FIRST_LOOK_FILE
+from laminar.rundir import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    EVENTS_DIR,
+    FIRST_LOOK_FILE,
+    RESUME_FILE,
+)
+from laminar.training.resume import CheckpointError, decode
 
-CHANGEABLE = {
-    "rollout.replicas": "replicas",
-    "trainer.total_training_steps": "steps",
-    "trainer.test_freq": "the frequency of evaluations",
-    "trainer.save_freq": "the frequency of checkpoints",
-}
+CHANGEABLE = (
+    "rollout.replicas",
+    "trainer.total_training_steps",
+    "trainer.test_freq",
+    "trainer.save_freq",
+)
 """Settings that may be others for the rest of a run."""
+HEADER_MAX = 100 << 20
+"""Bytes of the header of a safetensors file, as its readers limit it."""
 _PLACE = ("run.name", "run.output_dir")
 """The run is where RUN says, whatever it was called when it began."""
 
@@ -44,10 +57,78 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     own = run_config(run_dir)
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
-    check_resumable(run_dir, state_of(run_dir))
-    given = [*files] if files else [run_dir / CONFIG_FILE]
+    state = state_of(run_dir)
+    check_resumable(run_dir, state)
     place = [f"{key}={getattr(own.run, key.partition('.')[2])}" for key in _PLACE]
-    return load(given, [*overrides, *place])
+    if files:  # what they leave to be worked out is compared when that is done
+        config = load(files, [*overrides, *place])
+    else:
+        config = load([run_dir / CONFIG_FILE], [*overrides, *place])
+        check_unchanged(own, config)
+    steps = config.trainer.total_training_steps
+    if steps and steps < state.completed:
+        raise ConfigError(
+            f"trainer.total_training_steps = {steps}, but {run_dir} has completed "
+            f"{state.completed} steps already: give as many at least"
+        )
+    check_checkpoints(run_dir, state)
+    return config
+
+
+def check_checkpoints(run_dir: Path, state: State) -> None:
+    """ConfigError for a checkpoint that is damaged or another run's, and for want of any."""
+    chains = {trained.step_index + 1: trained.chain for trained in state.trained}
+    found = []
+    known = {run_dir / path for path in state.saved.values()}  # also that of a fork's origin
+    there = {
+        *(run_dir / CHECKPOINTS_DIR).glob("step_*"),
+        *(path for path in known if path.is_dir()),
+    }
+    for directory in sorted(there):
+        try:
+            resume = decode((directory / RESUME_FILE).read_bytes())
+            sizes = (safetensors_size(path) for path in directory.glob("*.safetensors"))
+            short = [path for path, size in sizes if path.stat().st_size != size]
+        except (OSError, CheckpointError, ValueError) as error:
+            raise ConfigError(_unusable(directory, f"is damaged ({error})")) from None
+        if short:
+            raise ConfigError(_unusable(directory, f"is damaged ({short[0].name} is cut off)"))
+        if chains.get(resume.step, resume.digest) != resume.digest:
+            what = "is another run's: the log has other trajectories in its steps"
+            raise ConfigError(_unusable(directory, what))
+        found.append(resume.step)
+    first = state.trained[0].step_index if state.trained else 0
+    if first and not any(step in chains for step in found):
+        raise ConfigError(
+            f"{run_dir / CHECKPOINTS_DIR} has no checkpoint from step {first + 1} on, and the run "
+            "can go on from no other: put back those that were there"
+        )
+
+
+def _unusable(directory: Path, why: str) -> str:
+    return f"checkpoint {directory} {why}; put back what was there, or move it out of the way"
+
+
+def safetensors_size(path: Path) -> tuple[Path, int]:
+    """How many bytes the file must have, by its header; ValueError if that cannot be read."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8))
+        header = json.loads(file.read(min(length, HEADER_MAX)))
+    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    return path, 8 + length + max(ends, default=0)
+
+
+def check_data(run_dir: Path, digest: str) -> None:
+    """ConfigError for data that are not those with which the run began."""
+    for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
+        event = decode_event(record.event) if isinstance(record, EventRecord) else None
+        if isinstance(event, ev.DataLoaded):
+            if digest and event.digest != digest:
+                raise ConfigError(
+                    f"the data have digest {digest}, but the run {run_dir} began with data of "
+                    f"digest {event.digest}: put back the files that data.* names"
+                )
+            return
 
 
 def state_of(run_dir: Path) -> State:

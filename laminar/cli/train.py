@@ -25,7 +25,7 @@ from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
 from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
-from laminar.cli.resume import check_unchanged, resumed_config, take_up
+from laminar.cli.resume import check_data, check_unchanged, resumed_config, take_up
 from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Asked, Supervisor, roles_of
 from laminar.cli.terminal import Terminal
@@ -87,6 +87,7 @@ def begin(
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
+            check_data(run_dir, plan.data_digest)
         if arguments.dry_run:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
