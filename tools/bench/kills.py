@@ -94,12 +94,16 @@ class Run:
         place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.output = run_dir.parent / f"{run_dir.name}.output"
-        with self.output.open("wb") as output:
-            self.train = subprocess.Popen(
-                laminar("train", "-c", config, *settings, *place),
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+        self.train = self._start("-c", config, *settings, *place)
+
+    def resume(self, settings: Sequence[str] = ()) -> None:
+        """Of a run whose processes are all gone."""
+        self.train = self._start("--resume", str(self.run_dir), *settings)
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                laminar("train", *words), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
             )
 
     def step(self) -> int:
@@ -151,12 +155,12 @@ class Run:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             if self.train.poll() is not None:
-                raise BadRun(f"the run ended before {what}: {self._said()}")
+                raise BadRun(f"the run ended before {what}: {self.said()}")
             if time.monotonic() > deadline:
-                raise BadRun(f"waited {WAIT_S:.0f} s until {what}: {self._said()}")
+                raise BadRun(f"waited {WAIT_S:.0f} s until {what}: {self.said()}")
             time.sleep(POLL_S)
 
-    def _said(self) -> str:
+    def said(self) -> str:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
 
 
@@ -170,9 +174,15 @@ def run(
         training.until_step(1)
         kills = [training.kill_one(role, chance) for role in roles]
         if code := training.end():
-            raise BadRun(f"exit code {code}: {training._said()}")
+            raise BadRun(f"exit code {code}: {training.said()}")
     finally:
         training.close()
+    check(run_dir)
+    return Passed(kills, _events(run_dir), _json(run_dir / "summary.json"))
+
+
+def check(run_dir: Path) -> None:
+    """The books agree, the log replays, the weights come out again; BadRun."""
     emulated = run_config(run_dir).is_emulated
     for words in CHECKS if emulated else (*CHECKS, RETRAIN):
         done = subprocess.run(
@@ -180,7 +190,6 @@ def run(
         )
         if done.returncode:
             raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return Passed(kills, _events(run_dir), _json(run_dir / "summary.json"))
 
 
 def times(kill: Kill, events: Sequence[tuple[int, str, Event]]) -> dict[str, float]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tools.rows import coverage, golden, kills, log_damage, mutants, simulation, untested, wire
+from tools.rows import (
+    coverage,
+    golden,
+    kills,
+    log_damage,
+    mutants,
+    power_cuts,
+    simulation,
+    untested,
+    wire,
+)
 from tools.rows.base import Row
 
 ROWS: tuple[Row, ...] = tuple(
@@ -13,6 +23,7 @@ ROWS: tuple[Row, ...] = tuple(
             *kills.ROWS,
             *log_damage.ROWS,
             *mutants.ROWS,
+            *power_cuts.ROWS,
             *simulation.ROWS,
             *untested.ROWS,
             *wire.ROWS,

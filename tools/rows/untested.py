@@ -27,6 +27,5 @@ ROWS = (
     _row(26, "secrets appear nowhere", "0 hits", "0 hits after all process tests"),
     _row(27, "only loopback listens by default", "every shipped config", "every shipped config"),
     _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
-    _row(29, "everything killed at once, then resumed", "2", "20, books exact"),
     _row(30, "wedged parts are found and named", "4", "12 of 12, 0 false alarms"),
 )

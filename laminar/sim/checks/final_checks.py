@@ -75,6 +75,7 @@ def failure_has_a_reason(world: World, state: State) -> None:
     poisoned = world.coordinator.exits.gave_up(state.failure)
     known = named or drained or replicas_gone or poisoned or _struck(world, state)
     known = known or _rewards_failed(world, state) or _could_not_start(world, state)
+    known = known or _gone_since_resumption(world, state)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
 
@@ -106,6 +107,13 @@ def _could_not_start(world: World, state: State) -> bool:
     """It waited for a process that had died before anybody had heard of it, and is not started."""
     roles = world.checks.leases.not_started_again
     return "not started" in state.failure and any(role in state.failure for role in roles)
+
+
+def _gone_since_resumption(world: World, state: State) -> bool:
+    """It was resumed, and what it waited for stays dead: nobody of it had joined again."""
+    resumed = any(mark.startswith("coordinator:resumes-") for mark in world.coverage.counts)
+    gone = (p.name for p in world.processes.values() if world.faults.dead_for_good(p))
+    return resumed and any(name in state.failure for name in gone)
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:

@@ -1,0 +1,184 @@
+"""Is a run worse for power cuts? All its processes are killed at once, then it is resumed; again.
+
+Usage: python tools/bench/power_cuts.py [-c configs/quickstart.toml] [--cuts 2] [--seed 0]
+           [--keep DIR] [key=value ...]
+Prints one JSON line per cut and one for the run; exits 1 when the run fails, its books do not
+agree, its log does not replay, its weights cannot be trained again from it, a prompt has not ended
+once per pass, or work has started over whose weights are on the disk.
+
+resumed       answers that went on from tokens that the store had, after this cut
+tokens_kept   those tokens
+started_over  answers that began again: nobody had their weights any more
+next_step_s   from the resumption until the next step was done
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.analysis.history import replay_log  # noqa: E402
+from laminar.core.state import State  # noqa: E402
+from laminar.core.statuses import TrajectoryStatus  # noqa: E402
+from laminar.events import commands as cmd  # noqa: E402
+from laminar.events import events as ev  # noqa: E402
+from laminar.events.base import Command, Stamped  # noqa: E402
+from laminar.ids import Purpose  # noqa: E402
+from laminar.run_lock import holders  # noqa: E402
+from tools.bench.kills import APART_S, POLL_S, BadRun, Run, check  # noqa: E402
+
+
+class Cut:
+    """What became of the work that was under way at one resumption."""
+
+    def __init__(self, at_ns: int, lost: dict[str, tuple[int, int]]) -> None:
+        self.at_ns, self.lost = at_ns, lost  #: version and attempt by trajectory
+        self.on_disk: tuple[int, ...] | None = None  #: versions, once the trainer has said which
+        self.resumed = self.tokens_kept = self.started_over = 0
+        self.next_step_s = 0.0
+
+
+class Watch:
+    """An observer of the log: the cuts, and how often each prompt and each answer has ended."""
+
+    def __init__(self) -> None:
+        self.cuts: list[Cut] = []
+        self.ended = Counter[str]()  #: answers
+        self.prompts: dict[tuple[str, int], set[str]] = {}  #: groups by pass and row
+        self.wrong: list[str] = []  #: work that started over, and had not to
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        event = stamped.event
+        for command in commands:
+            if isinstance(command, cmd.EndTrajectories):
+                self._ends(command)
+            elif isinstance(command, cmd.GenerateTrajectory) and self.cuts:
+                self._placed(command)
+        if isinstance(event, ev.RunResumed):
+            lost = state.trajectories.values()
+            under_way = {
+                str(t.id): (t.version, t.attempt)
+                for t in lost
+                if t.status == TrajectoryStatus.LOST and not t.restart
+            }
+            self.cuts.append(Cut(stamped.time_ns, under_way))
+        elif not self.cuts:
+            return
+        elif isinstance(event, ev.TrainerReady) and self.cuts[-1].on_disk is None:
+            self.cuts[-1].on_disk = tuple(state.saved)
+        elif isinstance(event, ev.TrajectoryStarted) and event.tokens_resumed:
+            self.cuts[-1].resumed += 1
+            self.cuts[-1].tokens_kept += event.tokens_resumed
+        elif isinstance(event, ev.StepCompleted) and not self.cuts[-1].next_step_s:
+            self.cuts[-1].next_step_s = round((stamped.time_ns - self.cuts[-1].at_ns) / 1e9, 1)
+
+    def _ends(self, command: cmd.EndTrajectories) -> None:
+        for ending in command.endings:
+            self.ended[ending.trajectory_id] += 1
+            if ending.purpose == Purpose.TRAIN:
+                row = ending.group.partition(".")[0], ending.row_index
+                self.prompts.setdefault(row, set()).add(ending.group)
+
+    def _placed(self, command: cmd.GenerateTrajectory) -> None:
+        """What was under way has a place again."""
+        cut = self.cuts[-1]
+        before = cut.lost.pop(command.trajectory_id, None)
+        if before is None or (command.version, command.attempt) == before:
+            return
+        cut.started_over += 1
+        if before[0] in (cut.on_disk or ()):
+            self.wrong.append(f"{command.trajectory_id} of version {before[0]}")
+
+    def problems(self) -> Iterator[str]:
+        twice = [name for name, times in self.ended.items() if times != 1]
+        if twice:
+            yield f"ended more than once: {', '.join(twice[:5])}"
+        several = [f"row {row} in pass {n}" for (n, row), g in self.prompts.items() if len(g) > 1]
+        if several:
+            yield f"handed out more than once: {', '.join(several[:5])}"
+        if self.wrong:
+            yield f"started over, though the disk has the weights: {', '.join(self.wrong[:5])}"
+
+
+def run(
+    run_dir: Path, config: str, settings: Sequence[str], cuts: int, seed: int, last: Sequence[str]
+) -> Watch:
+    """A run with so many cuts; `last`: settings that are changed at the last resumption. BadRun if
+    anything is the worse for it."""
+    chance = random.Random(seed)
+    training = Run(run_dir, config, settings)
+    try:
+        training.until_step(1)
+        for number in range(cuts):
+            _cut(training, chance)
+            training.resume(last if number == cuts - 1 else ())
+        if code := training.end():
+            raise BadRun(f"exit code {code}: {training.said()}")
+    finally:
+        training.close()
+    check(run_dir)
+    watch = Watch()
+    replay_log(run_dir, watch)
+    if len(watch.cuts) != cuts:
+        raise BadRun(f"the log has {len(watch.cuts)} resumptions of {cuts}")
+    for problem in watch.problems():
+        raise BadRun(problem)
+    return watch
+
+
+def _cut(training: Run, chance: random.Random) -> None:
+    """SIGKILL for all processes, a random time after the next step."""
+    training.until_step(training.step() + 1)
+    time.sleep(chance.uniform(0, APART_S))
+    while living := holders(training.run_dir):
+        for holder in living:
+            try:
+                os.kill(holder.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        training.train.poll()
+        time.sleep(POLL_S)
+
+
+def figures(watch: Watch) -> Iterator[dict[str, Any]]:
+    for cut in watch.cuts:
+        names = ("resumed", "tokens_kept", "started_over", "next_step_s")
+        yield {name: getattr(cut, name) for name in names}
+    yield {"name": "run", "cuts": len(watch.cuts), "answers_ended_once": len(watch.ended)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("-c", "--config", default="configs/quickstart.toml")
+    parser.add_argument("--cuts", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = (args.keep or Path(directory) / "cuts").absolute()
+        try:
+            watch = run(run_dir, args.config, args.settings, args.cuts, args.seed, ())
+        except BadRun as error:
+            print(error, file=sys.stderr)
+            return 1
+    for line in figures(watch):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Row 29: all processes of a run are killed at once, and it is resumed; the books are exact.
+
+Reads   configs/quickstart.toml
+Gives   ROWS
+
+What is held against the log, store and weights of the run: tools/bench/power_cuts.py. The last
+time it goes on with one step and one replica more.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tools.bench import kills, power_cuts
+from tools.rows.base import Figure, Gate, Row
+
+CONFIG = "configs/quickstart.toml"
+SMALL = (
+    "trainer.save_freq=1",
+    "trainer.max_ckpt_to_keep=0",
+    "trainer.test_freq=0",
+    "data.train_batch_size=4",
+    "data.val_size=0",
+)
+CUTS: dict[Gate, int] = {"pr": 2, "release": 20}
+
+
+def run(gate: Gate) -> Figure:
+    cuts = CUTS[gate]
+    steps = 3 * cuts + 2
+    last = (f"trainer.total_training_steps={steps + 1}", "rollout.replicas=3")
+    settings = (*SMALL, f"trainer.total_training_steps={steps}")
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            watch = power_cuts.run(Path(directory) / "run", CONFIG, settings, cuts, 0, last)
+        except kills.BadRun as error:
+            return Figure(f"not {cuts} times", False, str(error))
+    resumed = sum(cut.resumed for cut in watch.cuts)
+    over = sum(cut.started_over for cut in watch.cuts)
+    longest = max(cut.next_step_s for cut in watch.cuts)
+    return Figure(
+        f"{cuts} times; {len(watch.ended)} answers ended once each, {resumed} went on from their "
+        f"tokens, {over} started over; books exact, the next step after at most {longest:.1f} s",
+        True,
+    )
+
+
+ROWS = (Row(29, "everything killed at once, then resumed", "2", "20, books exact", run),)
