@@ -134,12 +134,14 @@ class Node:
             process = child.process = await self._processes.launch(child.name, child.role)
         if self._stopping:
             process.kill()  # the coordinator does not know it, and cannot tell it to leave
+        await self.host.reached("node-launched")
         self.host.log.info("launched", actor=child.name, pid=process.pid)
         self.host.spawn(self._watch(child, process))
 
     async def _watch(self, child: Child, process: ChildProcess) -> None:
         began_ns = self.host.now_ns()
         code = await process.wait()
+        await self.host.reached("node-child-ended")
         lived_s = (self.host.now_ns() - began_ns) / 1e9
         refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
         pause_s = self._again(child, code, refused=refused)

@@ -129,6 +129,7 @@ class Relay:
             partial(self.host.tell_address, self.server.address)
         )
         self.host.spawn(self.server.wait_closed())
+        await self.host.reached("relay-ready")
         self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
 
     def _make_plane(self) -> Plane:
@@ -289,7 +290,9 @@ class Relay:
         return m.Committed()
 
     async def _digest(self, boot_id: str, request: m.CommitSlot) -> None:
+        await self.host.reached("relay-digest")
         manifest = await self.slots.digest(boot_id, request)
+        await self.host.reached("relay-digested")
         if manifest is not None:
             self.plane.publish(manifest, request.slot)
         else:

@@ -272,7 +272,9 @@ class Rollout:
     async def _append(self, chunks: list[m.AppendItem]) -> None:
         if not chunks:
             return
+        await self.host.reached("rollout-append")
         reply = await self.store.ask(m.Append(items=tuple(chunks)), m.AppendReply)
+        await self.host.reached("rollout-appended")
         for chunk, result in zip(chunks, reply.results, strict=True):
             if result.answer != "ok":
                 self._not_taken(chunk.placement, result)
@@ -290,6 +292,7 @@ class Rollout:
             for r in ended
         )
         reply = await self.store.ask(m.Finish(items=items), m.FinishReply)
+        await self.host.reached("rollout-finished")
         for running, result in zip(ended, reply.results, strict=True):
             if self.running.get(running.command.trajectory_id) is not running:
                 continue  # refused with its last tokens, or aborted meanwhile

@@ -91,6 +91,7 @@ class Scorer:
             completions=completions,
             step=rows[0].version_step or 0,
         )
+        await self.host.reached("rollout-score")
         try:
             results = await self.pool.score(call)
         except RewardWorkerLost as error:
@@ -120,6 +121,7 @@ class Scorer:
             for item, text, result in zip(command.items, texts, results, strict=True)
         )
         reply = await self.store.ask(m.PutRewards(items=items), m.PutRewardsReply)
+        await self.host.reached("rollout-rewarded")
         for item, row, result, stored in zip(
             command.items, rows, results, reply.results, strict=True
         ):

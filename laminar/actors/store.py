@@ -81,6 +81,7 @@ class Store:
     async def start(self) -> None:
         prompts = await self._prompts.load()
         count = await self._disk.until_room(partial(self._fill, prompts))
+        await self.host.reached("store-filled")
         await self.server.start()
         await self._disk.until_room(partial(self.host.tell_address, self.server.address))
         self.host.spawn(self.server.wait_closed())
@@ -115,7 +116,9 @@ class Store:
         while self._endings:
             ending, self._endings = self._endings, []
             requests = [m.End(items=tuple(end_item(e) for e in c.endings)) for _, c in ending]
+            await self.host.reached("store-end")
             replies = await self._disk.until_room(partial(self._handle, requests))
+            await self.host.reached("store-ended")
             for (order, _), reply in zip(ending, replies, strict=True):
                 if not isinstance(reply, m.EndReply):
                     return self.host.fail(f"the store could not end trajectories: {reply}")

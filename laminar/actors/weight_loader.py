@@ -102,11 +102,13 @@ class WeightLoader:
                     return self._rejected(order, command.version, failure)
                 gone = ev.VersionGone(version=command.version, held=lease.held)
                 return self.host.emit(gone, event_seq=order.cause, version=command.version)
+            await self.host.reached("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest) if reloaded else ""
             valid = await self._release(lease)
             if valid and not failure:
+                await self.host.reached("rollout-loaded")
                 return self._loaded(order, manifest, started, reloaded)
             failure = failure or "the lease was revoked while the slot was read"
             self._nothing_served()

@@ -43,6 +43,7 @@ from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
+from laminar.fail_points import FailPoints
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
 from laminar.net.session_boxes import Limits
@@ -157,6 +158,8 @@ class Coordinator:
         if restored.replay.difference is not None:
             raise ReplayDiffers(str(restored.replay.difference))
         self._resumed = self._found_alone(restored.replay.machine)
+        self._fail_points = FailPoints(run_dir)
+        self._fail_points.reached("coordinator-replayed")
         self._open(disk, restored)
 
     def _found_alone(self, machine: Machine) -> Event | None:
@@ -307,8 +310,15 @@ class Coordinator:
         frames = self.socket.drain()
         own, self._own = self._own, []
         empty = len(frames) < 512
-        for routing_id, frame in self.tick.turn(frames, own, time.monotonic_ns(), empty):
+        if frames:
+            self._fail_points.reached("coordinator-received")
+        sent = self.tick.turn(frames, own, time.monotonic_ns(), empty)
+        if sent:
+            self._fail_points.reached("coordinator-durable")
+        for routing_id, frame in sent:
             self.socket.send(routing_id, frame)
+        if sent:
+            self._fail_points.reached("coordinator-sent")
         for _, command in self.tick.local:
             if isinstance(command, cmd.ProposeBatch):
                 self._strategy.propose(command)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from laminar.config import ConfigError
+from laminar.fail_points import FailPoints
 from laminar.ids import Purpose
 from laminar.ports import DiskError, DiskFull
 from laminar.storage import messages as m
@@ -39,6 +40,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._folder = payload_files.folder_of(path)
+        self._fail_points = FailPoints(path.parent)
         self._db = _connect(path)
         self._tables = Tables(self._db, self._folder)
         self._handlers = Handlers(self._tables)
@@ -104,6 +106,8 @@ class Database:
         token ids that are not kept yet is left undone."""
         with self._transaction():
             replies = [self._handle(request) for request in requests]
+            self._fail_points.reached("store-commit")
+        self._fail_points.reached("store-committed")
         if self._tables.unnamed:
             self._unlink()
         return replies

@@ -20,11 +20,13 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.fail_points import RUN_VARIABLE, FailPoints
 from laminar.tasks.reward_functions import open_scorer
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, describe
 
@@ -83,11 +85,14 @@ def _serve(start: Start, inbox: queue.SimpleQueue[bytes | None], replies: Binary
         kinds = ", ".join(function.kind for function in start.spec.functions)
         return send(Refused(f"the {kinds} scorer does not load: {describe(error, '')}"))
     faulthandler.register(STACK_SIGNAL, all_threads=False)  # after imports, which might take it
+    points = FailPoints(Path(run_dir) if (run_dir := os.environ.get(RUN_VARIABLE)) else None)
     send(Ready())
     while (body := inbox.get()) is not None:
         call = msgspec.msgpack.decode(body, type=RewardCall)
         faulthandler.dump_traceback_later(start.limit_s, exit=True)
+        points.reached("reward-call")
         results = scorer(call)
+        points.reached("reward-scored")
         faulthandler.cancel_dump_traceback_later()
         send(Scored(results))
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.points import POINTS
-from laminar.actors.system.fail_points import VARIABLE, FailPoints
 from laminar.config import ConfigError
+from laminar.fail_points import VARIABLE, FailPoints
+from laminar.points import POINTS
+from tools.fail_points import RUNS
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,5 +50,19 @@ def test_what_is_no_point_is_named(
 
 
 def test_every_point_is_somewhere() -> None:
-    code = "".join(path.read_text() for path in (ROOT / "laminar" / "actors").glob("*.py"))
-    assert [point for point in POINTS if f'"{point}"' not in code] == []
+    files = (path for path in (ROOT / "laminar").rglob("*.py") if path.name != "points.py")
+    code = "".join(path.read_text() for path in files)
+    assert len(set(POINTS)) == len(POINTS) >= 25
+    assert [point for point in POINTS if code.count(f'reached("{point}")') != 1] == []
+
+
+def test_a_process_of_no_run_passes_them_all(
+    monkeypatch: pytest.MonkeyPatch, killed: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setenv(VARIABLE, "reward-call:1")
+    FailPoints(None).reached("reward-call")
+    assert killed == []
+
+
+def test_each_point_is_tried_in_a_real_run_once() -> None:
+    assert sorted(point for points in RUNS for point in points) == sorted(POINTS)

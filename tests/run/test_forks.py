@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.system import fail_points
+from laminar import fail_points
 from laminar.analysis.origins import origin_of
 from laminar.cli.commands import run
 from laminar.events import commands as cmd

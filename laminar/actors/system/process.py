@@ -25,10 +25,10 @@ from typing import Any, TextIO
 
 from laminar import exit_codes
 from laminar.actors.host import Actor, Host
-from laminar.actors.system.fail_points import FailPoints
 from laminar.actors.system.own_process import OwnProcess
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
+from laminar.fail_points import FailPoints
 from laminar.net.calls import Handler
 from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.rpc_client import RpcClient

@@ -15,6 +15,7 @@ from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
+from laminar.fail_points import RUN_VARIABLE
 from laminar.rundir import reward_log
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
@@ -34,6 +35,7 @@ def reward_workers(host: Host) -> RewardPool:
         timeout_s=reward.timeout_s,
         error_score=reward.error_score,
         max_retries=reward.max_retries,
+        env={RUN_VARIABLE: str(host.run_dir)},
         on_output=output.put,
     )
 

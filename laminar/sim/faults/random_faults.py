@@ -14,8 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from laminar import ids
-from laminar.actors.points import POINTS
+from laminar import ids, points
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
@@ -327,7 +326,7 @@ def _silent(faults: Effects, chance: random.Random, process: Process) -> None:
 
 def _dies_there(faults: Effects, chance: random.Random, process: Process) -> None:
     """At a named place in its code, when it comes there."""
-    faults.dies_next = chance.choice(POINTS)
+    faults.dies_next = chance.choice(points.TRAINER)
 
 
 TRAINER: dict[str, Strike] = {
