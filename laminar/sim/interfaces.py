@@ -233,6 +233,8 @@ class Faults(Protocol):
 
     def turned(self, state: State) -> None: ...
 
+    def is_gone(self, node: Any) -> bool: ...
+
     def ignores(self, process: Any, command: Command) -> bool: ...
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool: ...
@@ -289,6 +291,8 @@ class World(Protocol):
     names: dict[bytes, str]
     database: Any
     healed_ns: int
+
+    machines: Any
 
     @property
     def bulk(self) -> Any: ...

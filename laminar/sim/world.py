@@ -33,6 +33,7 @@ from laminar.sim.models.store import StoreDatabase, StoreProcess
 from laminar.sim.runtime.boot import Boot
 from laminar.sim.runtime.bulk import BulkNetwork
 from laminar.sim.runtime.coordinator import SimCoordinator
+from laminar.sim.runtime.machines import Machines
 from laminar.sim.runtime.network import Network
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.rpc import SimServer
@@ -73,6 +74,7 @@ class World:
         self.faults = Faults(self, config.faults)
         self.coordinator = SimCoordinator(self)
         self.config = actor_config(self.scenario)
+        self.machines = Machines(self)
         self.database = StoreDatabase(self)
         self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
         #: by digest of the ids: suspects of a batch, and why it changed nothing
@@ -152,6 +154,7 @@ class World:
         nodes = [process for process in self.processes.values() if process.role == "node"]
         for process in (*nodes, *self.processes.values()):  # nobody is there to see it
             process.die(EXIT_KILLED)
+        self.machines = Machines(self)  # who has started them has died as well
         self.coordinator.kill()
         again_s = stream(self.scenario.seed, f"again {self.scheduler.now}")
         for node in nodes:
@@ -218,9 +221,12 @@ class World:
         return self._children.get(node, [])
 
     def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
-        """Its kernel closes its connections, and its node sees it."""
+        """Its kernel closes its connections, and its node sees it; who has started a node sees its
+        end."""
         self.bulk.process_ended(boot_id)
-        if process.role != "node":
+        if process.role == "node":
+            self.machines.ended(process, code)
+        else:
             node = self.processes[process.node]
             if node.alive:
                 model = node.model

@@ -38,6 +38,7 @@ MOMENTS = (
     ("lost-in-hand-over", 19, "TrajectoriesReleased -> AbortTrajectories"),
     ("lost-in-hand-over", 32, "ignored:late"),
     ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
+    ("machine-dies-in-phase", 1, "StepRedone -> TrainStep"),
 )
 #: where trajectories move often
 MOVED = (

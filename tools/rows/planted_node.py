@@ -13,8 +13,11 @@ import msgspec
 
 from laminar.actors.host import Host
 from laminar.actors.node import Child, Node
+from laminar.core import membership
+from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Event
+from laminar.sim.runtime import machines
 from tools.rows.planted import Planter
 
 
@@ -71,10 +74,48 @@ def node_leaves_before_its_processes(plant: Planter) -> None:
     plant.replace(Node, "stop", planted)
 
 
+def dead_node_is_not_started_again(plant: Planter) -> None:
+    plant.replace(machines, "node_again", lambda limit, code, now_s: "")
+
+
+def new_node_forgets_a_process(plant: Planter) -> None:
+    """It starts one less than the node in whose place it is."""
+    start = Node.start
+
+    async def planted(self: Node) -> None:
+        if not self.host.boot_id.endswith("/1"):
+            self.children.pop(next(iter(self.children)))
+        await start(self)
+
+    plant.replace(Node, "start", planted)
+
+
+def processes_of_a_new_node_are_refused(plant: Planter) -> None:
+    """Only those of the first one belong to it."""
+
+    def planted(state: State, event: ev.ActorJoined) -> bool:
+        return event.role == "node" or event.node_boot.endswith("/1")
+
+    plant.replace(membership, "_of_its_node", planted)
+
+
+def node_of_the_store_is_refused_while_the_run_ends(plant: Planter) -> None:
+    joins_late = membership._joins_late
+
+    def planted(state: State, event: ev.ActorJoined) -> bool:
+        return event.role != "node" and joins_late(state, event)
+
+    plant.replace(membership, "_joins_late", planted)
+
+
 NODE_BUGS: tuple[Callable[[Planter], None], ...] = (
     exit_is_not_reported,
     exit_is_reported_twice,
     exit_is_reported_of_the_first_process,
     ended_process_is_not_started_again,
     node_leaves_before_its_processes,
+    dead_node_is_not_started_again,
+    new_node_forgets_a_process,
+    processes_of_a_new_node_are_refused,
+    node_of_the_store_is_refused_while_the_run_ends,
 )

@@ -35,6 +35,7 @@ def judge(world: World) -> str:
         raise Violation("run_ends", "no coordinator ever made a turn")
     invariants.check(state)
     failure_has_a_reason(world, state)
+    world.checks.node_reports.machine_comes_back(state.failure)
     if not state.failure or not _store_lost(world, state):
         books_are_closed(state, rows)
         world.checks.prompts.every_prompt_ends(state)

@@ -1,7 +1,7 @@
 """What nodes say of their processes: each end once, as it was, and who is started again.
 
 Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
-Gives   `given_up`, who is not started again
+Gives   `given_up`, who is not started again; `machine_comes_back`, for final_checks.py
 Raises  Violation, once a node had time for what it owes: not while it stands still or ends
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
 from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.runtime.violation import Violation
@@ -26,6 +29,37 @@ class NodeReports:
         self._ended: dict[str, int] = {}  #: exit codes by boot id
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
         self.given_up: dict[str, None] = {}  #: actors that are not
+
+    def node_started(self, node: Process) -> None:
+        """The coordinator has taken a node, perhaps in the place of one that died."""
+        before = {child.name: child.boot for child in self._world.children_of(node.name)}
+        self._later(node, self._has_started_all, node, before)
+
+    def _has_started_all(self, node: Process, before: dict[str, int]) -> None:
+        """node_starts_its_processes: each, whatever the node before it had started."""
+        for child in self._world.children_of(node.name):
+            if child.boot == before[child.name] and not child.alive:
+                what = f"{node.boot_id} has not started {child.name}"
+                raise Violation("node_starts_its_processes", what, node.name)
+
+    def refusals(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """own_processes_are_taken: who names the living process of its node belongs to it."""
+        event = stamped.event
+        for command in commands:
+            if not isinstance(event, ev.ActorJoined) or not isinstance(command, cmd.RefuseActor):
+                continue
+            node = state.actors.get(event.node)
+            its_own = node is not None and node.alive and node.boot_id == event.node_boot
+            if its_own and "has started this process" in command.reason:
+                what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
+                raise Violation("own_processes_are_taken", what, event.name)
+
+    def machine_comes_back(self, failure: str) -> None:
+        """machine_comes_back: no run fails for want of a node that could be started again."""
+        for node in self._world.processes.values():
+            missed = f"its machine {node.name}, and no other node"
+            if missed in failure and not self._world.faults.is_gone(node):
+                raise Violation("machine_comes_back", failure, node.name)
 
     def ended(self, node: Process, boot_id: str, code: int) -> None:
         """A node learns that one of its processes has ended."""

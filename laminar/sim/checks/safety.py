@@ -111,6 +111,7 @@ class Checks:
         self.moves.observe(stamped, commands, state)
         self._learn_fences(stamped, state)
         self.leases.observe(stamped, state)
+        self.node_reports.refusals(stamped, commands, state)
         self._note_failure(stamped, state)
         self.training.observe(stamped, state)
         self.waiting_leads_to_something(stamped, commands, state)

@@ -33,6 +33,7 @@ class Effects:
         self.disk_full = self.full_for_good = False
         self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
         self.dead: set[str] = set()  #: asked for membership only, never walked
+        self.gone: set[str] = set()  #: nodes of machines that are lost for good, likewise
         self.unscorable: set[str] = set()  #: trajectories whose reward fails
         self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
         self.reward_slow = 1.0  #: factor on the time that a reward takes
@@ -75,6 +76,22 @@ class Effects:
 
     def lease_of_s(self, role: str) -> float:
         return self.world.scenario.lease_of_ms(role) / 1000
+
+    def is_gone(self, node: Process) -> bool:
+        """Nobody starts this node again."""
+        return node.name in self.dead or node.name in self.gone
+
+    def restart_machine(self, node: Process) -> bool:
+        """It dies, and its processes with it; it is started again. False where that may not be."""
+        if not node.alive or node.stopping or self.is_gone(node):
+            return False
+        children = self.world.children_of(node.name)
+        trainer = next((child for child in children if child.role == "trainer"), None)
+        if trainer is not None and not self.may_lose_trainer(trainer):
+            return False
+        for process in (node, *children):
+            process.die(EXIT_KILLED)
+        return True
 
     def lose_node(self, node: Process) -> None:
         """For good, and alone, once it has started its processes. One of a run.

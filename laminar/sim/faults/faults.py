@@ -63,7 +63,7 @@ OWN_RATES = {
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
-    "run-dies": 0.2,
+    "run-dies": 0.2, "machine-restarts": 0.5,
 }  # fmt: skip
 """Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
 them."""
@@ -337,6 +337,7 @@ class Faults(Effects):
             return
         self.world.coverage.hit("fault:machine-lost")
         node = self.chance("machine").choice(machines)
+        self.gone.add(node.name)
         for process in (node, *self.world.children_of(node.name)):
             process.die(EXIT_KILLED)
 

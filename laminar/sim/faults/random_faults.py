@@ -223,6 +223,11 @@ def _node_dies(faults: Effects, chance: random.Random) -> None:
     faults.lose_node(chance.choice(_nodes(faults)))
 
 
+def _machine_restarts(faults: Effects, chance: random.Random) -> None:
+    """It loses power for a moment, say: all of it dies, and comes back with a new node."""
+    faults.restart_machine(chance.choice(_nodes(faults)))
+
+
 def _single_silent(faults: Effects, chance: random.Random) -> None:
     """Store or trainer, longer than a short lease, and shorter than their own."""
     process = faults.world.processes[chance.choice(["store-0", "trainer-0"])]
@@ -362,6 +367,7 @@ STORE: dict[str, Strike] = {
 SILENCES: dict[str, Strike] = {
     "node-silent": _node_silent,
     "node-dies": _node_dies,
+    "machine-restarts": _machine_restarts,
     "single-silent": _single_silent,
     "relay-cut-off": _relay_cut_off,
 }

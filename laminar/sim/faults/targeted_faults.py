@@ -35,6 +35,7 @@ from laminar.sim.faults.targeted_handover import (
     RelayInHandover,
     StoreCutInHandover,
 )
+from laminar.sim.faults.targeted_machine import MachineInPhase
 from laminar.sim.faults.targeted_relay import (
     PinLate,
     PublishDiffers,
@@ -162,6 +163,6 @@ TARGETED: dict[str, type[TargetedFault]] = {
         DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
         EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
         DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
-        EvaluationInHandover, PoisonInTail,
+        EvaluationInHandover, PoisonInTail, MachineInPhase,
     )
 }  # fmt: skip

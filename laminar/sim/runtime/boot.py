@@ -76,7 +76,10 @@ class Obedient:
         self._boot, self._actor = boot, actor
 
     async def start(self) -> None:
-        self._boot.process.welcomed = True
+        process = self._boot.process
+        process.welcomed = True
+        if process.role == "node":
+            process.world.checks.node_reports.node_started(process)
         await self._actor.start()
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
