@@ -118,10 +118,11 @@ def _work_went_on(run: Path, gaps: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.long
-def test_replicas_and_the_store_are_ended(tmp_path: Path) -> None:
+def test_replicas_the_store_and_their_node_are_ended(tmp_path: Path) -> None:
     """Their node starts them again: replicas whatever ended them, their trajectories are finished
-    elsewhere; the store when it was killed. The books agree."""
-    process = start(tmp_path, "trainer.total_training_steps=8", "recovery.resume_wait_ms=1000")
+    elsewhere; the store when it was killed. The node is started again by `laminar train`, and
+    starts all of them anew. The books agree."""
+    process = start(tmp_path, "trainer.total_training_steps=9", "recovery.resume_wait_ms=1000")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
     ends = {
         "rollout-1": -signal.SIGKILL,
@@ -133,11 +134,37 @@ def test_replicas_and_the_store_are_ended(tmp_path: Path) -> None:
     os.kill(status(tmp_path)["processes"]["rollout-0"], signal.SIGTERM)
     until(lambda: status(tmp_path)["step"] >= 4, "step 4")
     os.kill(status(tmp_path)["processes"]["store-0"], signal.SIGKILL)
+    until(lambda: status(tmp_path)["step"] >= 6, "step 6")
+    _kill_the_node(tmp_path)
     run = end(process, tmp_path)
     assert run.code == 0, run.output
+    _all_came_back(run)
     exits = [e for e in history(run.directory) if isinstance(e, ev.ProcessExited)]
     assert {e.actor: e.code for e in exits if e.restarting} == ends
     check_books(run)
+
+
+def _kill_the_node(directory: Path) -> None:
+    """Its processes die with it at once, also one that stands still."""
+    pids = {holder.name: holder.pid for holder in holders(directory / "run")}
+    children = {pids[name] for name in status(directory)["processes"] if name != "node-0"}
+    os.kill(pids["rollout-1"], signal.SIGSTOP)
+    os.kill(pids["node-0"], signal.SIGKILL)
+    until(
+        lambda: not children & {holder.pid for holder in holders(directory / "run")},
+        "the processes of the node have ended",
+    )
+
+
+def _all_came_back(run: Finished) -> None:
+    """Each process names the present boot of its node, and what was trained is trained again."""
+    joined = {e.name: e for e in history(run.directory) if isinstance(e, ev.ActorJoined)}
+    node = joined.pop("node-0")
+    assert {e.node_boot for e in joined.values()} == {node.boot_id}
+    assert {*joined} == {"store-0", "trainer-0", "relay-0", "rollout-0", "rollout-1"}
+    redone = [e for e in history(run.directory) if isinstance(e, ev.StepRedone)]
+    assert redone and all(e.digest == e.published for e in redone if e.published)
+    assert "node-0 ended with exit code -9, and its processes with it" in run.output
 
 
 def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
