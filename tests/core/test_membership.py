@@ -254,3 +254,13 @@ def test_a_name_keeps_its_role() -> None:
     (refused,) = only(cmd.RefuseActor, bench.hear("store-0", 0, other))
     assert refused.reason == "'store-0' is a store of this run, and no trainer"
     assert bench.state.actors["store-0"].boot_id == "store-0/a"
+
+
+def test_restart_that_is_not_carried_out_leaves_a_lost_process_its_time_to_come_back() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    bench.silent("rollout-0")
+    due = bench.state.timers["rejoin:rollout-0"]
+    bench.own(ev.TimerFired(timer="command:restart:rollout-0"))
+    assert "restart:rollout-0" not in bench.state.commands
+    assert bench.state.timers["rejoin:rollout-0"] == due

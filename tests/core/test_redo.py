@@ -396,12 +396,12 @@ def test_a_run_that_ends_has_nothing_done_again() -> None:
     bench = run(2)
     bench.kill(NAME)
     come_back(bench)
-    bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
+    bench.kill("rollout-0", restarting=False)
     assert bench.state.phase == "ending" and not only(cmd.RedoStep, redone(bench))
     bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4))
     assert bench.state.ignored["TrainerReady: repeat"] == 1
     bench.kill(NAME)
-    assert bench.state.failure.startswith("stopped at once")
+    assert bench.state.failure.startswith("no replica is left")
 
 
 def test_drained_while_it_is_away_the_batch_is_completed() -> None:
