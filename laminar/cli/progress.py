@@ -142,7 +142,7 @@ class Progress:
             parts = start_parts(self._path.parent, begun_ns)
             text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
             total = sum(seconds for _, seconds in parts)
-            if parts:
+            if total > 0:  # else it is a run that was resumed
                 self._print_line(f"the first step is done after {total:.1f} s: {text}")
 
     def _tell_once(self, what: str, text: str) -> None:

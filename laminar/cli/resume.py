@@ -2,7 +2,8 @@
 
 Reads   the event log, the configuration and the locks of a run
 Gives   resumed_config, or ConfigError with one sentence; take_up: this process's share of the run
-Writes  (take_up only) the configuration, the directory of the new logs
+Writes  (take_up only) the configuration, the directory of the new logs; removes what is said of
+        processes that are gone
 
 Nothing is written before all has been looked at. What decides is the log: it says how far the run
 was, whether it has ended, and which checkpoints it confirms.
@@ -33,9 +34,11 @@ from laminar.run_lock import RunLock, holders, in_use
 from laminar.rundir import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
+    COORDINATOR_FILE,
     EVENTS_DIR,
     FIRST_LOOK_FILE,
     RESUME_FILE,
+    STATUS_FILE,
 )
 from laminar.training.resume import CheckpointError, decode
 
@@ -178,6 +181,8 @@ def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
         written.write_text(dumps(config))
         written.replace(run_dir / CONFIG_FILE)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
+        for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over
+            (run_dir / name).unlink(missing_ok=True)
         new_attempt(run_dir)
     except OSError as error:
         lock.close()

@@ -181,6 +181,7 @@ def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
     assert holders(run.directory) == [] and arenas(run.directory) == []
     assert run.code == 0, run.output
     assert run.summary["interrupted"] is True
+    assert f"train --resume {run.directory}" in run.output
     assert (run.directory / "export" / "model.safetensors").is_file()
     done = laminar("audit", str(run.directory))
     assert done.returncode == 0, done.stdout + done.stderr
