@@ -14,7 +14,9 @@ from laminar.ids import GroupId
 from laminar.roles import Role
 
 
-class Unfinished(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Unfinished(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A prompt that was handed out and has no end."""
 
     group: GroupId

@@ -57,6 +57,16 @@ def test_prompt_of_what_has_started_is_counted() -> None:
     assert kept(bench)[DESTINATION].kv_tokens == before.kv_tokens + 30
 
 
+def test_what_others_run_is_not_told_of() -> None:
+    """Late words about work that is elsewhere by now."""
+    bench = Tail()
+    before = dict(kept(bench))
+    bench.gauge(OTHER, lengths={TrajectoryId(MOVED): 90})
+    bench.say(OTHER, bench.begun(MOVED))
+    assert bench.state.ignored["TrajectoryStarted: old-placement"] == 1
+    assert kept(bench)[SOURCE] == before[SOURCE]
+
+
 def test_without_finished_siblings_nothing_is_kept() -> None:
     """The mean of all that has finished changes with every one."""
     bench = Tail()
