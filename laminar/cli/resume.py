@@ -47,6 +47,7 @@ CHANGEABLE = (
     "trainer.total_training_steps",
     "trainer.test_freq",
     "trainer.save_freq",
+    "store.payload_gb",
 )
 """Settings that may be others for the rest of a run."""
 HEADER_MAX = 100 << 20
