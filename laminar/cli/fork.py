@@ -21,6 +21,7 @@ import msgspec
 
 from laminar.analysis.origins import origin_of
 from laminar.cli.arguments import run_config
+from laminar.cli.resume import values_of
 from laminar.cli.train import Beginning, begin, place_of
 from laminar.config import Config, ConfigError, load
 from laminar.events.of_coordinator import Origin
@@ -97,7 +98,7 @@ def _check(before: Config, config: Config, run: Path, step: int) -> None:
     """What would make the checkpoint useless."""
     if config.model.name != before.model.name or config.is_emulated != before.is_emulated:
         key = "model.name" if config.model.name != before.model.name else "rollout.engine"
-        old, new = (_value(c, key) for c in (before, config))
+        old, new = values_of(before)[key], values_of(config)[key]
         raise ConfigError(
             f"{key} = {new!r} is another model than that of {run}, {old!r}: a fork keeps it; to "
             "begin with another model, use laminar train"
@@ -126,22 +127,10 @@ def _origin(before: Config, run: Path, directory: Path) -> Origin:
 
 
 def _changes(before: Config, config: Config) -> Iterator[str]:
-    old, new = (dict(_flat(msgspec.to_builtins(c))) for c in (before, config))
+    old, new = values_of(before), values_of(config)
     for key, value in new.items():
         if value != old.get(key) and key != "run.name":
             yield f"{key} = {value!r}, was {old.get(key)!r}"
-
-
-def _value(config: Config, key: str) -> Any:
-    return dict(_flat(msgspec.to_builtins(config)))[key]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _take(directory: Path, origin: Origin, run_dir: Path) -> None:

@@ -154,7 +154,7 @@ def state_of(run_dir: Path) -> State:
 
 def check_unchanged(own: Config, now: Config) -> None:
     """ConfigError for the first setting that is not what the run began with and may not change."""
-    before, after = _flat(msgspec.to_builtins(own)), _flat(msgspec.to_builtins(now))
+    before, after = values_of(own), values_of(now)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and key not in (*CHANGEABLE, *_PLACE):
             raise ConfigError(
@@ -165,6 +165,11 @@ def check_unchanged(own: Config, now: Config) -> None:
         raise ConfigError(
             "trainer.save_freq = 0 cannot be set when a run is resumed: give a number above 0"
         )
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """Every setting, by its dotted key."""
+    return _flat(msgspec.to_builtins(config))
 
 
 def _flat(tree: Any, key: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from laminar.sim.faults.faults import KINDS
 from laminar.sim.run import run_seed
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.planted import PLANTED, Planter
+from tools.rows.planted_forks import FORK_BUGS
 from tools.rows.planted_handover import HANDOVER_BUGS
 from tools.rows.planted_node import NODE_BUGS
 from tools.rows.planted_redo import REDO_BUGS
@@ -36,6 +37,7 @@ BUGS: dict[str, Callable[[Planter], None]] = {
         *RELAY_BUGS,
         *HANDOVER_BUGS,
         *REDO_BUGS,
+        *FORK_BUGS,
     )
 }
 #: One from each part of the product, quickly found.
