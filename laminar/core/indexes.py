@@ -91,12 +91,10 @@ class Indexes:
     def count_length(self, trajectory: Trajectory, change: int) -> None:
         """One that has finished is known, or is forgotten."""
         if trajectory.num_tokens:
-            count, tokens = self.lengths.get(trajectory.group, (0, 0))
-            tokens += change * trajectory.num_tokens
-            if count + change:
-                self.lengths[trajectory.group] = count + change, tokens
-            else:
-                del self.lengths[trajectory.group]
+            count, tokens = self.lengths.pop(trajectory.group, (0, 0))
+            count, tokens = count + change, tokens + change * trajectory.num_tokens
+            if count:
+                self.lengths[trajectory.group] = count, tokens
 
     def num_ready(self, deadline: int) -> int:
         """Finished groups with this deadline."""
