@@ -135,7 +135,9 @@ def chain_begins_anew_after_a_load(plant: Planter) -> None:
 
 
 def payloads_go_that_a_redo_needs(plant: Planter) -> None:
-    """Those of the step after the oldest checkpoint as well."""
+    """Those of the step after the oldest checkpoint as well. It takes a trainer that dies between a
+    checkpoint and the next, and a slow write: found with deaths of trainers only, in its test, and
+    not within 300 seeds of all faults."""
     remove = Trainer._remove_payloads
 
     async def planted(self: Trainer, before_step: int) -> None:
@@ -156,5 +158,4 @@ REDO_BUGS: tuple[Callable[[Planter], None], ...] = (
     redo_begins_one_step_late,
     old_checkpoint_goes_before_the_log_has_the_new_one,
     chain_begins_anew_after_a_load,
-    payloads_go_that_a_redo_needs,
 )
