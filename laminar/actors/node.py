@@ -173,7 +173,7 @@ class Node:
             child.refusals = 0
             return child.limit.ended(self.host.now_ns() / 1e9)
         child.refusals += 1
-        return min(PAUSE_MIN_S * 2 ** min(child.refusals - 1, 10), PAUSE_MAX_S)
+        return min(PAUSE_MIN_S * 2.0 ** min(child.refusals - 1, 10), PAUSE_MAX_S)
 
     async def _kill(self, child: Child) -> None:
         """Have the stacks written, then end it; the watcher does the rest."""
