@@ -109,7 +109,7 @@ def test_slot_that_comes_free_at_the_last_moment_is_used() -> None:
 
 def test_menu_is_complete() -> None:
     drawn = {*RECURRING, *SILENCES, *EXITS, *STORE, *TRAINER, *RATES, *OWN_RATES, *WEDGES}
-    drawn |= {*WEATHER, *ONCE}
+    drawn |= {*WEATHER, *ONCE, *RUN}
     assert set(KINDS) == {*drawn, *TARGETED}
 
 

@@ -150,6 +150,7 @@ def _store_messages() -> tuple[list[store.Request], list[store.Reply]]:
         samples.end("e0.1.0", reason="run-ended"),
         samples.open_("0.0.0", placement=9),
         store.SamplePrompts(count=2),
+        store.RemovePayloads(before_step=3, keep_bytes=0),
         store.Stats(),
     ]
     with TemporaryDirectory() as folder:
