@@ -89,6 +89,7 @@ class Process(Protocol):
     node: str
     boot: int
     boot_id: str
+    started_by: str
     alive: bool
     paused: bool
     slow: float

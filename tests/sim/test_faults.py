@@ -58,6 +58,24 @@ def test_all_processes_end_and_the_run_completes(kind: str, how: str) -> None:
     raise AssertionError("it was never resumed, or has never completed")
 
 
+def test_a_node_is_not_lost_before_it_has_started_its_processes_again() -> None:
+    """It would leave a run that cannot go on, as one that is lost too early could not start."""
+    with World(calm(**SMALL), 3) as world:
+        world.begin()
+        node, children = world.processes["node-0"], world.children_of("node-0")
+        while not all(child.boot for child in children):
+            world.scheduler.step()
+        world.begin_again()
+        while not node.alive:
+            world.scheduler.step()
+        world.faults.lose_node(node)
+        assert node.alive
+        while not all(child.alive for child in children):
+            world.scheduler.step()
+        world.faults.lose_node(node)
+        assert not node.alive
+
+
 @pytest.mark.parametrize("kind", TRAINER)
 def test_the_trainer_is_lost_and_the_run_completes(kind: str) -> None:
     """It goes on from a checkpoint, and does again what that does not have."""

@@ -100,7 +100,8 @@ class Effects:
         was killed; store and trainer, whose end is that of the run, only in a run that is to fail.
         """
         children = self.world.children_of(node.name)
-        if self.dead or not node.alive or node.stopping or not all(c.boot for c in children):
+        complete = all(child.started_by == node.boot_id for child in children)
+        if self.dead or not node.alive or node.stopping or not complete:
             return
         self.dead.add(node.name)
         node.die(EXIT_KILLED)

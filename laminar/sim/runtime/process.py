@@ -28,6 +28,7 @@ class SimProcess:
         self.world, self.name, self.role, self.node = world, name, role, node
         self.boot = 0
         self.boot_id = f"{name}/0"
+        self.started_by = ""  #: boot id of its node then
         self.alive = False
         self.paused = False
         self.slow = 1.0  #: factor on everything that it computes
@@ -60,6 +61,7 @@ class SimProcess:
         """A new process of this name begins to look for the coordinator."""
         self.boot += 1
         self.boot_id = f"{self.name}/{self.boot}"
+        self.started_by = "" if self.role == "node" else self.world.processes[self.node].boot_id
         self.alive, self.paused, self.welcomed = True, False, False
         self.slow = 1.0
         self._backlog.clear()
