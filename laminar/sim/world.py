@@ -155,6 +155,7 @@ class World:
         for process in (*nodes, *self.processes.values()):  # nobody is there to see it
             process.die(EXIT_KILLED)
         self.machines = Machines(self)  # who has started them has died as well
+        self.faults.begun_again()
         self.coordinator.kill()
         again_s = stream(self.scenario.seed, f"again {self.scheduler.now}")
         for node in nodes:

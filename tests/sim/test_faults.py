@@ -74,6 +74,10 @@ def test_a_node_is_not_lost_before_it_has_started_its_processes_again() -> None:
             world.scheduler.step()
         world.faults.lose_node(node)
         assert not node.alive
+        world.begin_again()  # the user starts it on nodes that there are
+        while not all(child.alive for child in children):
+            world.scheduler.step()
+        assert node.alive
 
 
 @pytest.mark.parametrize("kind", TRAINER)

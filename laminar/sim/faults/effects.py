@@ -111,6 +111,12 @@ class Effects:
             for child in children:
                 child.starter_gone()
 
+    def begun_again(self) -> None:
+        """The user has started the whole run: also a node that was lost alone."""
+        for name in [p.name for p in self.world.processes.values() if p.role == "node"]:
+            if not any(child.name in self.dead for child in self.world.children_of(name)):
+                self.dead.discard(name)
+
     def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
