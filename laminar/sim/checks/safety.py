@@ -84,7 +84,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self.failure: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
-        self._kills: dict[str, list[tuple[int, str]]] = {}  #: (placement, machine) by trajectory
+        self._kills: dict[str, list[tuple[int, str]]] = {}  #: by trajectory: placement, node
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
@@ -371,15 +371,15 @@ class Checks:
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
         """A prompt that kills replicas is quarantined after the third.
 
-        Nobody can know of a replica on a machine that was lost, too, nor of one that died of what
-        had been taken from it just before.
+        Nobody can know of a replica on a machine that was lost, too, also if that is back by now,
+        nor of one that died of what had been taken from it just before.
         """
         found = self._kills.setdefault(command.trajectory_id, [])
-        found.append((command.placement, node))
+        found.append((command.placement, self.world.processes[node].boot_id))
+        nodes = {p.boot_id for p in self.world.processes.values() if p.role == "node" and p.alive}
         kills = sum(
-            self.world.processes[node].alive
-            and (command.trajectory_id, placement) not in self._taken
-            for placement, node in found
+            boot_id in nodes and (command.trajectory_id, placement) not in self._taken
+            for placement, boot_id in found
         )
         if kills > DEATHS_MAX:
             what = f"{command.trajectory_id} has killed {kills} replicas"
