@@ -129,6 +129,22 @@ def test_a_chunk_that_was_damaged_is_asked_for_again() -> None:
     assert damaged and {r.kind for r in damaged} == {"damaged-chunk"}
 
 
+def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> None:
+    """A turn of it was due, with a frame that had arrived: nobody will read that."""
+    world = World(calm(transfer_s=3.0), 1)
+    first, second = chain(world, 2)
+    run(world, 1)
+    second.process.paused = True
+    first.publish(1)
+    run(world, 2)
+    second.process.paused = False
+    second.plane.close()
+    while second.process._backlog:
+        action, args = second.process._backlog.popleft()
+        action(*args)
+    assert second.received() == []
+
+
 def test_the_next_predecessor_sends_what_is_lacking() -> None:
     world = World(calm(transfer_s=8.0), 1)
     first, second, third = chain(world, 3)

@@ -93,7 +93,7 @@ class SimPlane:
         self._process = machine.process
         scheduler, boot_id = self._process.world.scheduler, self._process.boot_id
         self._inbox: deque[Callable[[], None]] = deque()
-        self._turn_due = self._turning = False
+        self._turn_due = self._turning = self._closed = False
         self._alarm_ns = 0
         owner = Owner(
             identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
@@ -116,6 +116,8 @@ class SimPlane:
         return self._core.listen(host, port)
 
     def close(self) -> None:
+        """Nothing more is done, as when its thread has ended."""
+        self._closed = True
         self._core.close()
 
     def _post(self, order: Callable[[], None]) -> None:
@@ -123,14 +125,16 @@ class SimPlane:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._turn_due and not self._turning:
+        if not self._turn_due and not self._turning and not self._closed:
             self._turn_due = True
             self._process.after(0, self._turn)
 
     def _turn(self) -> None:
         """Until there is nothing to do at this instant."""
-        self._turn_due, self._turning = False, True
-        busy = True
+        self._turn_due = False
+        if self._closed:
+            return
+        self._turning = busy = True
         while busy or self._inbox:
             busy = self._act()
             wait_s = self._core.turn()
