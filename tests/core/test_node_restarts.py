@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from laminar.core.rules import NEW_RUN, NODE_RESTARTS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.testing.bench import Bench, only
+from tests.core.test_redo import run as run_steps
 
 OLD = tuple(name for name in NEW_RUN if name != NODE_RESTARTS.name)
 FAILED = "no replica is left: rollout-0: its process ended with exit code -9"
 MACHINE = ("store-0", "relay-0", "trainer-0", "rollout-0")
 
 
-def run(steps: int = 1, **changes: object) -> Bench:
-    """So many steps are trained and published; a batch is in training."""
-    values = {"max_staleness": 1, "groups_per_step": 1, "save_freq": 1, "total_steps": 0}
-    bench = Bench(capacity=4, **values | changes)
-    bench.start()
-    for _ in range(steps):
-        bench.complete(bench.open_groups()[0])
-        bench.train()
-        bench.write_ends()
-        bench.load_all()
-    bench.complete(bench.open_groups()[0])
-    return bench
+def run(**changes: Any) -> Bench:
+    """A step is trained and published; a batch is in training."""
+    return run_steps(1, in_training=True, **changes)
 
 
 def come_back(bench: Bench, boot: str = "b") -> None:

@@ -72,9 +72,9 @@ class Meter:
         self._load: list[float] = []
 
     def look(self) -> None:
-        status = _json(self._run_dir / "status.json")
+        status = read_json(self._run_dir / "status.json")
         pids = {pid: name.partition("-")[0] for name, pid in status.get("processes", {}).items()}
-        pids[_json(self._run_dir / "coordinator.json").get("pid", 0)] = "coordinator"
+        pids[read_json(self._run_dir / "coordinator.json").get("pid", 0)] = "coordinator"
         for pid, role in pids.items():
             try:
                 times = psutil.Process(pid).cpu_times()
@@ -102,7 +102,8 @@ class Meter:
         return sum(file.stat().st_size for file in (self._run_dir / "events").glob("events-*"))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Of a run that may not have written it yet."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
@@ -178,12 +179,12 @@ def run(config: str, seconds: float, settings: list[str], run_dir: Path) -> int:
     train = subprocess.Popen(laminar("train", "-c", config, *settings, *place), cwd=ROOT)
     killed_ns = 0
     try:
-        _until(lambda: _json(run_dir / "status.json").get("newest_version", -1) >= 0, train)
+        _until(lambda: read_json(run_dir / "status.json").get("newest_version", -1) >= 0, train)
         meter, began = Meter(run_dir), time.monotonic()
         while (passed := time.monotonic() - began) < seconds and train.poll() is None:
             meter.look()
             if not killed_ns and passed >= seconds / 2:
-                os.kill(_json(run_dir / "coordinator.json")["pid"], signal.SIGKILL)
+                os.kill(read_json(run_dir / "coordinator.json")["pid"], signal.SIGKILL)
                 killed_ns = time.time_ns()
             time.sleep(POLL_S)
         figures = list(meter.figures())
@@ -198,7 +199,7 @@ def run(config: str, seconds: float, settings: list[str], run_dir: Path) -> int:
 
 
 def report(run_dir: Path, killed_ns: int, code: int) -> int:
-    summary = _json(run_dir / "summary.json")
+    summary = read_json(run_dir / "summary.json")
     kept = ("steps", "trajectories_trained", "weight_versions", "tokens_per_s", "staleness_max")
     tell("run", {"exit_code": code, **{key: summary.get(key) for key in kept}})
     found = read_history(run_dir)

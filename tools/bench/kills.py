@@ -46,6 +46,7 @@ from laminar.events.base import COORDINATOR, Event  # noqa: E402
 from laminar.roles import Role  # noqa: E402
 from laminar.run_lock import holders  # noqa: E402
 from laminar.rundir import TIMELINE_DIR  # noqa: E402
+from tools.bench.emulated import laminar, read_json  # noqa: E402
 
 REWARD_WORKER = "reward-worker"
 ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
@@ -107,7 +108,7 @@ class Run:
             )
 
     def step(self) -> int:
-        return int(_json(self.run_dir / "status.json").get("step", -1))
+        return int(read_json(self.run_dir / "status.json").get("step", -1))
 
     def kill_one(self, role: str, chance: random.Random) -> Kill:
         """SIGKILL for a process of this role, a random time after the next step."""
@@ -178,7 +179,7 @@ def run(
     finally:
         training.close()
     check(run_dir)
-    return Passed(kills, _events(run_dir), _json(run_dir / "summary.json"))
+    return Passed(kills, _events(run_dir), read_json(run_dir / "summary.json"))
 
 
 def check(run_dir: Path) -> None:
@@ -251,18 +252,6 @@ def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
         yield {"killed": kill.name, "role": kill.role, **found}
     kept = ("steps", "eval_first", "eval_last", "trajectories_trained", "tokens_per_s")
     yield {"name": "run", **{key: passed.summary[key] for key in kept if key in passed.summary}}
-
-
-def laminar(*words: str) -> list[str]:
-    return [sys.executable, "-m", "laminar.cli.main", *words]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 def main() -> int:
