@@ -114,7 +114,8 @@ class Run:
         """SIGKILL for a process of this role, a random time after the next step."""
         self.until_step(self.step() + 1)
         time.sleep(chance.uniform(0, APART_S))
-        name, process = self._choose(role, chance)
+        self._until(lambda: bool(self._processes(role)), f"there is a {role}")
+        name, process = chance.choice(self._processes(role))
         kill = Kill(role, name, time.time_ns())
         process.send_signal(signal.SIGKILL)
         if role != REWARD_WORKER:
@@ -135,16 +136,17 @@ class Run:
             self.train.send_signal(signal.SIGTERM)
             self.train.wait(WAIT_S)
 
-    def _choose(self, role: str, chance: random.Random) -> tuple[str, psutil.Process]:
-        """A process of the role; its name is what the log calls it."""
+    def _processes(self, role: str) -> list[tuple[str, psutil.Process]]:
+        """Those of the role that live, with what the log calls them: none while it is started."""
         place = Role.ROLLOUT if role == REWARD_WORKER else role
-        names = sorted(n for n in self._pids() if n.partition("-")[0] == place)
-        name = chance.choice(names)
-        process = psutil.Process(self._pids()[name])
+        found = []
+        for name, pid in sorted(self._pids().items()):
+            if name.partition("-")[0] == place and psutil.pid_exists(pid):
+                process = psutil.Process(pid)
+                found += [(name, p) for p in (process.children() if role != place else [process])]
         if role == REWARD_WORKER:
-            workers = [c for c in process.children() if "reward_worker" in " ".join(c.cmdline())]
-            process = chance.choice(workers)
-        return name, process
+            return [(name, p) for name, p in found if "reward_worker" in " ".join(p.cmdline())]
+        return found
 
     def _pid(self, name: str) -> int:
         return self._pids().get(name, 0)
