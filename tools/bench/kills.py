@@ -126,6 +126,11 @@ class Run:
     def until_step(self, step: int) -> None:
         self._until(lambda: self.step() >= step, f"step {step} is done")
 
+    def drain(self) -> None:
+        """Ends it in good order, two steps from now: `status.json` may lag behind by one."""
+        self.until_step(self.step() + 2)
+        self.train.send_signal(signal.SIGTERM)
+
     def end(self) -> int:
         return self.train.wait(WAIT_S * 5)
 
@@ -168,14 +173,25 @@ class Run:
 
 
 def run(
-    run_dir: Path, config: str, settings: Sequence[str], roles: Sequence[str], seed: int
+    run_dir: Path,
+    config: str,
+    settings: Sequence[str],
+    roles: Sequence[str],
+    seed: int,
+    *,
+    drained: bool = False,
 ) -> Passed:
-    """A run in which each of these is killed in turn; BadRun if anything is the worse for it."""
+    """A run in which each of these is killed in turn; BadRun if anything is the worse for it.
+
+    drained: it is ended when the last of them is back, however many steps it still has.
+    """
     chance = random.Random(seed)
     training = Run(run_dir, config, settings)
     try:
         training.until_step(1)
         kills = [training.kill_one(role, chance) for role in roles]
+        if drained:
+            training.drain()
         if code := training.end():
             raise BadRun(f"exit code {code}: {training.said()}")
     finally:

@@ -114,10 +114,20 @@ class Watch:
 
 
 def run(
-    run_dir: Path, config: str, settings: Sequence[str], cuts: int, seed: int, last: Sequence[str]
+    run_dir: Path,
+    config: str,
+    settings: Sequence[str],
+    cuts: int,
+    seed: int,
+    *,
+    last: Sequence[str] = (),
+    drained: bool = False,
 ) -> Watch:
-    """A run with so many cuts; `last`: settings that are changed at the last resumption. BadRun if
-    anything is the worse for it."""
+    """A run with so many cuts; BadRun if anything is the worse for it.
+
+    last: settings that are changed at the last resumption.
+    drained: it is ended when it goes on after the last cut, however many steps it still has.
+    """
     chance = random.Random(seed)
     training = Run(run_dir, config, settings)
     try:
@@ -125,6 +135,8 @@ def run(
         for number in range(cuts):
             _cut(training, chance)
             training.resume(last if number == cuts - 1 else ())
+        if drained:
+            training.drain()
         if code := training.end():
             raise BadRun(f"exit code {code}: {training.said()}")
     finally:
@@ -171,7 +183,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = (args.keep or Path(directory) / "cuts").absolute()
         try:
-            watch = run(run_dir, args.config, args.settings, args.cuts, args.seed, ())
+            watch = run(run_dir, args.config, args.settings, args.cuts, args.seed)
         except BadRun as error:
             print(error, file=sys.stderr)
             return 1

@@ -22,18 +22,18 @@ SMALL = (
     "trainer.test_freq=0",
     "data.train_batch_size=4",
     "data.val_size=0",
+    "trainer.total_training_steps=2000",  # it is ended when it goes on after the last cut
 )
+LAST = ("trainer.total_training_steps=2001", "rollout.replicas=3")
 CUTS: dict[Gate, int] = {"pr": 2, "release": 20}
 
 
 def run(gate: Gate) -> Figure:
     cuts = CUTS[gate]
-    steps = 3 * cuts + 2
-    last = (f"trainer.total_training_steps={steps + 1}", "rollout.replicas=3")
-    settings = (*SMALL, f"trainer.total_training_steps={steps}")
     with tempfile.TemporaryDirectory() as directory:
         try:
-            watch = power_cuts.run(Path(directory) / "run", CONFIG, settings, cuts, 0, last)
+            run_dir = Path(directory) / "run"
+            watch = power_cuts.run(run_dir, CONFIG, SMALL, cuts, 0, last=LAST, drained=True)
         except kills.BadRun as error:
             return Figure(f"not {cuts} times", False, str(error))
     resumed = sum(cut.resumed for cut in watch.cuts)
