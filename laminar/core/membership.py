@@ -92,7 +92,7 @@ def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
     if not _of_its_node(ctx.state, event):
         return f"{event.node} was lost or replaced since it has started this process"
     first = trainer(ctx.state) if event.role == Role.TRAINER else None
-    if first is None or not redo.comes_back(ctx.state, first.name):
+    if first is None or not redo.may_be_lost(ctx.state, first.name):
         return ""
     same = (event.name, event.node) == (first.name, first.node)
     return "" if same else f"the trainer of this run is {first.name} on {first.node}"
@@ -129,7 +129,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """An actor says that it cannot go on."""
     name = ctx.stamped.peer
-    alone = ctx.state.actors[name].role in SINGLE_ROLES and not redo.comes_back(ctx.state, name)
+    alone = ctx.state.actors[name].role in SINGLE_ROLES and not redo.may_be_lost(ctx.state, name)
     if event.user_error or alone:
         if not lifecycle.fail(ctx, f"{name}: {event.reason}", 2 if event.user_error else 1):
             ctx.ignore("run-ending")
@@ -267,7 +267,7 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
         ctx.clear_timer(keys.rejoin(name))
         return lifecycle.fail(ctx, f"the store is lost: {why}", 1)
-    if redo.comes_back(ctx.state, name) and not relays.ending(ctx.state):
+    if redo.may_be_lost(ctx.state, name) and not relays.ending(ctx.state):
         return lifecycle.fail(ctx, why, 1)
     if relays.indispensable(ctx.state, name):
         return lifecycle.fail(ctx, f"the trainer's machine has no relay: {why}", 1)
@@ -291,7 +291,7 @@ def actor_lost(
         return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
-    elif redo.comes_back(state, name):
+    elif redo.may_be_lost(state, name):
         redo.trainer_lost(ctx, name, reason, blame=blame)
     elif actor.role == Role.RELAY:
         relays.leave(ctx, name)
@@ -310,7 +310,9 @@ def actor_lost(
 
 def _ends_run(state: State, actor: Actor) -> bool:
     """Its loss does."""
-    restarted = store_restarts.is_restarted(state, actor.role) or redo.comes_back(state, actor.name)
+    restarted = store_restarts.is_restarted(state, actor.role) or redo.may_be_lost(
+        state, actor.name
+    )
     return actor.role in SINGLE_ROLES and not restarted
 
 

@@ -10,7 +10,7 @@ have trained is trained again. The batches that the log has after it are done ag
 published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
 again, under a new number: the old one may be out already.
 
-Without the rule TRAINER_RESUMES the loss of the trainer ends the run.
+Without the rule TRAINER_RESUMES the loss of the trainer ends the run, unless the run ends anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
 from laminar.core.context import Context
 from laminar.core.indexes import live_actor
 from laminar.core.registry import ENDS_RUN, handles
-from laminar.core.rules import TRAINER_RESUMES, applies
+from laminar.core.rules import END_NEEDS_NO_TRAINER, TRAINER_RESUMES, applies
 from laminar.core.state import Batch, State, Trained
 from laminar.core.validation import anything
 from laminar.core.versions import new_version
@@ -40,11 +40,13 @@ NAMED_MAX = 8
 # --- it is lost, and comes back -----------------------------------------------------------------
 
 
-def comes_back(state: State, name: str) -> bool:
-    """Whether this is a trainer, and the run goes on without it for a while."""
+def may_be_lost(state: State, name: str) -> bool:
+    """Whether this is a trainer, and the run goes on without it: for a while, or to its end."""
     actor = state.actors.get(name)
-    is_trainer = actor is not None and actor.role == Role.TRAINER
-    return is_trainer and applies(state.settings, TRAINER_RESUMES)
+    if actor is None or actor.role != Role.TRAINER:
+        return False
+    at_end = relays.ending(state) and applies(state.settings, END_NEEDS_NO_TRAINER)
+    return at_end or applies(state.settings, TRAINER_RESUMES)
 
 
 def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
@@ -104,7 +106,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     actor.ready = True
     ctx.clear_timer(keys.rejoin(name))
     begins = state.newest < 0
-    told = state.origin is not None if begins else comes_back(state, name)
+    told = state.origin is not None if begins else may_be_lost(state, name)
     if live_actor(state, Role.TRAINER) is not actor or not told:
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]

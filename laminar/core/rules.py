@@ -86,6 +86,12 @@ START_NEEDS_REPLICA = Rule(
     "the time for the start ends with the first weights, also if no replica has ever joined",
     "then it goes on until one joins",
 )
+END_NEEDS_NO_TRAINER = Rule(
+    "end-needs-no-trainer",
+    4,
+    "without checkpoints the loss of the trainer fails the run also when its last ends are written",
+    "then the run goes on to its end without a trainer, as one with checkpoints does",
+)
 RUN_RESUMES = Rule(
     "run-resumes",
     4,
@@ -119,6 +125,7 @@ RULES = (
     STORE_RESTARTS,
     TRAINER_RESUMES,
     START_NEEDS_REPLICA,
+    END_NEEDS_NO_TRAINER,
     RUN_RESUMES,
     NODE_RESTARTS,
     REPLICA_SHARE,

@@ -82,7 +82,7 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     elif (
         command.to in state.replicas
         or _restarts_store(state, command)
-        or redo.comes_back(state, command.to)
+        or redo.may_be_lost(state, command.to)
     ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:

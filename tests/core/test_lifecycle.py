@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
-from laminar.core.rules import NEW_RUN, START_NEEDS_REPLICA
+from laminar.core.rules import END_NEEDS_NO_TRAINER, NEW_RUN, START_NEEDS_REPLICA
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.testing.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
 AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)
+OLD_END = tuple(name for name in NEW_RUN if name != END_NEEDS_NO_TRAINER.name)
 
 
 def small(**changes: object) -> Bench:
@@ -44,6 +45,31 @@ def exported(bench: Bench) -> list[cmd.Command]:
 def books_closed(bench: Bench) -> bool:
     ledger = bench.state.ledger
     return ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0
+
+
+@pytest.mark.parametrize("lost", ["exits", "fails", "machine"])
+@pytest.mark.parametrize("old", [False, True])
+def test_the_last_ends_are_written_without_a_trainer(lost: str, old: bool) -> None:
+    """The model is exported and evaluated: also without checkpoints nobody needs it any more."""
+    bench = small(rules=OLD_END) if old else small()
+    to_the_export(bench)
+    exported(bench)
+    for command in only(cmd.GenerateTrajectory, bench.load_all()):
+        bench.finish(command.trajectory_id)
+        bench.reward(command.trajectory_id)
+    assert (bench.state.phase, bench.settings.save_freq) == ("ending", 0)
+    if lost == "exits":
+        bench.kill("trainer-0")
+    elif lost == "fails":
+        bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
+    else:
+        bench.join("node-0", "b")
+        bench.join("store-0", "b", "node-0/b")
+        bench.ready("store-0")
+    assert bool(bench.state.failure) == old
+    bench.stop()
+    assert bench.state.exit_code == int(old)
+    assert old or (books_closed(bench) and bench.state.phase == "ended")
 
 
 def test_whole_run_ends_with_exit_code_zero() -> None:

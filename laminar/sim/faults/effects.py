@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from laminar.core import relays
 from laminar.sim.interfaces import EXIT_KILLED, Process, World
 from laminar.sim.runtime.scheduler import MS
 from laminar.sim.scenario import seconds, stream
@@ -87,7 +88,9 @@ class Effects:
             return False
         children = self.world.children_of(node.name)
         trainer = next((child for child in children if child.role == "trainer"), None)
-        if trainer is not None and not self.may_lose_trainer(trainer):
+        state = self.world.coordinator.state
+        ending = state is not None and relays.ending(state)  # nobody waits for a trainer any more
+        if trainer is not None and not ending and not self.may_lose_trainer(trainer):
             return False
         for process in (node, *children):
             process.die(EXIT_KILLED)

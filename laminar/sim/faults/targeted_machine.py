@@ -54,8 +54,9 @@ def _ending(state: State) -> bool:
 
 
 PHASES: tuple[Callable[[State], bool], ...] = (
-    _training, _publishing, _redoing, _starting, _exporting, _evaluating, _ending,
+    _training, _publishing, _redoing, _starting, _exporting, _evaluating, _ending, _ending, _ending,
 )  # fmt: skip
+"""The last is a short one that few runs have."""
 
 
 class MachineInPhase(TargetedFault):
@@ -63,7 +64,8 @@ class MachineInPhase(TargetedFault):
     once more."""
 
     kind = "machine-dies-in-phase"
-    share = 0.5
+    share = 1.0
+    after_healing = True  # the last phases mostly come when nothing else goes wrong any more
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
