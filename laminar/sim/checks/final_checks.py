@@ -17,7 +17,7 @@ from laminar.eventlog.snapshot import snapshots
 from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.ids import Purpose
 from laminar.sim.checks.safety import numbered
-from laminar.sim.interfaces import Checks, World
+from laminar.sim.interfaces import Checks, Process, World
 from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
 from laminar.storage.rules import Row
@@ -60,7 +60,11 @@ def _store_lost(world: World, state: State) -> bool:
     _, lost = world.checks.failure
     gone = "store" in state.failure or any(name.startswith("store") for name in lost)
     struck = world.coverage.counts  # perhaps after the failure
-    return gone or "fault:lost-store" in struck or "fault:lost-node" in struck
+    return gone or "fault:lost-store" in struck or world.faults.dead_for_good(_node_of_store(world))
+
+
+def _node_of_store(world: World) -> Process:
+    return next(world.processes[p.node] for p in world.processes.values() if p.role == "store")
 
 
 def failure_has_a_reason(world: World, state: State) -> None:
