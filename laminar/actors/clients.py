@@ -23,6 +23,10 @@ StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
 RelayAnswer = TypeVar("RelayAnswer", bound=relay.Message)
 
 
+class TokensRemoved(RuntimeError):
+    """The store has no tokens of these trajectories any more: they ended long ago."""
+
+
 class StoreClient:
     """Typed requests to the store; an answer of another kind is an error of the program."""
 
@@ -52,7 +56,10 @@ class StoreClient:
         return removed
 
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
-        """Trajectories in the order asked for; several replies when they are large."""
+        """Trajectories in the order asked for; several replies when they are large.
+
+        RpcError, TimeoutError; TokensRemoved, of which only a late order can speak.
+        """
         found: dict[str, store.Trajectory] = {}
         missing = deque(ids)  # not searched again for every reply: a batch can be 200,000
         asked = store.MAX_ITEMS
@@ -61,6 +68,8 @@ class StoreClient:
             reply = await self.ask(store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply)
             if reply.unknown:
                 raise RuntimeError(f"the store does not have {', '.join(reply.unknown[:5])}")
+            if reply.removed:
+                raise TokensRemoved(f"the store has removed {', '.join(reply.removed[:5])}")
             found.update((row.trajectory_id, row) for row in reply.trajectories)
             missing.extendleft(reversed(reply.left_out))
             # The store looks up what it is asked for, also what the reply has no room for.

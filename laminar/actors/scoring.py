@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from laminar.actors.clients import StoreClient
+from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.actors.host import Host
 from laminar.core.scores import bits_of
 from laminar.engines.protocol import LENGTH
@@ -82,9 +82,18 @@ class Scorer:
         self.host.log.info("reward-pool-closed", workers_lost=lost, workers_killed=killed)
 
     async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
-        """Reward the siblings of one command, all with one call of the pool."""
+        """Reward the siblings of one command, all with one call of the pool.
+
+        A process that stood still may come to it when they have been dropped, and their tokens are
+        gone: nobody waits for their rewards then.
+        """
         await self._open.wait()
-        rows = await self.store.fetch([i.trajectory_id for i in command.items], with_prompt=True)
+        wanted = [item.trajectory_id for item in command.items]
+        try:
+            rows = await self.store.fetch(wanted, with_prompt=True)
+        except TokensRemoved as gone:
+            self.host.log.info("scored-too-late", reason=str(gone))
+            return
         completions = [(self._decode(tokens), tokens) for tokens in map(_ids, rows)]
         call = RewardCall(
             row=_prompt_row(rows[0]),

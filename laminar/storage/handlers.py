@@ -18,7 +18,7 @@ import msgspec
 
 from laminar.storage import messages as m
 from laminar.storage import rules
-from laminar.storage.rows import DamageError, NotTokenised, PromptKey, Rows
+from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey, Rows
 from laminar.storage.rules import Chunk, Row
 
 REMOVED_AT_ONCE = 256
@@ -130,6 +130,7 @@ class Handlers:
         room = _Room()
         trajectories: list[m.Trajectory] = []
         left_out: list[str] = []
+        removed: list[str] = []
         rows = {wanted: self._rows.row(wanted) for wanted in request.ids}
         unknown = [wanted for wanted, row in rows.items() if row is None]
         found = [row for row in rows.values() if row is not None]
@@ -142,12 +143,18 @@ class Handlers:
                     f"the {row.purpose} prompt {row.row_index} of {row.id} is missing"
                 )
             ids = self._rows.prompt_ids(key, prompt)
-            if room.take(_fetched_size(row, prompt, ids)):
-                trajectories.append(self._trajectory(row, ids, request.with_prompt, prompt))
-            else:
+            if not room.take(_fetched_size(row, prompt, ids)):
                 left_out.append(row.id)
+                continue
+            try:
+                trajectories.append(self._trajectory(row, ids, request.with_prompt, prompt))
+            except PayloadRemoved:
+                removed.append(row.id)
         return m.FetchReply(
-            trajectories=tuple(trajectories), left_out=tuple(left_out), unknown=tuple(unknown)
+            trajectories=tuple(trajectories),
+            left_out=tuple(left_out),
+            unknown=tuple(unknown),
+            removed=tuple(removed),
         )
 
     def _require_ids(self, keys: Iterable[PromptKey]) -> None:

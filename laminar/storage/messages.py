@@ -244,6 +244,7 @@ class FetchReply(Message, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
     left_out: tuple[str, ...] = ()  #: the reply was full: ask again
     unknown: tuple[str, ...] = ()  #: never opened nor ended
+    removed: tuple[str, ...] = ()  #: ended, and RemovePayloads took their tokens
 
 
 class RewardResult(Item, frozen=True, kw_only=True):

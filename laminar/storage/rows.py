@@ -1,6 +1,7 @@
 """What the handlers of requests need of the rows of a store, wherever they lie.
 
-Gives   Rows (tables.py has them in SQLite); what they say of prompts; DamageError, NotTokenised
+Gives   Rows (tables.py has them in SQLite); what they say of prompts; DamageError, PayloadRemoved,
+        NotTokenised
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class LoadedPrompts(NamedTuple):
 
 class DamageError(Exception):
     """Something that was stored is missing, or is not what was stored."""
+
+
+class PayloadRemoved(DamageError):
+    """Tokens and log-probs went as `messages.RemovePayloads` says."""
 
 
 class NotTokenised(Exception):
@@ -85,7 +90,7 @@ class Rows(Protocol):
         removed; DamageError."""
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
-        """All chunks, in order; DamageError, also when the payload was removed."""
+        """All chunks, in order; DamageError, PayloadRemoved."""
 
     def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
         """The oldest payloads of those that `messages.RemovePayloads` speaks of."""

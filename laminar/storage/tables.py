@@ -19,7 +19,7 @@ import xxhash
 
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
-from laminar.storage.rows import DamageError, PromptKey
+from laminar.storage.rows import PayloadRemoved, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, Span
 from laminar.storage.schema import (
     LATER_COLUMNS,
@@ -297,7 +297,9 @@ class Tables:
     def load(self, stored: StoredChunk) -> Chunk:
         """The chunk with its bytes, from the row or from its file."""
         if stored.removed:
-            raise DamageError(f"the tokens of {stored.trajectory_id} are not in the store any more")
+            raise PayloadRemoved(
+                f"the tokens of {stored.trajectory_id} are not in the store any more"
+            )
         tokens, logprobs = stored.tokens or b"", stored.logprobs or b""
         if stored.file is not None:
             data = payload_files.read(self._folder, stored.file)

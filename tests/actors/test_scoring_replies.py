@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from laminar.actors.clients import StoreClient
 from laminar.actors.scoring import Scorer
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId
+from laminar.net.rpc_client import RpcClient
 from laminar.storage import messages as m
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost
@@ -74,9 +76,16 @@ class Scored:
         self.pool = Pool(result)
         self.scorer = Scorer(self.host, None, self.pool, lambda ids: f"text of {ids}")  # type: ignore[arg-type]
 
-    async def run(self, *, row: Any = None, reply: Any = None, names: Any = ("0.0.0",)) -> Store:
+    async def run(
+        self,
+        *,
+        row: Any = None,
+        reply: Any = None,
+        names: Any = ("0.0.0",),
+        client: StoreClient | None = None,
+    ) -> Store:
         store = Store(row or {}, reply or {})
-        self.scorer.store = store  # type: ignore[assignment]
+        self.scorer.store = client or store  # type: ignore[assignment]
         items = tuple(cmd.Placed(trajectory_id=TrajectoryId(n), placement=3) for n in names)
         command = cmd.ScoreTrajectories(
             to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
@@ -169,3 +178,16 @@ async def test_siblings_whose_worker_was_lost_fail_and_nothing_is_stored(tmp_pat
     assert [(f.trajectory_id, f.reason) for f in failed] == [
         ("0.0.0", "reward-worker-lost"), ("0.0.1", "reward-worker-lost"),
     ]  # fmt: skip
+
+
+async def test_an_order_that_comes_when_the_tokens_are_gone_is_let_go(tmp_path: Path) -> None:
+    """The replica stood still; its group was dropped meanwhile, and two checkpoints were made."""
+
+    class Removed:
+        async def call(self, request: bytes, timeout_s: float) -> bytes:
+            return m.encode(m.FetchReply(trajectories=(), removed=("0.0.0",)))
+
+    scored = Scored(tmp_path, RIGHT)
+    removed = StoreClient(cast(RpcClient, Removed()), disk_wait_s=1.0)
+    await scored.run(client=removed)
+    assert not scored.pool.calls and not scored.host.events

@@ -19,6 +19,7 @@ from tools.rows import (
     planted_store,
     planted_trainer,
 )
+from tools.rows.mutants import BUGS
 from tools.rows.planted import Planter
 
 SEEDS = 30  #: of which the likely one comes first; which it is changes with the order of things
@@ -87,3 +88,10 @@ def test_planted_bug_is_found(
     with Planter() as planter:
         plant(planter)
         assert any(run_seed(swarm, seed).invariant for seed in (likely, *range(SEEDS)))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_bug_has_what_it_is_planted_into(name: str) -> None:
+    """Names that a bug replaces change; the whole list is tried for a release only."""
+    with Planter() as planter:
+        BUGS[name](planter)

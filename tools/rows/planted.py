@@ -28,6 +28,7 @@ from laminar.core import (
     evaluation,
     groups,
     invariants,
+    keys,
     machine,
     membership,
     publishing,
@@ -300,7 +301,7 @@ def overdue_pull_is_left_alone(plant: Planter) -> None:
 
 def overdue_restart_is_left_alone(plant: Planter) -> None:
     plant.replace(
-        membership, "restart_expired", lambda ctx, order: ctx.done(f"restart:{order.actor}")
+        membership, "restart_expired", lambda ctx, order: ctx.done(keys.restart(order.actor))
     )
 
 
@@ -489,12 +490,12 @@ def full_disk_is_not_waited_for(plant: Planter) -> None:
 
 
 def tokens_of_restarts_are_not_counted(plant: Planter) -> None:
-    close = groups.close
+    close = groups._close
 
     def planted(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
         close(ctx, ending, num_tokens, 0)
 
-    plant.replace(groups, "close", planted)
+    plant.replace(groups, "_close", planted)
 
 
 def relay_leases_the_oldest(plant: Planter) -> None:

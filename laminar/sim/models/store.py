@@ -30,7 +30,14 @@ from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import DATA_DIGEST
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
-from laminar.storage.rows import DamageError, LoadedPrompts, NotTokenised, PromptCount, PromptKey
+from laminar.storage.rows import (
+    DamageError,
+    LoadedPrompts,
+    NotTokenised,
+    PayloadRemoved,
+    PromptCount,
+    PromptKey,
+)
 from laminar.storage.rules import Chunk, Row
 
 _PROMPT = m.PromptPayload(prompt="", ground_truth=None, columns={}, data_source="made")
@@ -131,7 +138,7 @@ class MemoryDatabase:
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
         if trajectory_id in self.removed:
-            raise DamageError(f"the tokens of {trajectory_id} are not in the store any more")
+            raise PayloadRemoved(f"the tokens of {trajectory_id} are not in the store any more")
         return self._chunks.get(trajectory_id, [])
 
     def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
@@ -181,8 +188,12 @@ class StoreDatabase(MemoryDatabase):
     def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
         self._request, self._placements = request, {}
         reply = super()._handle(request)
-        if isinstance(reply, m.ErrorReply):  # nobody asks for what was removed
-            raise Violation("needed_payload_is_there", reply.reason)
+        if isinstance(reply, m.ErrorReply):
+            raise Violation("nothing_is_damaged", reply.reason)
+        if isinstance(request, m.Fetch) and isinstance(reply, m.FetchReply) and reply.removed:
+            if not request.with_prompt:  # a late order to score may ask for them
+                what = f"the tokens of {', '.join(reply.removed)} were removed"
+                raise Violation("needed_payload_is_there", what)
         if isinstance(reply, m.EndReply):
             for result in reply.results:
                 if result.answer != "ok":
