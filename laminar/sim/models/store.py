@@ -190,10 +190,10 @@ class StoreDatabase(MemoryDatabase):
         reply = super()._handle(request)
         if isinstance(reply, m.ErrorReply):
             raise Violation("nothing_is_damaged", reply.reason)
-        if isinstance(request, m.Fetch) and isinstance(reply, m.FetchReply) and reply.removed:
-            if not request.with_prompt:  # a late order to score may ask for them
-                what = f"the tokens of {', '.join(reply.removed)} were removed"
-                raise Violation("needed_payload_is_there", what)
+        trains = isinstance(request, m.Fetch) and not request.with_prompt  # not a late scorer
+        if trains and isinstance(reply, m.FetchReply) and reply.removed:
+            what = f"the tokens of {', '.join(reply.removed)} were removed"
+            raise Violation("needed_payload_is_there", what)
         if isinstance(reply, m.EndReply):
             for result in reply.results:
                 if result.answer != "ok":
