@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from laminar.core import invariants
+from laminar.core import invariants, redo
 from laminar.core.state import State, digest
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -80,7 +80,7 @@ def failure_has_a_reason(world: World, state: State) -> None:
     poisoned = world.coordinator.exits.gave_up(state.failure)
     known = named or drained or replicas_gone or poisoned or _struck(world, state)
     known = known or _rewards_failed(world, state) or _could_not_start(world, state)
-    known = known or _gone_since_resumption(world, state)
+    known = known or _gone_since_resumption(world, state) or _batch_is_deadly(world, state)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
 
@@ -112,6 +112,12 @@ def _could_not_start(world: World, state: State) -> bool:
     """It waited for a process that had died before anybody had heard of it, and is not started."""
     roles = world.checks.leases.not_started_again
     return "not started" in state.failure and any(role in state.failure for role in roles)
+
+
+def _batch_is_deadly(world: World, state: State) -> bool:
+    """Each of so many trainers was lost, if only to another in its place, or left."""
+    trainer = next(p for p in world.processes.values() if p.role == "trainer")
+    return f"has ended {trainer.name}" in state.failure and trainer.boot >= redo.DEATHS_MAX
 
 
 def _gone_since_resumption(world: World, state: State) -> bool:
