@@ -15,6 +15,7 @@ from laminar.core.dispatch import permutation
 from laminar.core.state import State
 from laminar.engines.made_up_tokens import prompt_of
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import Origin
 from laminar.ids import GroupId, Purpose
@@ -58,9 +59,12 @@ class Prompts:
         self._rows = self._rows_of({})  #: group by pass and row
         #: by trajectory: (event at which its end was decided, end, reason)
         self._ended: dict[str, tuple[int, str, str]] = {}
+        self._resumed: list[int] = []  #: events at which the run was taken up again
 
     def note(self, stamped: Stamped, commands: list[Command]) -> None:
         """What was decided at an event; a replay tells it again."""
+        if isinstance(stamped.event, ev.RunResumed):
+            self._resumed.append(stamped.seq)
         for command in commands:
             if isinstance(command, cmd.GenerateTrajectory) and command.purpose == Purpose.TRAIN:
                 self._hand_out(stamped.seq, command)
@@ -75,6 +79,7 @@ class Prompts:
         self._rows = self._rows_of({group: row for group, (_, row) in self._given.items()})
         for trajectory in [t for t, (since, _, _) in self._ended.items() if since > seq]:
             del self._ended[trajectory]
+        self._resumed = [at for at in self._resumed if at <= seq]
 
     def _hand_out(self, seq: int, command: cmd.GenerateTrajectory) -> None:
         """prompts_in_order: the next one of the data, with a row that its pass has not had."""
@@ -128,7 +133,9 @@ class Prompts:
             return
         given = len(self._given)
         there = settings.total_epochs * num_train - self._begin + len(self._again)
-        left = [t for t, (_, _, reason) in self._ended.items() if reason == RUN_ENDED]
+        # What a Ctrl-C had dropped before the run was taken up again stays dropped.
+        since = max(self._resumed, default=0)
+        left = [t for t, (at, _, why) in self._ended.items() if why == RUN_ENDED and at > since]
         if given != there or left:
             what = f"{given} of {there} prompts were handed out, {len(left)} answers left over"
             raise Violation("every_prompt_ends", what, *left[:1])
