@@ -55,6 +55,7 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.rejoined_relay_is_not_fed, ("relay-paused",), 0),
         (planted.owed_republish_is_forgotten, ("relay-dies",), 0),
         (planted.placement_is_not_raised, ("replica-dies",), 0),
+        (planted.overdue_restart_is_left_alone, ("evaluation-stalls",), 4),
         (planted.overdue_transfer_is_left_alone, ("transfer-never-ends",), 8),
         (planted_node.exit_is_not_reported, ("replica-dies",), 17),
         (planted_node.exit_is_reported_twice, ("replica-dies",), 0),

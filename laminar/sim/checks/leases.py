@@ -11,8 +11,9 @@ from laminar.core import keys
 from laminar.core.indexes import indexes_of
 from laminar.core.machine import Machine
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Stamped
+from laminar.events.base import Command, Stamped
 from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.scheduler import MS
 from laminar.sim.runtime.violation import Violation
@@ -27,6 +28,7 @@ class Leases:
         #: by machine: (boot id, role) of each member but its node
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
+        self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
         self.silent_nodes: dict[str, None] = {}
         #: roles that nobody starts again, when the time for the start was over
         self.not_started_again: list[str] = []
@@ -42,9 +44,12 @@ class Leases:
     def heard(self, process: Process) -> None:
         self._heard_ns[process.boot_id] = self._world.scheduler.now
 
-    def observe(self, stamped: Stamped, state: State) -> None:
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """The coordinator has handled an event."""
         event = stamped.event
+        for command in commands:
+            if isinstance(command, cmd.RestartActor):
+                self._ordered[command.actor] = state.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._none_speaks(event.actor)
@@ -60,6 +65,8 @@ class Leases:
             self.silent_nodes.clear()
         elif isinstance(event, ev.TimerFired) and event.timer == keys.START:
             self._note_dead()
+        elif isinstance(event, ev.TimerFired):
+            self._is_started_again_or_lost(state, event.timer)
         self._note_members(state)
 
     def _note_dead(self) -> None:
@@ -106,6 +113,17 @@ class Leases:
         if node in self.silent_nodes and keys.rejoin(name) in state.timers:
             what = f"{name} was given up, {node} is silent, and it is waited for"
             raise Violation("lost_with_a_silent_node", what, name)
+
+    def _is_started_again_or_lost(self, state: State, timer: str) -> None:
+        """overdue_restart: whom its node has not started again in time is lost."""
+        kind, subject = keys.parse_timer(timer)
+        order, _, name = subject.partition(":")
+        if (kind, order) != (keys.TimerKind.COMMAND, "restart"):
+            return
+        actor = state.actors[name]
+        if actor.alive and actor.incarnation == self._ordered.get(name):
+            what = f"{actor.node} did not start {name} again, and it counts as alive"
+            raise Violation("overdue_restart", what, name)
 
     def _note_members(self, state: State) -> None:
         membership = (indexes_of(state).num_alive, state.next_incarnation)

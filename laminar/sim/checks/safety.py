@@ -110,7 +110,7 @@ class Checks:
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
         self._learn_fences(stamped, state)
-        self.leases.observe(stamped, state)
+        self.leases.observe(stamped, commands, state)
         self.node_reports.refusals(stamped, commands, state)
         self._note_failure(stamped, state)
         self.training.observe(stamped, state)
