@@ -49,6 +49,7 @@ class Leases:
         event = stamped.event
         for command in commands:
             if isinstance(command, cmd.RestartActor):
+                self._writes_in_time(command)
                 self._ordered[command.actor] = state.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
@@ -113,6 +114,12 @@ class Leases:
         if node in self.silent_nodes and keys.rejoin(name) in state.timers:
             what = f"{name} was given up, {node} is silent, and it is waited for"
             raise Violation("lost_with_a_silent_node", what, name)
+
+    def _writes_in_time(self, order: cmd.RestartActor) -> None:
+        """store_writes_in_time: nothing keeps a store that speaks from it but a full disk."""
+        overdue = order.reason.startswith(cmd.EndTrajectories.__name__)
+        if overdue and not self._world.database.full:
+            raise Violation("store_writes_in_time", order.reason, order.actor)
 
     def _is_started_again_or_lost(self, state: State, timer: str) -> None:
         """overdue_restart: whom its node has not started again in time is lost."""
