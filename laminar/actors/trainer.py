@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from laminar import ids
+from laminar.actors.batch_rows import batch_of
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.model_files import ModelFiles, save_model
 from laminar.actors.weight_publisher import Attach, WeightPublisher
-from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -38,7 +38,6 @@ from laminar.ids import TrajectoryId
 from laminar.net.calls import RpcError
 from laminar.rundir import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
-from laminar.tasks.rewards import is_right, numbers_of
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample
 from laminar.weights.version import manifest as mf
@@ -195,7 +194,7 @@ class Trainer:
         """The step, and how many seconds it took."""
         started = self.host.now_ns()
         await self.host.reached("trainer-fetch")
-        samples = await self._fetch(command)
+        samples = await batch_of(self.store, command)
         received = self.host.now_ns()
         self.host.span("fetching", started, received, step=command.step_index)
         step = asyncio.ensure_future(self.learner.train_step(samples, command.step_index))
@@ -206,10 +205,6 @@ class Trainer:
         done = self.host.now_ns()
         self.host.span("busy", received, done, step=command.step_index)
         return result, (done - started) / 1e9
-
-    async def _fetch(self, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
-        rows = await self.store.fetch(command.trajectories, with_prompt=False)
-        return [sample_of(row) for row in rows]
 
     async def _report(
         self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
@@ -282,7 +277,9 @@ class Trainer:
     ) -> None:
         """Train what the log has, and say what it came to: it is neither published nor entered."""
         started = self.host.now_ns()
-        result = await self.learner.train_step(await self._fetch(command), command.step_index)
+        result = await self.learner.train_step(
+            await batch_of(self.store, command), command.step_index
+        )
         checkpoints.consumed(command.trajectories)
         described = await self._files.describe(
             await self._files.copy(),
@@ -376,23 +373,3 @@ def probe_sequences(prompts: Sequence[bytes], longest: int) -> list[list[int]]:
     starts = range(0, min(len(text), PROBE_SEQUENCES * length), length)
     pieces = [text[start : start + length] for start in starts]
     return [piece for piece in pieces if len(piece) > 1]
-
-
-def sample_of(row: store.Trajectory) -> TrainSample:
-    """A stored trajectory as the learner takes it."""
-    if row.score is None or row.temperature is None:
-        raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
-    truncated = row.finish_reason == LENGTH
-    return TrainSample(
-        sample_id=row.trajectory_id,
-        group_id=row.group_id,
-        prompt_ids=np.frombuffer(row.prompt_ids, dtype="<i4"),
-        response_ids=np.frombuffer(row.tokens, dtype="<i4"),
-        logprobs=np.frombuffer(row.logprobs, dtype="<f4"),
-        reward=row.score,
-        temperature=row.temperature,
-        truncated=truncated,
-        correct=is_right(row.score, truncated=truncated),
-        spans=row.spans,
-        extras=numbers_of(row.extras),
-    )

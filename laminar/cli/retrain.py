@@ -183,7 +183,7 @@ class _Again:
         return describe_now(version=version, step=step, tensors=self.learner.weights()).digest
 
     def _samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
-        from laminar.actors.trainer import sample_of
+        from laminar.actors.batch_rows import sample_of
 
         for wanted in names:
             reply = self._store.answer(m.Fetch(ids=(wanted,), with_prompt=False))

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable
 
 from laminar import ids
+from laminar.core import keys
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
 from laminar.rundir import CHECKPOINTS_DIR
@@ -207,10 +208,22 @@ class World:
         return stream(self.scenario.seed, process.boot_id)
 
     def lose_checkpoints(self) -> None:
-        """Somebody has removed them from the disk; not the one that is being written."""
+        """Somebody has removed them from the disk; not the one that is being written, nor while a
+        trainer needs them to come back: there may be no other way if the store has removed
+        tokens."""
+        if self.database.removed and not self._trains():
+            return
         for path in [path for path in self.models if f"/{CHECKPOINTS_DIR}/step" in path]:
             del self.models[path]
             self.checks.training.lost.add(path)
+
+    def _trains(self) -> bool:
+        """The trainer has loaded what it goes on from."""
+        state, trainer = self.coordinator.state, self.processes["trainer-0"]
+        actor = state.actors.get(trainer.name) if state is not None else None
+        if state is None or actor is None or not trainer.alive or trainer.paused:
+            return False
+        return actor.ready and not {keys.LOAD, keys.REDO} & state.commands.keys()
 
     def machine_of(self, relay: str) -> SimMachine:
         """What this relay has of its machine now."""

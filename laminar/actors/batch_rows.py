@@ -1,0 +1,54 @@
+"""The rows of a batch: what the store has of its trajectories, as the learner takes them.
+
+Reads   trajectories of the store
+Raises  ConfigError for steps whose tokens are gone with the checkpoint that had them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from laminar.actors.clients import StoreClient, TokensRemoved
+from laminar.config import ConfigError
+from laminar.engines.protocol import LENGTH
+from laminar.events import commands as cmd
+from laminar.rundir import CHECKPOINTS_DIR
+from laminar.storage import messages as store
+from laminar.tasks.rewards import is_right, numbers_of
+from laminar.training.steps import TrainSample
+
+
+async def batch_of(client: StoreClient, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
+    """In the order of the command.
+
+    The store removes tokens once a kept checkpoint has the step that they were trained in, so a
+    step that is done again lacks them only when somebody has removed that checkpoint.
+    """
+    try:
+        rows = await client.fetch(command.trajectories, with_prompt=False)
+    except TokensRemoved as gone:
+        raise ConfigError(
+            f"step {command.step_index + 1} cannot be trained again: {gone}, because a later "
+            f"checkpoint had it, which is not in {CHECKPOINTS_DIR}/ any more: put it back"
+        ) from None
+    return [sample_of(row) for row in rows]
+
+
+def sample_of(row: store.Trajectory) -> TrainSample:
+    """A stored trajectory as the learner takes it."""
+    if row.score is None or row.temperature is None:
+        raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
+    truncated = row.finish_reason == LENGTH
+    return TrainSample(
+        sample_id=row.trajectory_id,
+        group_id=row.group_id,
+        prompt_ids=np.frombuffer(row.prompt_ids, dtype="<i4"),
+        response_ids=np.frombuffer(row.tokens, dtype="<i4"),
+        logprobs=np.frombuffer(row.logprobs, dtype="<f4"),
+        reward=row.score,
+        temperature=row.temperature,
+        truncated=truncated,
+        correct=is_right(row.score, truncated=truncated),
+        spans=row.spans,
+        extras=numbers_of(row.extras),
+    )
