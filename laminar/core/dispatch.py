@@ -15,7 +15,14 @@ from functools import lru_cache
 from laminar import ids
 from laminar.core import forks, keys
 from laminar.core.context import Context
-from laminar.core.indexes import add_lost, assign, load_changed, remove_lost, replica_changed
+from laminar.core.indexes import (
+    add_lost,
+    assign,
+    load_changed,
+    remove_lost,
+    replica_changed,
+    straggler_changed,
+)
 from laminar.core.state import Group, Progress, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.events import commands as cmd
@@ -158,6 +165,7 @@ def end_move(ctx: Context, trajectory: Trajectory) -> None:
         return
     name, destination = progress.source, state.replicas.get(progress.destination)
     progress.source = progress.destination = ""
+    straggler_changed(state, trajectory)
     if destination is not None and trajectory.id in destination.incoming:
         del destination.incoming[trajectory.id]
         load_changed(state, destination)

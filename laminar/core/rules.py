@@ -116,6 +116,12 @@ MOVES_SPREAD = Rule(
     "one look of repack empties as many replicas as it can",
     "it empties a number of them, and the next look others",
 )
+MOVES_END = Rule(
+    "moves-end",
+    4,
+    "a replica may be emptied of what another one has handed to it and it has not begun yet",
+    "it has to begin it first: until then the other one waits for it",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -130,6 +136,7 @@ RULES = (
     NODE_RESTARTS,
     REPLICA_SHARE,
     MOVES_SPREAD,
+    MOVES_END,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from laminar.core.admission import first_share, groups_wanted, refusal, room
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
+from laminar.core.rules import MOVES_END, applies
 from laminar.core.state import Replica, State, Trajectory
 from laminar.ids import Purpose
 
@@ -157,7 +158,10 @@ def trajectory_stays(state: State, trajectory: Trajectory) -> str:
         return "waited-for"
     if trajectory.deaths:
         return "seen-deaths"
-    return "moved-often" if state.progress[trajectory.id].moves >= MOVES_MAX else ""
+    progress = state.progress[trajectory.id]
+    if progress.source and applies(state.settings, MOVES_END):
+        return "receives"
+    return "moved-often" if progress.moves >= MOVES_MAX else ""
 
 
 def released_max(state: State) -> int:

@@ -182,6 +182,7 @@ class Checks(Protocol):
     bodies: dict[str, list[bytes]]
     boots: dict[tuple[str, int], tuple[str, int]]
     failure: tuple[int, list[str]]
+    durability: Any
     leases: Any
     prompts: Any
     training: Any

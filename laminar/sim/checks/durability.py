@@ -38,15 +38,16 @@ class Durability:
 
     def sent(self, disk: SimDisk) -> bool:
         """durable_before_sent; True if all that was logged is known to be durable."""
-        if self._is_durable():
+        if self.is_whole():
             return False
         self._count_new(disk)
-        if not self._is_durable():
+        if not self.is_whole():
             what = f"{self._must} events and decisions were acted on, {self._durable} are durable"
             raise Violation("durable_before_sent", what)
         return self._durable[0] >= self._logged[0]
 
-    def _is_durable(self) -> bool:
+    def is_whole(self) -> bool:
+        """No crash takes back what somebody has learnt of."""
         return self._durable[0] >= self._must[0] and self._durable[1] >= self._must[1]
 
     def _count_new(self, disk: SimDisk) -> None:

@@ -25,6 +25,7 @@ class Leases:
     def __init__(self, world: World) -> None:
         self._world = world
         self._heard_ns: dict[str, int] = {}  #: by boot id
+        self._late_ns: dict[str, int] = {}  #: when a coordinator that stood still read it, likewise
         #: by machine: (boot id, role) of each member but its node
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
@@ -43,6 +44,9 @@ class Leases:
 
     def heard(self, process: Process) -> None:
         self._heard_ns[process.boot_id] = self._world.scheduler.now
+
+    def heard_late(self, process: Process) -> None:
+        self._late_ns[process.boot_id] = self._world.scheduler.now
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """The coordinator has handled an event."""
@@ -104,8 +108,12 @@ class Leases:
 
     def _one_speaks(self, node: str) -> None:
         """machine_is_silent: a node is silent alone only if a process of its machine is heard."""
-        members = self._members.get(node, ())
-        if all(self._silent_ns(boot_id) > self._world.scenario.lease_ns for boot_id, _ in members):
+        since = self._world.scheduler.now - self._world.scenario.lease_ns
+        heard = (
+            max(ns.get(boot_id, 0) for ns in (self._heard_ns, self._late_ns))
+            for boot_id, _ in self._members.get(node, ())
+        )
+        if all(at < since for at in heard):
             raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
 
     def _is_not_waited_for(self, state: State, name: str) -> None:

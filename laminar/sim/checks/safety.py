@@ -88,7 +88,7 @@ class Checks:
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
-        self._durability = Durability(world.coverage)
+        self.durability = Durability(world.coverage)
         self._machine: Machine | None = None
         self._until_full = 0
         self._progress = (-1, "")
@@ -104,7 +104,7 @@ class Checks:
         self.old_placement_has_no_effect(stamped, commands)
         self.placement_is_raised(stamped, commands)
         self._note(stamped, commands)
-        self._durability.logged(len(commands), bool(commands or stamped.peer_seq))
+        self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
         reported_is_stored(stamped.event, self.world.rows)
         self.released.observe(stamped.event, commands, self.world.rows)
@@ -283,7 +283,7 @@ class Checks:
 
     def turned(self, disk: SimDisk, sends: bool) -> None:
         """What leaves the coordinator must be durable; all that is, no crash takes back."""
-        if sends and self._durability.sent(disk):
+        if sends and self.durability.sent(disk):
             self._recent.clear()
 
     # --- the coordinator's deaths -----------------------------------------------------------------
@@ -299,7 +299,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter(machine.state.ignored if machine.started else {})
         self._recent.clear()
-        self._durability.begin(coordinator.disk)
+        self.durability.begin(coordinator.disk)
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")
 
     def coordinator_crashed(self) -> None:

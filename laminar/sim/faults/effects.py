@@ -88,13 +88,18 @@ class Effects:
             return False
         children = self.world.children_of(node.name)
         trainer = next((child for child in children if child.role == "trainer"), None)
-        state = self.world.coordinator.state
-        ending = state is not None and relays.ending(state)  # nobody waits for a trainer any more
-        if trainer is not None and not ending and not self.may_lose_trainer(trainer):
+        if trainer is not None and not self._is_ending() and not self.may_lose_trainer(trainer):
             return False
         for process in (node, *children):
             process.die(EXIT_KILLED)
         return True
+
+    def _is_ending(self) -> bool:
+        """Nobody waits for a trainer any more, and no crash of the coordinator takes that back."""
+        state = self.world.coordinator.state
+        return (
+            state is not None and relays.ending(state) and self.world.checks.durability.is_whole()
+        )
 
     def lose_node(self, node: Process) -> None:
         """For good, and alone, once it has started its processes. One of a run.

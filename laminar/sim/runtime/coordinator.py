@@ -202,6 +202,8 @@ class SimCoordinator:
     def resume(self) -> None:
         if self.paused:
             self.paused = False
+            for route in {route: None for route, _ in self._inbox if route in self._introduced}:
+                self.world.checks.leases.heard_late(self._routes[route])
             self._plan(self.world.scheduler.now)
 
     # --- connections --------------------------------------------------------------------------
