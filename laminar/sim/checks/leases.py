@@ -25,7 +25,8 @@ class Leases:
     def __init__(self, world: World) -> None:
         self._world = world
         self._heard_ns: dict[str, int] = {}  #: by boot id
-        self._late_ns: dict[str, int] = {}  #: when a coordinator that stood still read it, likewise
+        self._unread: list[str] = []  #: boot ids that were heard while the coordinator stood still
+        self._late_ns: dict[str, int] = {}  #: when it read that, by boot id
         #: by machine: (boot id, role) of each member but its node
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
@@ -45,8 +46,12 @@ class Leases:
     def heard(self, process: Process) -> None:
         self._heard_ns[process.boot_id] = self._world.scheduler.now
 
-    def heard_late(self, process: Process) -> None:
-        self._late_ns[process.boot_id] = self._world.scheduler.now
+    def not_read_yet(self, process: Process) -> None:
+        self._unread.append(process.boot_id)
+
+    def read_late(self) -> None:
+        self._late_ns |= dict.fromkeys(self._unread, self._world.scheduler.now)
+        self._unread.clear()
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """The coordinator has handled an event."""

@@ -96,10 +96,10 @@ class Effects:
 
     def _is_ending(self) -> bool:
         """Nobody waits for a trainer any more, and no crash of the coordinator takes that back."""
-        state = self.world.coordinator.state
-        return (
-            state is not None and relays.ending(state) and self.world.checks.durability.is_whole()
-        )
+        coordinator = self.world.coordinator
+        if not coordinator.up or coordinator.state is None:
+            return False
+        return relays.ending(coordinator.state) and self.world.checks.durability.is_whole()
 
     def lose_node(self, node: Process) -> None:
         """For good, and alone, once it has started its processes. One of a run.

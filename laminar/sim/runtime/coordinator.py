@@ -202,8 +202,7 @@ class SimCoordinator:
     def resume(self) -> None:
         if self.paused:
             self.paused = False
-            for route in {route: None for route, _ in self._inbox if route in self._introduced}:
-                self.world.checks.leases.heard_late(self._routes[route])
+            self.world.checks.leases.read_late()
             self._plan(self.world.scheduler.now)
 
     # --- connections --------------------------------------------------------------------------
@@ -238,6 +237,8 @@ class SimCoordinator:
             self._introduced[route] = None
         if route in self._introduced:
             self.world.checks.heard(self._routes[route])
+            if self.paused:
+                self.world.checks.leases.not_read_yet(self._routes[route])
 
     def _observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         self.world.checks.observe(stamped, commands, state)
