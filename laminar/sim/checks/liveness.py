@@ -54,10 +54,11 @@ def _begin_ns(world: World) -> int:
     """When everything has healed and whatever else had to pass has passed.
 
     What is never done has a deadline. A run whose machine was lost before anything of it had joined
-    learns that by its start's end, also where coordinators crash on just that, and one whose
-    trainer hands over other bytes when its relay has been restarted as often as may be. A disk that
-    stays full is waited for, and so is a message of the store that is given up. A coordinator that
-    goes on crashing on an event is started again after longer and longer pauses.
+    learns that by its start's end, and one whose machine does not come back by as long a wait, also
+    where coordinators crash on just that; one whose trainer hands over other bytes when its relay
+    has been restarted as often as may be. A disk that stays full is waited for, and so is a message
+    of the store that is given up. A coordinator that goes on crashing on an event is started again
+    after longer and longer pauses.
     """
     state, scenario = world.coordinator.state, world.scenario
     begin_ns = max(world.healed_ns, world.faults.wedged_until_ns) + world.coordinator.pauses_ns
@@ -66,7 +67,8 @@ def _begin_ns(world: World) -> int:
         begin_ns += seconds(scenario.disk_wait_s)
     if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
         begin_ns += END_TIMEOUT_MS * MS
-    if "not started within" in failure or f"on timer-fired {keys.START}:" in failure:
+    waits = ("not started within", f"on timer-fired {keys.START}:", "no other node has its place")
+    if any(words in failure for words in waits):
         deadline_ns = START_TIMEOUT_MS * MS + world.checks.log_time.behind_ns
         begin_ns = max(begin_ns, deadline_ns)
     if "relay-0" in failure and "fault:publish-differs" in world.coverage.counts:
