@@ -73,11 +73,19 @@ class Leases:
             self.silent_nodes.pop(event.node, None)
         elif isinstance(event, ev.RunResumed):
             self.silent_nodes.clear()
+        elif isinstance(event, ev.ActorJoined):
+            self._note_joined(state, event)
         elif isinstance(event, ev.TimerFired) and event.timer == keys.START:
             self._note_dead()
         elif isinstance(event, ev.TimerFired):
             self._is_started_again_or_lost(state, event.timer)
         self._note_members(state)
+
+    def _note_joined(self, state: State, event: ev.ActorJoined) -> None:
+        """Perhaps a node in the place of a silent one."""
+        actor = state.actors.get(event.name)
+        if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
+            self.silent_nodes.pop(event.name, None)
 
     def _note_dead(self) -> None:
         """Of the store's machine who is dead, and of all machines the replicas if they all are,
