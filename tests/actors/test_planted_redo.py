@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from laminar import exit_codes
-from laminar.actors.trainer import Trainer
+from laminar.actors import trainer
 from laminar.analysis.trained_steps import Step
 from laminar.cli.retrain import Beginning, _Again, _compare
 from laminar.events import commands as cmd
@@ -39,13 +39,13 @@ async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
 
 def _rows(change: Callable[[list[Any]], list[Any]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        fetch = Trainer._fetch
+        fetch = trainer.batch_of
 
-        async def planted(self: Trainer, command: Any) -> list[Any]:
-            samples = await fetch(self, command)
+        async def planted(client: Any, command: Any) -> list[Any]:
+            samples = await fetch(client, command)
             return change(samples) if isinstance(command, cmd.RedoStep) else samples
 
-        patch.setattr(Trainer, "_fetch", planted)
+        patch.setattr(trainer, "batch_of", planted)
 
     return plant
 

@@ -183,7 +183,7 @@ def test_a_replica_has_the_weights_of_its_version(world: World) -> None:
 
 def test_a_trainer_whose_checkpoint_was_removed_fails_the_run_with_that_reason() -> None:
     """It was there when the trainer listed it; the one that is started after that finds none."""
-    with World(calm(save_freq=1, total_steps=6, max_ckpt_to_keep=1), 1) as made:
+    with World(calm(save_freq=1, total_steps=6, max_ckpt_to_keep=1, payload_gb=0.0), 1) as made:
         made.begin()
         trainer = made.processes["trainer-0"]
         step_until(made, lambda state: bool(state.trained and state.trained[0].step_index))

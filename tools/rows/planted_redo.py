@@ -69,16 +69,14 @@ def redo_is_published(plant: Planter) -> None:
 
 
 def redo_is_entered_in_the_book(plant: Planter) -> None:
-    learner_step = Trainer._fetch
+    begin = Trainer._redo
 
-    async def planted(self: Trainer, command: Any) -> Any:
-        samples = await learner_step(self, command)
-        if hasattr(command, "digest"):
-            line = {"step": command.step_index, "version": command.version, "left_out": []}
-            await self.book.enter(msgspec.json.encode({**line, "ids": command.trajectories}))
-        return samples
+    async def planted(self: Trainer, order: Any, command: Any, *args: Any) -> None:
+        line = {"step": command.step_index, "version": command.version, "left_out": []}
+        await self.book.enter(msgspec.json.encode({**line, "ids": command.trajectories}))
+        await begin(self, order, command, *args)
 
-    plant.replace(Trainer, "_fetch", planted)
+    plant.replace(Trainer, "_redo", planted)
 
 
 def redo_is_counted(plant: Planter) -> None:
