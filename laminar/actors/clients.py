@@ -58,7 +58,8 @@ class StoreClient:
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
         """Trajectories in the order asked for; several replies when they are large.
 
-        RpcError, TimeoutError; TokensRemoved, of which only a late order can speak.
+        RpcError, TimeoutError. TokensRemoved: the order came late, its group was dropped
+        meanwhile; or a step is to be done again whose checkpoint was removed by hand.
         """
         found: dict[str, store.Trajectory] = {}
         missing = deque(ids)  # not searched again for every reply: a batch can be 200,000

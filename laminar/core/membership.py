@@ -309,11 +309,10 @@ def actor_lost(
 
 
 def _ends_run(state: State, actor: Actor) -> bool:
-    """Its loss does."""
-    restarted = store_restarts.is_restarted(state, actor.role) or redo.may_be_lost(
-        state, actor.name
-    )
-    return actor.role in SINGLE_ROLES and not restarted
+    """Its loss does: the run needs it, and nobody starts it again."""
+    if actor.role not in SINGLE_ROLES or store_restarts.is_restarted(state, actor.role):
+        return False
+    return not redo.may_be_lost(state, actor.name)
 
 
 def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> None:

@@ -10,15 +10,50 @@ import random
 
 import msgspec
 
+from laminar.core.state import Settings
 from laminar.testing.world import World
 from laminar.testing.world_parts import SECOND, Faults, settings
 
 
 def random_world(seed: int, kind: type[World] = World) -> World:
     """The same seed gives the same world, with its settings, faults and timing."""
-    choose = random.Random(seed).choice
+    chance = random.Random(seed)
+    choose = chance.choice
+    config, faults = _settings(chance, seed), _faults(chance, seed)
+    repack = random.Random(f"repack {seed}")
+    policy = repack.choice(["", "gain", "best-fit"])
+    replicas = choose([1, 2, 3]) + (repack.choice([1, 3]) if policy else 0)
+    nodes = choose(range(1, replicas + 1))
+    faults.lose_relay_every_s = choose([0, 0, 6, 20])
+    if nodes > 1:
+        _add_machine_faults(faults, chance, seed)
+    world = kind(
+        config,
+        replicas=replicas,
+        nodes=nodes,
+        capacity=config.group_size * choose([1, 2, 4]),
+        num_train=choose([10, 30]),
+        num_eval=choose([0, 5]),
+        faults=faults,
+        seed=seed,
+    )
+    faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
+    faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
+    if policy:
+        _add_repack(world, policy, repack)
+    permille = choose([500, 1000]) if faults.fail_reward else -1
+    answers = random.Random(f"answers {seed}").choice([0, 1, 3])
+    world.settings = msgspec.structs.replace(
+        world.settings, max_error_permille=permille, eval_answers=answers
+    )
+    _add_lost_trainers(world, seed)
+    return world
+
+
+def _settings(chance: random.Random, seed: int) -> Settings:
+    choose = chance.choice
     group_size = choose([2, 4])
-    config = settings(
+    return settings(
         seed=seed,
         groups_per_step=choose([1, 2, 4, 8]),
         group_size=group_size,
@@ -32,6 +67,10 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         drop_last=choose([True, False]),
         resume_wait_ms=choose([100, 3_000]),
     )
+
+
+def _faults(chance: random.Random, seed: int) -> Faults:
+    choose = chance.choice
     faults = Faults(
         lose_every_s=choose([0, 0, 6, 20, 60]),
         drain_at_s=choose([0, 0, 0, 0, 5, 20]),
@@ -44,53 +83,41 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         train_s=choose([0.1, 1, 5]),
     )
     faults.leave_out = random.Random(f"left out {seed}").choice([0, 0, 0.1, 0.6])
-    repack = random.Random(f"repack {seed}")
-    policy = repack.choice(["", "gain", "best-fit"])
-    replicas = choose([1, 2, 3]) + (repack.choice([1, 3]) if policy else 0)
-    nodes = choose(range(1, replicas + 1))
-    faults.lose_relay_every_s = choose([0, 0, 6, 20])
-    if nodes > 1:
-        faults.damaged_chunk = choose([0, 0.3])
-        faults.wrong_bytes = choose([0, 0, 0.05])
-        faults.deaf = choose([0, 0, 0.1])
-        faults.lose_machine_at_s = choose([0, 0, 0, 6])
-        faults.silent_node_at_s = random.Random(f"silent {seed}").choice([0, 0, 1, 6])
-    world = kind(
-        config,
-        replicas=replicas,
-        nodes=nodes,
-        capacity=group_size * choose([1, 2, 4]),
-        num_train=choose([10, 30]),
-        num_eval=choose([0, 5]),
-        faults=faults,
-        seed=seed,
+    return faults
+
+
+def _add_machine_faults(faults: Faults, chance: random.Random, seed: int) -> None:
+    """Of a run on several machines."""
+    choose = chance.choice
+    faults.damaged_chunk = choose([0, 0.3])
+    faults.wrong_bytes = choose([0, 0, 0.05])
+    faults.deaf = choose([0, 0, 0.1])
+    faults.lose_machine_at_s = choose([0, 0, 0, 6])
+    faults.silent_node_at_s = random.Random(f"silent {seed}").choice([0, 0, 1, 6])
+
+
+def _add_repack(world: World, policy: str, repack: random.Random) -> None:
+    world.max_batch = repack.choice([world.settings.group_size, world.capacity])
+    world.kv_capacity = repack.choice([50, 1_000])
+    world.faults.slow_release = repack.choice([0, 0.3])
+    world.settings = msgspec.structs.replace(
+        world.settings,
+        repack_policy=policy,
+        repack_interval_ms=repack.choice([200, 2_000]),
+        repack_release_ms=2_000,
+        repack_prefill_tokens=repack.choice([1, 500]),
     )
-    faults.save, faults.damage_checkpoint = choose([0, 0.5, 1]), choose([0, 0.3])
-    faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
-    trainer = random.Random(f"trainer {seed}")
+
+
+def _add_lost_trainers(world: World, seed: int) -> None:
+    """And the machine of the trainer replaced: only with checkpoints can the run go on."""
+    faults, trainer = world.faults, random.Random(f"trainer {seed}")
     faults.lose_trainer_every_s = trainer.choice([0, 0, 6, 20])
     faults.redo_differs = trainer.choice([0, 0, 0.3])
-    if policy:
-        world.max_batch = repack.choice([group_size, world.capacity])
-        world.kv_capacity = repack.choice([50, 1_000])
-        world.faults.slow_release = repack.choice([0, 0.3])
-        world.settings = msgspec.structs.replace(
-            world.settings,
-            repack_policy=policy,
-            repack_interval_ms=repack.choice([200, 2_000]),
-            repack_release_ms=2_000,
-            repack_prefill_tokens=repack.choice([1, 500]),
-        )
-    permille = choose([500, 1000]) if faults.fail_reward else -1
-    answers = random.Random(f"answers {seed}").choice([0, 1, 3])
-    world.settings = msgspec.structs.replace(
-        world.settings, max_error_permille=permille, eval_answers=answers
-    )
     if faults.lose_trainer_every_s:
         faults.trainer_losses = 6
         faults.replace_machine_at_s = random.Random(f"machine {seed}").choice([0, 0, 0, 2, 6])
         world.settings = msgspec.structs.replace(world.settings, save_freq=1)
-    return world
 
 
 def failing_world(seed: int, kind: type[World] = World) -> World:

@@ -6,20 +6,22 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import structlog
 import torch
 
-from laminar.actors.clients import RelayClient
+from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
 from laminar.actors.system.own_process import OwnProcess
 from laminar.actors.system.process import SystemProcess
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event
+from laminar.net.rpc_client import RpcClient
 from laminar.observe.telemetry import Telemetry
 from laminar.run_lock import RunLock
+from laminar.storage import messages as store_messages
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
@@ -113,6 +115,17 @@ class FakeHost:
         await until(lambda: len(self.all(kind)) >= count or bool(self.failures))
         assert not self.failures, self.failures
         return self.all(kind)[count - 1]
+
+
+def removed(*ids: str) -> StoreClient:
+    """Of a store that has removed the tokens of these, whatever it is asked for."""
+
+    class Removed:
+        async def call(self, request: bytes, timeout_s: float) -> bytes:
+            reply = store_messages.FetchReply(trajectories=(), removed=ids)
+            return store_messages.encode(reply)
+
+    return StoreClient(cast(RpcClient, Removed()), disk_wait_s=1.0)
 
 
 def real_host(run_dir: Path, name: str, role: str) -> Host:

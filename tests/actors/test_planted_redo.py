@@ -3,12 +3,10 @@ and by `laminar retrain`, which names the first step that was published with wha
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from laminar import exit_codes
 from laminar.actors import trainer
@@ -22,19 +20,10 @@ from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
 from laminar.training import checkpoint
 from tests.actors.parts import FakeHost, order
-from tests.actors.test_trainer import Processes, load, stored
+from tests.actors.trained import Processes, load, stored
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 GROUPS = 2
-
-
-@pytest_asyncio.fixture
-async def processes(tmp_path: Path) -> AsyncIterator[Processes]:
-    found = Processes(tmp_path)
-    for name in ("store-0", "relay-0"):
-        await found.start(name)
-    yield found
-    await found.stop()
 
 
 def _rows(change: Callable[[list[Any]], list[Any]]) -> Plant:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +18,9 @@ from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.ids import GroupId, TrajectoryId
-from laminar.net.rpc_client import RpcClient
 from laminar.storage import messages as m
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
-from tests.actors.parts import FakeHost
+from tests.actors.parts import FakeHost, removed
 
 RIGHT = RewardResult(1.0, extras={"acc": 1.0, "pred": "seven"})
 PROMPT = msgspec.msgpack.encode(
@@ -182,12 +181,6 @@ async def test_siblings_whose_worker_was_lost_fail_and_nothing_is_stored(tmp_pat
 
 async def test_an_order_that_comes_when_the_tokens_are_gone_is_let_go(tmp_path: Path) -> None:
     """The replica stood still; its group was dropped meanwhile, and two checkpoints were made."""
-
-    class Removed:
-        async def call(self, request: bytes, timeout_s: float) -> bytes:
-            return m.encode(m.FetchReply(trajectories=(), removed=("0.0.0",)))
-
     scored = Scored(tmp_path, RIGHT)
-    removed = StoreClient(cast(RpcClient, Removed()), disk_wait_s=1.0)
-    await scored.run(client=removed)
+    await scored.run(client=removed("0.0.0"))
     assert not scored.pool.calls and not scored.host.events

@@ -1,6 +1,8 @@
-"""Checks of who is given up: after a whole lease of silence, and a machine not while it speaks.
+"""Checks of who is given up: after a whole lease of silence, and a machine not while it speaks; and
+of whom a node is ordered to start again: a store only if it cannot write, and lost if that is late.
 
-Reads   when a process was heard; what the coordinator says of silence; who lives
+Reads   when a process was heard; what the coordinator says of silence; its orders to start one
+        again, and the timers of those; who lives
 Gives   for final_checks.py: which nodes are silent, and whom no node starts again
 Raises  Violation
 """
