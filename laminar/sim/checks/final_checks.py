@@ -58,6 +58,7 @@ def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
 def _store_lost(world: World, state: State) -> bool:
     """No process could write the ends."""
     _, lost = world.checks.failure
+    lost = [*lost, *world.checks.leases.stranded]
     gone = "store" in state.failure or any(name.startswith("store") for name in lost)
     struck = world.coverage.counts  # perhaps after the failure
     return gone or "fault:lost-store" in struck or world.faults.dead_for_good(_node_of_store(world))

@@ -34,6 +34,7 @@ class Leases:
         self._membership = (-1, -1)
         self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
         self.silent_nodes: dict[str, None] = {}
+        self.stranded: set[str] = set()  #: given up while their node was silent, and not back
         #: roles that nobody starts again, when the time for the start was over
         self.not_started_again: list[str] = []
 
@@ -66,6 +67,8 @@ class Leases:
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._none_speaks(event.actor)
             self._is_not_waited_for(state, event.actor)
+            if state.actors[event.actor].node in self.silent_nodes:
+                self.stranded.add(event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):
             self._lease_ran_out(state, event.node, event.node_incarnation)
@@ -88,6 +91,7 @@ class Leases:
         actor = state.actors.get(event.name)
         if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
             self.silent_nodes.pop(event.name, None)
+            self.stranded.discard(event.name)
 
     def _note_dead(self) -> None:
         """Of the store's machine who is dead, and of all machines the replicas if they all are,
