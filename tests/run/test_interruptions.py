@@ -86,6 +86,8 @@ def test_the_coordinator_is_killed_three_times(tmp_path: Path) -> None:
     replicas = [p for name, p in status(tmp_path)["processes"].items() if "rollout" in name]
     for at_step in (0, 4, 7):
         until(lambda at=at_step: status(tmp_path)["step"] >= at, f"step {at_step}")
+        if at_step:
+            until(lambda: status(tmp_path)["trainer"] == "training", "the trainer has a batch")
         ports.add(json.loads((tmp_path / "run" / "coordinator.json").read_text())["address"])
         others = dict(status(tmp_path)["processes"])
         if at_step == 0:
