@@ -112,7 +112,7 @@ class World:
     @property
     def rows(self) -> dict[str, Row]:
         """Of the store."""
-        return self.database.rows
+        return self.database.tables.saved
 
     # --- running ------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class World:
         """Somebody has removed them from the disk; not the one that is being written, nor while a
         trainer needs them to come back: there may be no other way if the store has removed
         tokens."""
-        if self.database.removed and not self._trains():
+        if self.database.tables.without_payload and not self._trains():
             return
         for path in [path for path in self.models if f"/{CHECKPOINTS_DIR}/step" in path]:
             del self.models[path]

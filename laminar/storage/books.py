@@ -37,12 +37,17 @@ def open_tables(path: Path) -> Iterator[Tables]:
 def check_integrity(path: Path) -> list[str]:
     """What in the database and its files contradicts itself."""
     with open_tables(path) as tables:
-        problems = tables.sqlite_problems() + _meta_problems(tables)
-        removed = tables.removed_payloads()
-        for row in tables.rows():
-            problems += _trajectory_problems(tables, row, row.id in removed)
-        orphans = tables.orphan_chunks()
-        return problems + [f"{number} chunks of {name} have no row" for name, number in orphans]
+        return contradictions(tables)
+
+
+def contradictions(tables: Tables) -> list[str]:
+    """The same of open tables."""
+    problems = tables.sqlite_problems() + _meta_problems(tables)
+    removed = tables.removed_payloads()
+    for row in tables.rows():
+        problems += _trajectory_problems(tables, row, row.id in removed)
+    orphans = tables.orphan_chunks()
+    return problems + [f"{number} chunks of {name} have no row" for name, number in orphans]
 
 
 def _meta_problems(tables: Tables) -> list[str]:

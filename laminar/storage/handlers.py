@@ -1,6 +1,6 @@
 """What each request does: read the row, ask the rules for the verdict, save what follows.
 
-Reads   typed requests (`messages`) and the rows they name (`rows`)
+Reads   typed requests (`messages`) and the rows they name (`tables`)
 Writes  rows and chunks, inside the transaction of the caller
 Raises  DamageError when something that was stored is missing; NotTokenised, before anything is
         written, for a request that needs token ids that were not made yet
@@ -18,8 +18,9 @@ import msgspec
 
 from laminar.storage import messages as m
 from laminar.storage import rules
-from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey, Rows
+from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
+from laminar.storage.tables import Tables
 
 REMOVED_AT_ONCE = 256
 """Payloads, so that other requests are not held up."""
@@ -28,7 +29,7 @@ REMOVED_AT_ONCE = 256
 class Handlers:
     """One method per request type, over the rows of one store."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Tables) -> None:
         self._rows = rows
         self._by_type: dict[type, Callable[[Any], m.Reply]] = {
             m.Open: self._open,

@@ -19,7 +19,7 @@ import xxhash
 
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
-from laminar.storage.rows import PayloadRemoved, PromptKey
+from laminar.storage.rows import PayloadRemoved, PromptKey, Response
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, Span
 from laminar.storage.schema import (
     LATER_COLUMNS,
@@ -109,20 +109,11 @@ class Wanted(NamedTuple):
         return cls("id = ? OR group_id = ?", (name, name))
 
 
-class Response(NamedTuple):
-    """How long a response was, and what became of it."""
-
-    num_tokens: int
-    score: float | None
-    version_step: int  #: completed steps whose weights sampled it
-    trained: int | None  #: 1 when it was
-    end_step: int | None  #: then the index of the batch, from 0
-
-
 class Tables:
     """The rows of one open database."""
 
-    def __init__(self, connection: sqlite3.Connection, folder: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection, folder: Path | None) -> None:
+        """`folder`: of payload files; None: every payload lies in the database."""
         self._db = connection
         self._folder = folder
         self.unnamed: set[str] = set()  #: payload files of removed payloads, maybe still there
@@ -139,6 +130,7 @@ class Tables:
         return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
 
     def meta(self) -> dict[str, str]:
+        """Facts of the whole store, by the keys of `schema.META`."""
         return dict(self._db.execute("SELECT key, value FROM meta"))
 
     def set_meta(self, values: dict[str, str]) -> None:
@@ -149,6 +141,7 @@ class Tables:
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", rows)
 
     def prompt(self, key: PromptKey) -> bytes | None:
+        """The payload, for `messages.decode_prompt`."""
         sql = "SELECT payload FROM prompts WHERE purpose = ? AND row_index = ?"
         found = self._db.execute(sql, key).fetchone()
         return None if found is None else found[0]
@@ -259,7 +252,8 @@ class Tables:
         tokens: bytes | None = chunk.tokens
         logprobs: bytes | None = chunk.logprobs
         file = None
-        if len(chunk.tokens) + len(chunk.logprobs) > payload_files.INLINE_LIMIT:
+        size = len(chunk.tokens) + len(chunk.logprobs)
+        if self._folder is not None and size > payload_files.INLINE_LIMIT:
             file = payload_files.write(self._folder, chunk.tokens + chunk.logprobs)
             tokens = logprobs = None
         count = len(chunk.tokens) // TOKEN_BYTES
@@ -277,7 +271,8 @@ class Tables:
         return [StoredChunk(*found) for found in self._db.execute(sql, (trajectory_id,))]
 
     def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
-        """The chunk of the row's attempt that starts at this very offset."""
+        """The chunk of the row's attempt that starts at this very offset, unless its payload was
+        removed; DamageError."""
         sql = (
             "SELECT * FROM chunks WHERE trajectory_id = ? AND attempt = ? AND segment = ? "
             'AND "offset" = ?'
@@ -292,6 +287,7 @@ class Tables:
         return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
 
     def chunks(self, trajectory_id: str) -> list[Chunk]:
+        """All, in order; DamageError, PayloadRemoved."""
         return [self.load(stored) for stored in self.stored_chunks(trajectory_id)]
 
     def load(self, stored: StoredChunk) -> Chunk:
@@ -302,6 +298,7 @@ class Tables:
             )
         tokens, logprobs = stored.tokens or b"", stored.logprobs or b""
         if stored.file is not None:
+            assert self._folder is not None, "only a file names a folder"
             data = payload_files.read(self._folder, stored.file)
             half = len(data) // 2
             tokens, logprobs = data[:half], data[half:]
@@ -315,6 +312,7 @@ class Tables:
     # --- payloads that are removed ------------------------------------------------------------
 
     def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
+        """The oldest payloads of those that `messages.RemovePayloads` speaks of."""
         kept = self._db.execute(f"SELECT SUM(num_tokens) FROM trajectories WHERE {PAYLOAD_KEPT}")
         beyond = (kept.fetchone()[0] or 0) - keep_tokens
         if beyond <= 0:
@@ -332,7 +330,8 @@ class Tables:
         return found
 
     def remove_payload(self, trajectory_id: str) -> None:
-        """Its files are unlinked when that is committed (database.py)."""
+        """Forget tokens and log-probs; the row stays, with who sampled how many of them. Its files
+        are unlinked when that is committed (database.py)."""
         files = "SELECT file FROM chunks WHERE trajectory_id = ? AND file IS NOT NULL"
         self.unnamed |= {name for (name,) in self._db.execute(files, (trajectory_id,))}
         sql = (

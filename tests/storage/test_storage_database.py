@@ -12,8 +12,9 @@ from laminar.config import ConfigError
 from laminar.ports import DiskError
 from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
-from laminar.storage.database import PROMPT_LIMIT, Database
+from laminar.storage.database import Database
 from laminar.storage.rows import NotTokenised, PromptKey
+from laminar.storage.transactions import PROMPT_LIMIT
 from laminar.testing.store_samples import (
     PROMPTS,
     answers,

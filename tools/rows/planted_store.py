@@ -1,4 +1,4 @@
-"""Planted bugs in the store: its actor and the handlers of its requests.
+"""Planted bugs in the store: its actor, the handlers of its requests and its tables.
 
 Gives   STORE_BUGS: functions that put one bug into the running program, through a Planter
 """
@@ -16,20 +16,30 @@ from laminar.core import store_restarts
 from laminar.ports import DiskError
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
+from laminar.storage.rules import Row
+from laminar.storage.tables import Tables
 from tools.rows.planted import Planter
 
 LATE_S = 0.05
 
 
+class _Undone(Exception):
+    """So that a transaction is rolled back."""
+
+
 def _unwritten(store: Store, requests: Sequence[m.Request]) -> list[Any]:
     """What the answers would be; nothing is written."""
     database: Any = store.database
-    kept = database.rows, database._chunks, database.full
-    database.rows = dict(database.rows)
-    database._chunks = {name: [*chunks] for name, chunks in database._chunks.items()}
-    database.full = False
-    answers: list[Any] = database.handle_batch(requests)
-    database.rows, database._chunks, database.full = kept
+    tables, answers = database.tables, []
+    saved, removed, full = dict(tables.saved), set(tables.without_payload), database.full
+    sampled = {name: [*spans] for name, spans in tables._sampled.items()}
+    try:
+        with database._transaction():
+            answers = [database._handle(request) for request in requests]
+            raise _Undone
+    except _Undone:
+        tables.saved, tables.without_payload, database.full = saved, removed, full
+        tables._sampled = sampled
     return answers
 
 
@@ -134,6 +144,27 @@ def chunk_is_taken_under_the_placement_of_its_row(plant: Planter) -> None:
     plant.replace(Handlers, "_append_one", planted)
 
 
+def chunks_are_of_the_replica_that_has_it_now(plant: Planter) -> None:
+    """Not of the one that sampled them, when it is moved."""
+    save = Tables.save
+
+    def planted(self: Tables, before: Row | None, after: Row) -> None:
+        save(self, before, after)
+        sql = "UPDATE chunks SET replica = ? WHERE trajectory_id = ?"
+        self._db.execute(sql, (after.replica, after.id))
+
+    plant.replace(Tables, "save", planted)
+
+
+def lost_tokens_are_not_saved(plant: Planter) -> None:
+    save = Tables.save
+
+    def planted(self: Tables, before: Row | None, after: Row) -> None:
+        save(self, before, after._replace(tokens_lost=before.tokens_lost if before else 0))
+
+    plant.replace(Tables, "save", planted)
+
+
 def orders_die_with_the_store(plant: Planter) -> None:
     plant.replace(store_restarts, "waits", lambda state, command: False)
 
@@ -152,6 +183,8 @@ STORE_BUGS: tuple[Callable[[Planter], None], ...] = (
     prompts_that_are_tokenised_together_are_mixed_up,
     answers_of_a_turn_are_mixed_up,
     chunk_is_taken_under_the_placement_of_its_row,
+    chunks_are_of_the_replica_that_has_it_now,
+    lost_tokens_are_not_saved,
     orders_die_with_the_store,
     orders_keep_the_address_of_the_dead_store,
 )

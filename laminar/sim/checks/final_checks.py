@@ -20,6 +20,7 @@ from laminar.sim.checks.safety import numbered
 from laminar.sim.interfaces import Checks, Process, World
 from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
+from laminar.storage import books
 from laminar.storage.rules import Row
 
 SNAPSHOTS_SAMPLE = 8
@@ -36,6 +37,7 @@ def judge(world: World) -> str:
     invariants.check(state)
     failure_has_a_reason(world, state)
     world.checks.node_reports.machine_comes_back(state.failure)
+    store_agrees_with_itself(world)
     if not state.failure or not _store_lost(world, state):
         books_are_closed(state, rows)
         world.checks.prompts.every_prompt_ends(state)
@@ -137,6 +139,15 @@ def books_are_closed(state: State, rows: dict[str, Row]) -> None:
     for row in rows.values():
         if row.end is None:
             raise Violation("books_are_closed", f"{row.id} has no end in the store", row.id)
+
+
+def store_agrees_with_itself(world: World) -> None:
+    """As an audit asks of its file; and it has each row as it was saved last."""
+    tables = world.database.tables
+    for problem in books.contradictions(tables):
+        raise Violation("nothing_is_damaged", problem)
+    for trajectory in tables.changed():
+        raise Violation("nothing_is_damaged", f"{trajectory} is not what was saved", trajectory)
 
 
 def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> None:

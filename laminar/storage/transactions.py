@@ -1,0 +1,173 @@
+"""Requests to the store as transactions of SQLite: together, or not at all.
+
+Reads   typed requests (`messages`), the tables (`tables`)
+Writes  the tables; nothing is answered before it is committed
+Raises  ConfigError when the database is one of another format or other data; ports.DiskError when
+        a write fails. For want of room (DiskFull) nothing of it is left, and it can be tried again;
+        else the process must end: after a failed sync it is unknown what is on the disk
+
+What arrived together is one transaction, one sync (group commit), and each request is a savepoint
+in it, so that a bad one takes nothing of the others with it. Where the database lies is the
+business of who made the connection: database.py has it in a file, the simulator in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from laminar.config import ConfigError
+from laminar.ids import Purpose
+from laminar.ports import DiskError, DiskFull
+from laminar.storage import messages as m
+from laminar.storage import schema
+from laminar.storage.handlers import Handlers
+from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptKey
+from laminar.storage.tables import Tables
+
+PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits one message
+NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+
+
+class Transactions:
+    """The store over an open connection, which starts no transaction by itself."""
+
+    def __init__(self, connection: sqlite3.Connection, tables: Tables, name: str) -> None:
+        """Creates the tables where there are none. `name`: of the database, for people."""
+        self._db = connection
+        self._tables = tables
+        self._handlers = Handlers(tables)
+        with self._transaction():
+            self._create_or_check(name)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def load_prompts(
+        self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
+    ) -> None:
+        """Store the data once; the same digest again changes nothing, another one is an error.
+
+        The row index of a prompt is its position in its list. `digest` names the data as a whole.
+        """
+        if not digest:
+            raise ValueError("the digest of the data is empty")
+        with self._transaction():
+            stored = self._tables.meta()["data_digest"]
+            if not stored:
+                self._store_prompts(train, held_out, digest)
+            elif stored != digest:
+                raise ConfigError(
+                    f"the store was filled from data with digest {stored}, but the data now has "
+                    f"digest {digest}: restore the data settings of this run or start another run"
+                )
+
+    def _store_prompts(
+        self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
+    ) -> None:
+        self._tables.add_prompts(Purpose.TRAIN, _encoded(train, Purpose.TRAIN))
+        self._tables.add_prompts(Purpose.EVAL, _encoded(held_out, Purpose.EVAL))
+        self._tables.set_meta(
+            {
+                "data_digest": digest,
+                "train_prompts": str(len(train)),
+                "eval_prompts": str(len(held_out)),
+                "prompts_digest": self._tables.prompts_digest(),
+            }
+        )
+
+    def prompt_count(self) -> PromptCount:
+        with disk_errors():
+            meta = self._tables.meta()
+        counts = int(meta["train_prompts"]), int(meta["eval_prompts"])
+        return PromptCount(*counts, meta["data_digest"])
+
+    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+        """Token ids (int32 little-endian) of prompts that had none; on return they are on disk."""
+        with self._transaction():
+            self._tables.add_prompt_ids(ids)
+
+    def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
+        """Answer requests in order; on return all that they changed is on the disk. What needs
+        token ids that are not kept yet is left undone."""
+        with self._transaction():
+            replies = [self._handle(request) for request in requests]
+            self._before_commit()
+        return replies
+
+    def _before_commit(self) -> None:
+        """Of answers."""
+
+    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
+        self._db.execute("SAVEPOINT request")
+        try:
+            return self._handlers.answer(request)
+        except DamageError as error:
+            self._db.execute("ROLLBACK TO request")
+            return m.ErrorReply(reason=str(error))
+        except NotTokenised as missing:
+            return missing
+        finally:
+            if self._db.in_transaction:  # a failed write may have ended the whole transaction
+                self._db.execute("RELEASE request")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with disk_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _create_or_check(self, name: str) -> None:
+        known = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+        if known is None:
+            for statement in schema.TABLES:
+                self._db.execute(statement)
+            self._tables.set_meta(schema.META)
+        self._tables.add_what_is_missing()
+        meta = self._tables.meta()
+        if meta.keys() != schema.META.keys() or meta["format"] != schema.FORMAT:
+            raise ConfigError(
+                f"{name} has format {meta.get('format')!r} with keys {sorted(meta)}, this version "
+                f"reads format {schema.FORMAT!r}: restore the file or start another run"
+            )
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """What SQLite raises, as the store's ports say it."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise disk_error(error) from error
+
+
+def disk_error(error: sqlite3.Error) -> DiskError:
+    """DiskFull where only room was missing."""
+    if getattr(error, "sqlite_errorcode", 0) in NO_ROOM:
+        return DiskFull(errno.ENOSPC, str(error))
+    return DiskError(errno.EIO, f"{type(error).__name__}: {error}")
+
+
+def _encoded(prompts: Sequence[m.PromptPayload], purpose: str) -> Iterator[bytes]:
+    for index, prompt in enumerate(prompts):
+        try:
+            payload = m.encode_prompt(prompt)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{purpose} prompt {index} cannot be stored as MessagePack ({error}): keep only "
+                "text, numbers, lists and maps in its columns"
+            ) from error
+        if len(payload) > PROMPT_LIMIT:
+            raise ConfigError(
+                f"{purpose} prompt {index} has {len(payload)} bytes with its columns, over the "
+                f"limit of {PROMPT_LIMIT}: drop the large columns"
+            )
+        yield payload
