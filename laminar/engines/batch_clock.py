@@ -1,24 +1,22 @@
-"""A generation engine as a clock: who runs, how fast, and who is finished when. No cache limits it.
+"""A generation engine as a clock: who runs, how fast, and who is finished when.
 
-Reads   lengths of responses, the engine's timing, the time and the slowness of its process
+Reads   lengths of prompts and responses, the engine's timing, the time and slowness of its process
 Gives   finished responses, token counts so far
 
-Pure: time is a Timer, that of a simulated process or of a real one. All sequences of a batch
-advance together, so one number (tokens since the start per sequence that ran all the time) tells
-the progress of each, and one wake-up is enough for the whole engine.
+Pure. What a batch does in time is in timed_batch.py; here is the Timer, that of a simulated process
+or of a real one: its time stands still and slows down with the process. One wake-up per change of
+the batch is enough.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from laminar.engines.timed_batch import TimedBatch
 from laminar.engines.timing import EngineTiming
-
-NEVER = float("inf")
 
 
 class Timer(Protocol):
@@ -41,12 +39,10 @@ class Sequence:
     total: int
     hangs: bool = False  #: it is never sampled again, as an environment that does not return
     prompt: int = 0  #: tokens
-    begin: float = NEVER  #: value of the clock at its first new token
-    slot: bool = False
 
 
 class BatchClock:
-    """Slots, a queue before them, and time."""
+    """A batch, what waits for a place in it, and time."""
 
     def __init__(
         self,
@@ -56,62 +52,64 @@ class BatchClock:
         on_finished: Callable[[list[Sequence]], None],
     ) -> None:
         self.sequences: dict[str, Sequence] = {}
+        self.batch = TimedBatch(timing, slots)
         self._timer = timer
-        self._timing = timing
-        self._slots = slots
         self._on_finished = on_finished
-        self._running = 0
-        self._waiting: deque[Sequence] = deque()
-        self._clock = 0.0
+        self._clock = 0.0  #: nanoseconds of the batch
         self._looked_ns = timer.now_ns()
-        self._ends: list[tuple[float, int, str, Sequence]] = []
-        self._order = 0
+        self._hanging = 0
         self._plan = 0
         self._plan_due = False
 
     @property
     def running(self) -> int:
-        return self._running
+        return self.batch.running + self._hanging
 
     @property
     def waiting(self) -> int:
-        return len(self.sequences) - self._running
+        return self.batch.waiting
 
     @property
     def cached(self) -> int:
-        """Tokens of the responses here, as of the last `advance`."""
-        return sum(self.tokens(sequence) for sequence in self.sequences.values())
+        return self.batch.cached
 
     @property
     def preempted(self) -> int:
-        """The cache has no limit."""
-        return 0
+        return self.batch.preempted
 
     def add(self, sequence: Sequence) -> None:
-        self.advance()
+        """One that hangs takes nothing from the others."""
+        self._look()
         self.sequences[sequence.id] = sequence
-        self._waiting.append(sequence)
+        if sequence.hangs:
+            self._hanging += 1
+        else:
+            self.batch.add(sequence.id, sequence.prompt, sequence.done, sequence.total, self._clock)
         self._changed()
 
     def abort(self, sequence_id: str) -> None:
         sequence = self.sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self.advance()
-            self._leave(sequence)
-            self._changed()
+        if sequence is None:
+            return
+        self.advance()
+        if sequence.hangs:
+            self._hanging -= 1
+        elif self.batch.has(sequence_id):
+            self.batch.remove(sequence_id, self._clock)
+        self._changed()
 
     def tokens(self, sequence: Sequence) -> int:
         """Tokens of the response so far, as of the last `advance`."""
-        if self._clock <= sequence.begin:
+        if sequence.hangs:
             return sequence.done
-        return min(sequence.total, sequence.done + int(self._clock - sequence.begin))
+        return self.batch.tokens(sequence.id) if self.batch.has(sequence.id) else sequence.total
 
     def advance(self) -> None:
-        """Bring the clock to the present."""
-        now = self._timer.now_ns()
-        if self._running:
-            self._clock += (now - self._looked_ns) / self._token_ns()
-        self._looked_ns = now
+        """Bring the batch to the present; who is finished is told when this instant is over."""
+        self._look()
+        self.batch.advance(self._clock)
+        if self.batch.finished:
+            self._changed()
 
     def freeze(self) -> None:
         """The process stands still."""
@@ -122,13 +120,10 @@ class BatchClock:
         self._looked_ns = self._timer.now_ns()
         self._changed()
 
-    def _token_ns(self) -> float:
-        return self._timer.slow * self._timing.step_ns(self._running)
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.slot:
-            sequence.slot = False
-            self._running -= 1
+    def _look(self) -> None:
+        now = self._timer.now_ns()
+        self._clock += (now - self._looked_ns) / self._timer.slow
+        self._looked_ns = now
 
     def _changed(self) -> None:
         """Plan anew once everything that happens at this instant has happened."""
@@ -136,42 +131,19 @@ class BatchClock:
             self._plan_due = True
             self._timer.after(0, self._replan)
 
+    def _wake(self, plan: int) -> None:
+        if plan == self._plan:
+            self._replan()
+
     def _replan(self) -> None:
         self._plan_due = False
-        while self._running < self._slots and self._waiting:
-            self._admit(self._waiting.popleft())
-        while self._ends and not self._ends[0][3].slot:
-            heapq.heappop(self._ends)
+        self._look()
+        self.batch.advance(self._clock)
+        finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
+        self.batch.finished.clear()
         self._plan += 1
-        if self._ends:
-            left = max(0.0, self._ends[0][0] - self._clock)
-            self._timer.after(int(left * self._token_ns()) + 1, self._finish, self._plan)
-
-    def _admit(self, sequence: Sequence) -> None:
-        if sequence.id not in self.sequences:
-            return  # aborted while it waited
-        sequence.slot = True
-        self._running += 1
-        if sequence.hangs:
-            return
-        prefill = self._timing.prefill_ns(sequence.done) / self._token_ns()
-        sequence.begin = self._clock + prefill
-        self._order += 1
-        end = sequence.begin + (sequence.total - sequence.done)
-        heapq.heappush(self._ends, (end, self._order, sequence.id, sequence))
-
-    def _finish(self, plan: int) -> None:
-        if plan != self._plan:
-            return
-        self.advance()
-        finished = []
-        while self._ends and (self._ends[0][0] <= self._clock + 1e-6 or not self._ends[0][3].slot):
-            sequence = heapq.heappop(self._ends)[3]
-            if sequence.slot:
-                self._clock = max(self._clock, sequence.begin + sequence.total - sequence.done)
-                del self.sequences[sequence.id]
-                self._leave(sequence)
-                finished.append(sequence)
-        self._changed()
+        if self.batch.next_ns < math.inf:
+            left = (self.batch.next_ns - self._clock) * self._timer.slow
+            self._timer.after(math.ceil(left), self._wake, self._plan)
         if finished:
             self._on_finished(finished)

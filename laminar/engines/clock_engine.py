@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Callable
 
 from laminar.engines.batch_clock import BatchClock, Sequence, Timer
-from laminar.engines.cache_clock import CacheClock
 from laminar.engines.made_up_tokens import logprobs_of, tokens_of
 from laminar.engines.protocol import (
     LENGTH,
@@ -61,8 +60,7 @@ class ClockEngine:
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._limit, self._capacity = limit, timing.cache_tokens or kv_capacity
         self._on_deltas, self._on_ends = on_deltas, on_ends
-        kind = CacheClock if timing.cache_tokens else BatchClock
-        self.clock: CacheClock | BatchClock = kind(timer, timing, slots, self._on_finished)
+        self.clock = BatchClock(timer, timing, slots, self._on_finished)
 
     def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()

@@ -25,6 +25,10 @@ SPARE = 0.01
 """Of the cache, left free by what is admitted: else the next steps would throw it out again."""
 
 
+NO_LIMIT = 1 << 62
+"""Tokens: more than any cache is asked to hold."""
+
+
 class _Sequence:
     """What the batch knows of one response."""
 
@@ -51,7 +55,8 @@ class TimedBatch:
         self.finished: list[str] = []  #: in order, until somebody takes them
         self.preempted = 0  #: times that a sequence lost its cache
         self.prefilled = 0  #: tokens
-        self._timing, self._slots, self._capacity = timing, slots, timing.cache_tokens
+        self._timing, self._slots = timing, slots
+        self._capacity = timing.cache_tokens or NO_LIMIT
         self._sequences: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}  #: in the order of admission
         self._waiting: deque[_Sequence] = deque()

@@ -29,9 +29,8 @@ class EngineTiming(msgspec.Struct, frozen=True):
     step_us: float = 8_000.0  #: of one decode step, whatever the batch
     sequence_us: float = 60.0  #: added to a step by each sequence in it
     prefill_tokens_per_s: float = 20_000.0
-    token_us: float = 0.0  #: added to a step by each token in the cache, if that is limited
-    #: that the cache holds; 0: no limit, and a prefill then delays its own sequence only
-    cache_tokens: int = 0
+    token_us: float = 0.0  #: added to a step by each token in the cache
+    cache_tokens: int = 0  #: that the cache holds; 0: no limit
 
     def step_ns(self, sequences: int, cached: int = 0) -> float:
         """One token for each of `sequences` that decode together; so many tokens are cached."""

@@ -10,7 +10,6 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.engines.batch_clock import BatchClock, Sequence
-from laminar.engines.cache_clock import CacheClock
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS
@@ -64,22 +63,17 @@ def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
 # --- the engine ---------------------------------------------------------------------------------
 
 
-both = pytest.mark.parametrize("cached", [False, True])
-
-
 class Bench:
     """An engine alone in a world."""
 
-    def __init__(self, cached: bool, slots: int = 2) -> None:
+    def __init__(self, slots: int = 2) -> None:
         self.world = World(calm(), 1)
         self.process = self.world.processes["rollout-0"]
         self.process.boot, self.process.alive = 1, True
         self.process.model = self  # type: ignore[assignment]
         self.finished: list[str] = []
-        capacity = 1_000 if cached else 0
-        timing = EngineTiming(step_us=1e6, sequence_us=0, cache_tokens=capacity)  # a token a second
-        kind = CacheClock if cached else BatchClock
-        self.engine = kind(self.process, timing, slots, self._on_finished)
+        timing = EngineTiming(step_us=1e6, sequence_us=0)  # a token a second
+        self.engine = BatchClock(self.process, timing, slots, self._on_finished)
 
     def _on_finished(self, finished: list[Sequence]) -> None:
         self.finished += [sequence.id for sequence in finished]
@@ -104,9 +98,8 @@ class Bench:
             self.engine.advance()
 
 
-@both
-def test_sequences_advance_together_and_end_in_order(cached: bool) -> None:
-    bench = Bench(cached)
+def test_sequences_advance_together_and_end_in_order() -> None:
+    bench = Bench()
     long, short = bench.add("long", 10), bench.add("short", 4)
     bench.until(3.5)
     assert (bench.engine.tokens(long), bench.engine.tokens(short)) == (3, 3)
@@ -117,9 +110,8 @@ def test_sequences_advance_together_and_end_in_order(cached: bool) -> None:
     assert bench.finished == ["short", "long"]
 
 
-@both
-def test_a_full_engine_lets_others_wait(cached: bool) -> None:
-    bench = Bench(cached, slots=1)
+def test_a_full_engine_lets_others_wait() -> None:
+    bench = Bench(slots=1)
     bench.add("a", 3)
     waiting = bench.add("b", 2)
     bench.until(2.5)
@@ -129,9 +121,8 @@ def test_a_full_engine_lets_others_wait(cached: bool) -> None:
     assert bench.finished == ["a", "b"]
 
 
-@both
-def test_resumed_sequence_generates_only_the_rest(cached: bool) -> None:
-    bench = Bench(cached)
+def test_resumed_sequence_generates_only_the_rest() -> None:
+    bench = Bench()
     bench.add("r", total=10, done=8)
     bench.until(1.5)
     assert bench.finished == []
@@ -139,9 +130,8 @@ def test_resumed_sequence_generates_only_the_rest(cached: bool) -> None:
     assert bench.finished == ["r"]
 
 
-@both
-def test_aborted_and_hanging_sequences_never_end(cached: bool) -> None:
-    bench = Bench(cached)
+def test_aborted_and_hanging_sequences_never_end() -> None:
+    bench = Bench()
     bench.add("hung", 3, hangs=True)
     bench.add("gone", 3)
     bench.until(1.5)
@@ -150,9 +140,8 @@ def test_aborted_and_hanging_sequences_never_end(cached: bool) -> None:
     assert bench.finished == [] and bench.engine.running == 1
 
 
-@both
-def test_slow_and_paused_engines_take_longer(cached: bool) -> None:
-    bench = Bench(cached)
+def test_slow_and_paused_engines_take_longer() -> None:
+    bench = Bench()
     bench.add("s", 4)
     bench.until(2)
     bench.process.pause()

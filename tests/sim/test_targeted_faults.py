@@ -31,7 +31,7 @@ MOMENTS = (
     ("pin-late", 5, "VersionGone -> PinVersion"),
     ("evaluation-out-of-reach", 42, "WeightsReceived -> PinVersion"),
     ("evaluation-out-of-reach", 31, "ReplicaReady -> EndTrajectories"),
-    ("evicted-version-lost", 77, "CheckpointRefused -> GenerateTrajectory"),
+    ("evicted-version-lost", 134, "CheckpointRefused -> GenerateTrajectory"),
     ("evicted-version-lost", 5, "CheckpointRefused -> PullWeights"),
     ("checkpoint-outdated", 12, "CheckpointSaved -> GenerateTrajectory"),
     ("evaluation-stalls", 5, "CheckpointRefused -> PinVersion"),
