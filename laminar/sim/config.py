@@ -92,7 +92,7 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     sequence_us: Floats = 60.0  #: added to it by each sequence
     token_us: Floats = 0.0  #: added to it by each token in a limited cache
     prefill_tokens_per_s: Floats = 20_000.0
-    #: tokens in an engine's cache; 0: no end, and a prefill then delays its own sequence only
+    #: tokens in an engine's cache; 0: no end
     cache_tokens: Ints = 0
     median_tokens: Ints = (50, 200)  #: of a response; p99 is ten times as much
     max_tokens: Ints = 2_000
