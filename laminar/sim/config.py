@@ -90,7 +90,7 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     score_s: Floats = (0.01, 0.2)  #: one reward
     step_us: Floats = 8_000.0  #: one decode step of an engine, whatever the batch
     sequence_us: Floats = 60.0  #: added to it by each sequence
-    token_us: Floats = 0.0  #: added to it by each token in a limited cache
+    token_us: Floats = 0.0  #: added to it by each token in the cache
     prefill_tokens_per_s: Floats = 20_000.0
     #: tokens in an engine's cache; 0: no end
     cache_tokens: Ints = 0
