@@ -37,6 +37,7 @@ from laminar.rundir import (
     COORDINATOR_FILE,
     EVENTS_DIR,
     FIRST_LOOK_FILE,
+    ORIGIN_DIR,
     RESUME_FILE,
     STATUS_FILE,
 )
@@ -54,6 +55,7 @@ HEADER_MAX = 100 << 20
 """Bytes of the header of a safetensors file, as its readers limit it."""
 _PLACE = ("run.name", "run.output_dir")
 """The run is where RUN says, whatever it was called when it began."""
+_BEGIN_AGAIN = "so there is nothing to resume: begin it again, with --move-old or another run.name"
 
 
 def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -83,11 +85,9 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
     """ConfigError for a checkpoint that is damaged or another run's, and for want of any."""
     chains = {trained.step_index + 1: trained.chain for trained in state.trained}
     found = []
-    known = {run_dir / path for path in state.saved.values()}  # also that of a fork's origin
-    there = {
-        *(run_dir / CHECKPOINTS_DIR).glob("step_*"),
-        *(path for path in known if path.is_dir()),
-    }
+    there = set((run_dir / CHECKPOINTS_DIR).glob("step_*"))
+    if state.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
+        there.add(run_dir / ORIGIN_DIR)
     for directory in sorted(there):
         try:
             resume = decode((directory / RESUME_FILE).read_bytes())
@@ -103,9 +103,10 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
         found.append(resume.step)
     first = state.trained[0].step_index if state.trained else 0
     if first and not any(step in chains for step in found):
+        origin = f", nor {run_dir / ORIGIN_DIR}" if state.origin is not None else ""
         raise ConfigError(
-            f"{run_dir / CHECKPOINTS_DIR} has no checkpoint from step {first + 1} on, and the run "
-            "can go on from no other: put back those that were there"
+            f"no checkpoint from step {first + 1} on is in {run_dir / CHECKPOINTS_DIR}{origin}, "
+            "and the run can go on from no other: put back those that were there"
         )
 
 
@@ -139,7 +140,7 @@ def state_of(run_dir: Path) -> State:
     """What the log of a run leads to; ConfigError where there is none, or it is damaged."""
     events = run_dir / EVENTS_DIR
     if not events.is_dir():
-        raise ConfigError(f"{run_dir} has no event log ({events}), so it cannot be resumed")
+        raise ConfigError(f"{run_dir} has no event log ({events}), {_BEGIN_AGAIN}")
     try:
         restored = restore(RealDisk(events))
     except LogCorrupt as error:
@@ -148,7 +149,7 @@ def state_of(run_dir: Path) -> State:
     if restored.replay.difference is not None:
         raise ConfigError(f"{run_dir} cannot be resumed: {restored.replay.difference}")
     if not machine.started:
-        raise ConfigError(f"{run_dir} has an empty event log: nothing of it can be resumed")
+        raise ConfigError(f"{run_dir} has an empty event log, {_BEGIN_AGAIN}")
     return machine.state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,12 +123,53 @@ def test_a_run_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
     (bare / "config.toml").write_text(dumps(load([], BASE)))
     assert "has no event log" in refused(bare)
     (bare / "events").mkdir()
-    assert "has an empty event log" in refused(bare)
+    said = refused(bare)
+    assert "has an empty event log" in said and "begin it again, with --move-old" in said
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, "trainer.save_freq=0")
     assert "keeps no checkpoints (trainer.save_freq = 0)" in refused(run)
+
+
+def fork_of(tmp_path: Path) -> Path:
+    """The directory of a fork that was cut off before its trainer was ready."""
+    run = tmp_path / "run"
+    place = (f"run.output_dir={tmp_path}", "run.name=run")
+    config = load([], [*place, *BASE])
+    (stamped, commands), *_ = World(settings_of(config), num_train=30, seed=3).run().log
+    assert isinstance(stamped.event, ev.CoordinatorStarted)
+    origin = ev.Origin(
+        run="runs/other",
+        step=2,
+        version=2,
+        digest="chain",
+        data="d",
+        num_train=30,
+        cursor=4,
+        seed=0,
+        shuffle=True,
+        unfinished=(),
+    )
+    first = msgspec.structs.replace(stamped.event, origin=origin)
+    run.mkdir()
+    (run / "config.toml").write_text(dumps(config))
+    write_log(run, [(msgspec.structs.replace(stamped, event=first), commands)])
+    checkpoint(run, "chain").rename(run / "origin")
+    (run / "checkpoints").rmdir()
+    return run
+
+
+def test_a_fork_without_a_checkpoint_of_its_own_goes_on_with_what_it_began_with(
+    tmp_path: Path,
+) -> None:
+    run = fork_of(tmp_path)
+    assert resume.resumed_config(run, [], []).run_dir == run
+    (run / "origin" / RESUME_FILE).write_bytes(b"{")
+    assert f"checkpoint {run / 'origin'} is damaged" in refused(run)
+    shutil.rmtree(run / "origin")
+    said = refused(run)
+    assert f"no checkpoint from step 2 on is in {run / 'checkpoints'}, nor {run / 'origin'}" in said
 
 
 def test_a_run_that_is_complete_is_refused_with_what_to_do(tmp_path: Path) -> None:
