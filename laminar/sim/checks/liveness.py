@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar import ids
 from laminar.core import keys
+from laminar.core.recovery import WAITS_MAX
 from laminar.core.store_restarts import END_TIMEOUT_MS
+from laminar.events.reasons import DropReason
 from laminar.sim.config import FaultConfig, SimConfig
 from laminar.sim.runtime.scheduler import MS, SECOND
 from laminar.sim.runtime.violation import Violation
@@ -31,11 +34,11 @@ def heals_in_time(world: World, config: SimConfig) -> None:
     """What was left when the faults ended took at most FACTOR times a whole run without faults.
 
     A sequence that hangs is noticed when a batch has waited for it, and they may be noticed one
-    after the other.
+    after the other. So may groups that take longer than a batch waits.
     """
     began_ns = _begin_ns(world)
-    waits_ns = world.faults.left_hanging * world.scenario.settings.batch_wait_ms * MS
-    healing_ns = world.scheduler.now - began_ns - waits_ns
+    waits = world.faults.left_hanging + WAITS_MAX * _too_long(world)
+    healing_ns = world.scheduler.now - began_ns - waits * world.scenario.settings.batch_wait_ms * MS
     if not world.healed_ns or healing_ns <= QUICK_NS:
         return
     with World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed) as calm:
@@ -50,15 +53,29 @@ def heals_in_time(world: World, config: SimConfig) -> None:
         raise Violation("heals_in_time", what)
 
 
+def _too_long(world: World) -> int:
+    """Groups that were given up although nothing was wrong: every wait of the batch moves what is
+    not finished, which loses the tokens that were not reported yet."""
+    scenario, longest = world.scenario, dict[str, int]()
+    for row in world.rows.values():
+        if row.end_reason == DropReason.BATCH_WAIT:
+            group = ids.GroupId(row.group_id)
+            seed = ids.trajectory_seed(scenario.settings.seed, group, row.sibling, row.attempt)
+            tokens = scenario.lengths.of(seed)
+            longest[row.group_id] = max(tokens, longest.get(row.group_id, 0))
+    token_ns, wait_ns = scenario.engine.step_ns(1), scenario.settings.batch_wait_ms * MS
+    return sum(tokens * token_ns > wait_ns for tokens in longest.values())
+
+
 def _begin_ns(world: World) -> int:
     """When everything has healed and whatever else had to pass has passed.
 
     What is never done has a deadline. A run whose machine was lost before anything of it had joined
     learns that by its start's end, and one whose machine does not come back by as long a wait, also
-    where coordinators crash on just that; one whose trainer hands over other bytes when its relay
-    has been restarted as often as may be. A disk that stays full is waited for, and so is a message
-    of the store that is given up. A coordinator that goes on crashing on an event is started again
-    after longer and longer pauses.
+    where coordinators crash on just that, or it ends for another reason; one whose trainer hands
+    over other bytes when its relay has been restarted as often as may be. A disk that stays full is
+    waited for, and so is a message of the store that is given up. A coordinator that goes on
+    crashing on an event is started again after longer and longer pauses.
     """
     state, scenario = world.coordinator.state, world.scenario
     begin_ns = max(world.healed_ns, world.faults.wedged_until_ns) + world.coordinator.pauses_ns
@@ -68,7 +85,8 @@ def _begin_ns(world: World) -> int:
     if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
         begin_ns += END_TIMEOUT_MS * MS
     waits = ("not started within", f"on timer-fired {keys.START}:", "no other node has its place")
-    if any(words in failure for words in waits):
+    first = world.processes[world.processes["store-0"].node]
+    if any(words in failure for words in waits) or world.faults.dead_for_good(first):
         deadline_ns = START_TIMEOUT_MS * MS + world.checks.log_time.behind_ns
         begin_ns = max(begin_ns, deadline_ns)
     if "relay-0" in failure and "fault:publish-differs" in world.coverage.counts:
