@@ -229,6 +229,7 @@ class Faults(Protocol):
     fatal_role: str
     full_for_good: bool
     left_hanging: int
+    ended_before: set[str]
     wedged_until_ns: int
     reward_slow: float
     unscorable: set[str]

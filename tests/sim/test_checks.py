@@ -23,6 +23,7 @@ from laminar.engines.protocol import WeightSource
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
+from laminar.events.reasons import DropReason
 from laminar.ids import TrajectoryId
 from laminar.sim.checks import final_checks
 from laminar.sim.checks.liveness import heals_in_time
@@ -310,10 +311,15 @@ def test_endless_run() -> None:
     assert outcome.invariant == "progress" and "within 100 events" in outcome.details
 
 
+def healed(world: World) -> None:
+    """As if everything had at its beginning, and all of its groups had ended by then."""
+    world.healed_ns, world.faults.ended_before = 1, set(world.rows)
+
+
 def test_healing_that_takes_too_long() -> None:
     world = ran(calm(**SMALL), seed=3)
     heals_in_time(world, calm(**SMALL))
-    world.healed_ns = 1
+    healed(world)
     world.scheduler.now = seconds(5_000)
     with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
         heals_in_time(world, calm(**SMALL))
@@ -321,7 +327,8 @@ def test_healing_that_takes_too_long() -> None:
 
 def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
     world = ran(calm(batch_wait_ms=1_000, **SMALL), seed=3)
-    world.healed_ns, world.faults.left_hanging = 1, 1_000
+    healed(world)
+    world.faults.left_hanging = 1_000
     world.scheduler.now = seconds(1_020)
     heals_in_time(world, calm(**SMALL))
     world.faults.left_hanging = 0
@@ -329,9 +336,21 @@ def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
         heals_in_time(world, calm(**SMALL))
 
 
+def test_each_group_that_takes_longer_than_a_batch_waits_may_cost_its_waits() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    rows = world.rows.values()
+    given_up = {row.group_id for row in rows if row.end_reason == DropReason.BATCH_WAIT}
+    waits_s = 3 * len(given_up) * world.scenario.settings.batch_wait_ms // 1000
+    world.healed_ns, world.scheduler.now = 1, seconds(5_000)
+    with pytest.raises(Violation, match=rf"it took {5_000 - waits_s} s") as raised:
+        heals_in_time(world, calm(**SMALL))
+    assert waits_s and "it took 5000 s" not in str(raised.value)
+
+
 def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
     world = ran(calm(**SMALL), seed=3)
-    world.healed_ns, world.faults.wedged_until_ns = 1, seconds(1_000)
+    healed(world)
+    world.faults.wedged_until_ns = seconds(1_000)
     world.scheduler.now = seconds(1_020)
     heals_in_time(world, calm(**SMALL))
     world.faults.wedged_until_ns = seconds(1)
@@ -343,7 +362,8 @@ def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    world.healed_ns, state.failure = 1, "not started within 120000 ms: missing store"
+    healed(world)
+    state.failure = "not started within 120000 ms: missing store"
     world.scheduler.now = seconds(140)
     heals_in_time(world, calm(**SMALL))
     world.scheduler.now = seconds(5_000)
@@ -356,7 +376,8 @@ def test_run_without_a_coordinator_for_long_reaches_that_deadline_later() -> Non
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    world.healed_ns, state.failure = 1, "not started within 120000 ms: missing store"
+    healed(world)
+    state.failure = "not started within 120000 ms: missing store"
     world.scheduler.now = seconds(5_120)
     with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s"):
         heals_in_time(world, calm(**SMALL))
@@ -368,7 +389,8 @@ def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    world.healed_ns, state.failure = 1, "the trainer's machine has no relay: relay-0: ..."
+    healed(world)
+    state.failure = "the trainer's machine has no relay: relay-0: ..."
     world.scheduler.now = 10 * world.scheduler.now + seconds(20)
     with pytest.raises(Violation, match=r"heals_in_time"):
         heals_in_time(world, calm(**SMALL))

@@ -54,11 +54,11 @@ def heals_in_time(world: World, config: SimConfig) -> None:
 
 
 def _too_long(world: World) -> int:
-    """Groups that were given up although nothing was wrong: every wait of the batch moves what is
-    not finished, which loses the tokens that were not reported yet."""
+    """Groups that were given up after everything had healed, with nothing wrong: every wait of the
+    batch moves what is not finished, which loses the tokens that were not reported yet."""
     scenario, longest = world.scenario, dict[str, int]()
     for row in world.rows.values():
-        if row.end_reason == DropReason.BATCH_WAIT:
+        if row.end_reason == DropReason.BATCH_WAIT and row.id not in world.faults.ended_before:
             group = ids.GroupId(row.group_id)
             seed = ids.trajectory_seed(scenario.settings.seed, group, row.sibling, row.attempt)
             tokens = scenario.lengths.of(seed)

@@ -104,6 +104,7 @@ class Faults(Effects):
         if "poison-prompt" in self.active:
             self.poison = (chance.randrange(world.scenario.num_train),)
         self.left_hanging = 0  #: sequences that were, when everything healed
+        self.ended_before: set[str] = set()  #: trajectories that had, likewise
         self._targeted = [] if calm else self._drawn_targeted(config)
         if not calm:
             self._draw_later(config)
@@ -178,6 +179,8 @@ class Faults(Effects):
         self.world.database.full = False
         self.world.healed_ns = self.world.scheduler.now
         self.left_hanging = sum(map(_num_hanging, self.world.rollouts))
+        rows = self.world.rows.values()
+        self.ended_before = {row.id for row in rows if row.end is not None}
         self.world.network.heal()
         self.world.coordinator.resume()
         for process in self.world.processes.values():
