@@ -24,7 +24,6 @@ from laminar.engines.timing import EngineTiming
 SPARE = 0.01
 """Of the cache, left free by what is admitted: else the next steps would throw it out again."""
 
-
 NO_LIMIT = 1 << 62
 """Tokens: more than any cache is asked to hold."""
 

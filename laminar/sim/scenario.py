@@ -29,10 +29,11 @@ from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.events.of_coordinator import Origin, Unfinished
-from laminar.ids import train_group
+from laminar.ids import GroupId, train_group, trajectory_seed
 from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.runtime.scheduler import MS, SECOND
+from laminar.storage.rules import Row
 
 T = TypeVar("T")
 
@@ -93,6 +94,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def lease_of_ms(self, role: str) -> int:
         """Of a process of this role."""
         return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
+
+    def seed_of(self, row: Row) -> int:
+        """What the trajectory of a stored row is sampled with: its tokens and its length."""
+        group = GroupId(row.group_id)
+        return trajectory_seed(self.settings.seed, group, row.sibling, row.attempt)
 
 
 class Pick(Protocol):

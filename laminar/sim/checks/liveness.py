@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import msgspec
 
-from laminar import ids
 from laminar.core import keys
 from laminar.core.recovery import WAITS_MAX
 from laminar.core.store_restarts import END_TIMEOUT_MS
@@ -36,10 +35,12 @@ def heals_in_time(world: World, config: SimConfig) -> None:
     A sequence that hangs is noticed when a batch has waited for it, and they may be noticed one
     after the other. So may groups that take longer than a batch waits.
     """
-    began_ns = _begin_ns(world)
-    waits = world.faults.left_hanging + WAITS_MAX * _too_long(world)
-    healing_ns = world.scheduler.now - began_ns - waits * world.scenario.settings.batch_wait_ms * MS
+    healing_ns = world.scheduler.now - _begin_ns(world)
     if not world.healed_ns or healing_ns <= QUICK_NS:
+        return
+    waits = world.faults.left_hanging + WAITS_MAX * _too_long(world)
+    healing_ns -= waits * world.scenario.settings.batch_wait_ms * MS
+    if healing_ns <= QUICK_NS:
         return
     with World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed) as calm:
         calm.begin()
@@ -59,9 +60,7 @@ def _too_long(world: World) -> int:
     scenario, longest = world.scenario, dict[str, int]()
     for row in world.rows.values():
         if row.end_reason == DropReason.BATCH_WAIT and row.id not in world.faults.ended_before:
-            group = ids.GroupId(row.group_id)
-            seed = ids.trajectory_seed(scenario.settings.seed, group, row.sibling, row.attempt)
-            tokens = scenario.lengths.of(seed)
+            tokens = scenario.lengths.of(scenario.seed_of(row))
             longest[row.group_id] = max(tokens, longest.get(row.group_id, 0))
     token_ns, wait_ns = scenario.engine.step_ns(1), scenario.settings.batch_wait_ms * MS
     return sum(tokens * token_ns > wait_ns for tokens in longest.values())

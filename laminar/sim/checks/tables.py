@@ -9,7 +9,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 
-from laminar import ids
 from laminar.engines.made_up_tokens import tokens_of
 from laminar.events.reasons import FinishReason
 from laminar.sim.interfaces import World
@@ -77,8 +76,7 @@ class WatchedTables(Tables):
 
     def _require_own_tokens(self, row: Row) -> None:
         """Whichever replica generated which part: the response is the one of its seed."""
-        group, sibling = ids.GroupId(row.group_id), row.sibling
-        seed = ids.trajectory_seed(self._world.scenario.settings.seed, group, sibling, row.attempt)
+        seed = self._world.scenario.seed_of(row)
         found = b"".join(chunk.tokens for chunk in self.chunks(row.id))
         if found != tokens_of(seed, 0, row.num_tokens, ends=row.finish_reason == FinishReason.STOP):
             raise Violation("tokens_continue", f"{row.id} has tokens of another seed", row.id)

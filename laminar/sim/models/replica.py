@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar import ids
 from laminar.actors.host import Actor, Host
 from laminar.actors.rollout import Rollout
 from laminar.actors.weight_loader import NotReadable
@@ -136,13 +135,7 @@ class Rewards:
         found = []
         for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
             if (row := world.rows.get(trajectory)) is not None:
-                seed = ids.trajectory_seed(
-                    world.scenario.settings.seed,
-                    ids.GroupId(row.group_id),
-                    row.sibling,
-                    row.attempt,
-                )
-                ends = row.finish_reason == STOP
+                seed, ends = world.scenario.seed_of(row), row.finish_reason == STOP
                 data = tokens_of(seed, 0, row.num_tokens, ends=ends)
                 found.append(np.frombuffer(data, "<i4").tolist())
         return found
