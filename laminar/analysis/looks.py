@@ -135,9 +135,7 @@ def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) 
     """The figures behind a reason."""
     packing = replica.packing
     if reason == "no-room" and mine is not None:
-        return (
-            f"{mine.running} trajectories, with half of what they may sample yet {mine.need} tokens"
-        )
+        return f"{mine.running} trajectories, which need {mine.need} tokens of cache"
     if reason == "no-gain" and mine is not None:
         return f"it would have been empty in {mine.longest} steps, by the lengths so far"
     if reason == "waiting" and packing is not None:

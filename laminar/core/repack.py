@@ -4,7 +4,7 @@ Reads   Standing of the replicas in their tail, all of one weight version
 Gives   plan: moves, each of everything that one replica runs to another one; why_not, of one that
         is not moved
 Source  the paper's section 5, Algorithm 1; its faults are mended: a replica that has been given
-        work is not emptied later, and room is left for what moved work still samples
+        work is not emptied later, and some room is left for what moved work still samples
 
 Pure and in whole numbers. Times are counted in decode steps: a replica that is emptied gains the
 steps for which its stragglers would have kept it; what they cost elsewhere is prefill, during which
@@ -26,18 +26,13 @@ class Standing(NamedTuple):
 
     name: str
     kv_tokens: int  #: of what it runs
-    growth_tokens: int  #: that this is expected to sample yet
-    longest: int  #: the most of these of one trajectory: decode steps until it is empty
+    need: int  #: tokens of cache to reckon with, here or where it goes
+    longest: int  #: decode steps until it is expected to be empty
     running: int  #: trajectories
     room: int  #: for so many more
     kv_capacity: int  #: tokens
     max_batch: int  #: the most sequences of a decode step within its budget (the paper's B)
     movable: bool  #: may be emptied, and can take new work when it is
-
-    @property
-    def need(self) -> int:
-        """Tokens of cache to reckon with: not all of it has all its growth at the same time."""
-        return self.kv_tokens + self.growth_tokens // 2
 
 
 class Move(NamedTuple):

@@ -122,6 +122,12 @@ MOVES_END = Rule(
     "a replica may be emptied of what another one has handed to it and it has not begun yet",
     "it has to begin it first: until then the other one waits for it",
 )
+LESS_HEADROOM = Rule(
+    "less-headroom",
+    4,
+    "a destination keeps room for half of what it and what moves there are expected to sample yet",
+    "for an eighth: others end meanwhile, and what does not fit then waits, which costs less",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -137,6 +143,7 @@ RULES = (
     REPLICA_SHARE,
     MOVES_SPREAD,
     MOVES_END,
+    LESS_HEADROOM,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.core.admission import first_share, groups_wanted, refusal, room
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
-from laminar.core.rules import MOVES_END, applies
+from laminar.core.rules import LESS_HEADROOM, MOVES_END, applies
 from laminar.core.state import Replica, State, Trajectory
 from laminar.ids import Purpose
 
@@ -88,7 +88,7 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
     held = growth = longest = 0
     for name in there:
         trajectory, known = trajectories[name], progress[name]
-        siblings = lengths.get(trajectory.group)
+        siblings = lengths.get(trajectory.group)  # else all that have finished are asked
         left = _left(siblings or (state.finished, state.finished_tokens), known.sampled)
         held += known.prompt_tokens + known.sampled
         growth += left
@@ -98,7 +98,7 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
     standing = Standing(
         name=replica.name,
         kv_tokens=held,
-        growth_tokens=growth,
+        need=held + growth // (8 if applies(state.settings, LESS_HEADROOM) else 2),
         longest=longest,
         running=len(there),
         room=room(replica),
@@ -109,16 +109,9 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
     return standing, lasts
 
 
-def expected_left(state: State, trajectory: Trajectory) -> int:
-    """Tokens that it is expected to sample yet: as many as its finished siblings had on average,
-    else all that have finished; what is longer than that already, half as much again."""
-    siblings = indexes_of(state).lengths.get(trajectory.group)
-    everything = state.finished, state.finished_tokens
-    return _left(siblings or everything, state.progress[trajectory.id].sampled)
-
-
 def _left(finished: tuple[int, int], sampled: int) -> int:
-    """`finished`: how many, and their tokens."""
+    """Tokens that it is expected to sample yet: as many as those that have finished (how many, and
+    their tokens) had on average; what is longer than that already, half as much again."""
     count, tokens = finished
     return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 

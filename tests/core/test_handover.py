@@ -9,10 +9,10 @@ import pytest
 from laminar.core import handover
 from laminar.core.admission import refusal
 from laminar.core.indexes import set_length
-from laminar.core.rules import MOVES_SPREAD, NEW_RUN, REPLICA_SHARE
+from laminar.core.rules import LESS_HEADROOM, MOVES_SPREAD, NEW_RUN, REPLICA_SHARE
 from laminar.core.state import Packing
 from laminar.core.statuses import TrajectoryStatus
-from laminar.core.tails import expected_left
+from laminar.core.tails import standing_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -201,10 +201,17 @@ def test_gauge_that_does_not_know_of_the_last_command_says_nothing() -> None:
     assert not releases(bench.publish(1, 1))
 
 
-def test_nothing_moves_to_where_the_cache_is_too_small() -> None:
-    bench = Tail()
-    bench.tell(kv_capacity_tokens=20)
-    assert not releases(bench.publish(1, 1))
+@pytest.mark.parametrize("old", [False, True])
+def test_nothing_moves_to_where_the_cache_is_too_small(old: bool) -> None:
+    """Two replicas hold 40 tokens each and are expected to sample 20 more, of which an eighth
+    counts, by the old rule half."""
+    rules = tuple(name for name in NEW_RUN if not old or name != LESS_HEADROOM.name)
+    for capacity, fits in ((83, False), (84, not old), (99, not old), (100, True)):
+        bench = Tail(rules=rules)
+        for name in bench.names:
+            lengths = dict.fromkeys(bench.replica(name).running, 40)
+            bench.gauge(name, kv_capacity_tokens=capacity, lengths=lengths)
+        assert bool(releases(bench.publish(1, 1))) is fits
 
 
 def test_nothing_moves_beyond_the_batch_that_is_quick_enough() -> None:
@@ -305,13 +312,14 @@ def test_source_that_is_gone_is_waited_for_by_nobody() -> None:
 
 def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
     bench = Tail()
-    state, trajectory = bench.state, bench.trajectory(MOVED)
+    state, source = bench.state, bench.replica(SOURCE)
+    assert list(source.running) == [MOVED]
     set_length(state, bench.trajectory("0.0.0"), 0)
     state.finished, state.finished_tokens = 4, 400
-    state.progress[trajectory.id].sampled = 30
-    assert expected_left(state, trajectory) == 70
-    state.progress[trajectory.id].sampled = 300
-    assert expected_left(state, trajectory) == 150
+    state.progress[TrajectoryId(MOVED)].sampled = 30
+    assert standing_of(state, source)[0].longest == 70
+    state.progress[TrajectoryId(MOVED)].sampled = 300
+    assert standing_of(state, source)[0].longest == 150
 
 
 def emptied_at_once(**changes: Any) -> int:

@@ -47,7 +47,7 @@ from tools.bench.repack_world import RepackWorld
 PAPERS = {"paper-off": "", "paper-on": "best-fit"}
 OWN = {"off": "", "best-fit": "best-fit", "gain": "gain"}
 IN_FLIGHT = "in-flight"
-MAX_BATCH = 128
+MAX_BATCH = 192
 ENGINES = {"figure-9": FITTED, "figure-4": FIGURE_4}
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  #: 95 % interval of a mean, by number of values
 
