@@ -20,7 +20,7 @@ from laminar.rundir import STORE_FILE, TRAINER_BOOK_FILE
 from laminar.storage.books import open_tables
 from tests.run.conftest import Finished, check_books, history, laminar, train
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 STEPS = 6
 KILLS = (
     "trainer-book:3",
