@@ -47,7 +47,11 @@ def test_a_file_that_comes_to_an_end_is_left_to_whoever_imports_it(
 
 @pytest.mark.parametrize(
     "setting",
-    ["reward.custom_reward_function.path={}", "algorithm.batch_strategy={}:f"],
+    [
+        "reward.custom_reward_function.path={}",
+        'reward.functions=[{{name = "math"}}, {{path = "{}"}}]',
+        "algorithm.batch_strategy={}:f",
+    ],
 )
 def test_a_start_imports_no_user_file_that_was_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
