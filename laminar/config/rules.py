@@ -58,6 +58,7 @@ MINIMA: dict[str, float] = {
     "rollout.groups_per_version": 0,
     "rollout.progress_interval_ms": 10,
     "rollout.threads": 1,
+    "rollout.start_timeout_s": 0.01,
     "rollout.decode_budget_ms": 1,
     "rollout.max_batch": 1,
     "rollout.val_kwargs.n": 1,

@@ -84,6 +84,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     device: str = "auto"  #: auto | cpu | cuda
     dtype: str = "auto"  #: auto: weights.dtype
     threads: int = 1  #: torch threads of one replica on CPU
+    start_timeout_s: float = 900.0  #: for an engine to be ready once its process has joined
     #: of a decode step when work is packed; how many sequences that allows is measured
     decode_budget_ms: int | Literal["none"] = "none"
     #: the most sequences of a decode step when work is packed; auto: as decode_budget_ms allows

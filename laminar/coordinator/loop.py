@@ -96,6 +96,7 @@ def settings_of(config: Config) -> Settings:
         batch_wait_ms=int(config.trainer.batch_wait_s * 1000),
         start_timeout_ms=int(config.coordinator.start_timeout_s * 1000),
         stall_ms=STALL_MS,
+        engine_start_ms=int(config.rollout.start_timeout_s * 1000),
         disk_wait_ms=int(config.coordinator.disk_wait_s * 1000),
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),

@@ -19,7 +19,7 @@ from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
 from laminar.core.indexes import trainer as source_of
 from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
-from laminar.core.rules import TRAINER_RESUMES, applies
+from laminar.core.rules import ENGINE_START, TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.tails import engine_at_work, standing_of
@@ -126,6 +126,7 @@ def every_wait_has_an_owner(state: State) -> None:
         _require(replica.loading == (keys.pull(replica.name) in state.commands), replica)
     if not ending(state):
         _weights_are_on_their_way(state)
+        _engines_start_in_time(state)
 
 
 def commands_have_deadlines(state: State) -> None:
@@ -143,6 +144,16 @@ def commands_have_deadlines(state: State) -> None:
         timed = keys.deadline(key) in state.timers or keys.restart(command.to) in state.commands
         first = isinstance(command, cmd.PublishWeights) and keys.START in state.timers
         _require(timed or first or _waits_for_store(state, command), key, outstanding)
+
+
+def _engines_start_in_time(state: State) -> None:
+    """A replica that is not ready yet will be, or is started again."""
+    if not applies(state.settings, ENGINE_START):
+        return
+    for actor in state.actors.values():
+        if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
+            watched = keys.progress(actor.name) in state.timers
+            _require(watched or keys.restart(actor.name) in state.commands, actor.name)
 
 
 def _weights_are_on_their_way(state: State) -> None:

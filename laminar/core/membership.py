@@ -26,7 +26,7 @@ from laminar.core.indexes import (
     trainer,
 )
 from laminar.core.registry import ENDS_RUN, LOSES_ACTOR, handles
-from laminar.core.rules import NODE_RESTARTS, applies
+from laminar.core.rules import ENGINE_START, NODE_RESTARTS, applies
 from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.core.validation import anything
@@ -72,8 +72,11 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
     if event.role == Role.TRAINER:
         relays.set_head(ctx)
-    elif event.role == Role.ROLLOUT and state.newest >= 0:
-        ctx.clear_timer(keys.START)  # it was all that the start still waited for
+    elif event.role == Role.ROLLOUT:
+        if state.newest >= 0:
+            ctx.clear_timer(keys.START)  # it was all that the start still waited for
+        if applies(state.settings, ENGINE_START):
+            ctx.set_timer(keys.progress(event.name), state.settings.engine_start_ms)
     elif event.role == Role.NODE and applies(state.settings, NODE_RESTARTS):
         _await_machine(ctx, event.name)
 

@@ -17,6 +17,7 @@ from laminar.core.context import Context
 from laminar.core.dispatch import lose, place_again
 from laminar.core.indexes import indexes_of
 from laminar.core.lost_work import Entry
+from laminar.core.relays import ending
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
@@ -169,9 +170,15 @@ def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
 def watch_progress(ctx: Context, name: str) -> None:
     """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
     state = ctx.state
-    replica = state.replicas[name]
     if not state.actor_alive(name):
         return  # it has left, since the run stops
+    replica = state.replicas.get(name)
+    if replica is None:
+        if not ending(state):
+            limit_s = state.settings.engine_start_ms / 1000
+            why = f"its engine was not ready {limit_s:g} s after it had joined"
+            ctx.restart(name, f"{why} (rollout.start_timeout_s)")
+        return
     stall_ms = state.settings.stall_ms
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
     if store_restarts.awaited(state):  # who waits for it samples nothing

@@ -122,6 +122,13 @@ MOVES_END = Rule(
     "a replica may be emptied of what another one has handed to it and it has not begun yet",
     "it has to begin it first: until then the other one waits for it",
 )
+ENGINE_START = Rule(
+    "engine-start",
+    4,
+    "a replica that has joined has all the time it takes to be ready",
+    "it is started again when that takes too long",
+    setting="engine_start_ms",
+)
 LESS_HEADROOM = Rule(
     "less-headroom",
     4,
@@ -143,6 +150,7 @@ RULES = (
     REPLICA_SHARE,
     MOVES_SPREAD,
     MOVES_END,
+    ENGINE_START,
     LESS_HEADROOM,
 )
 LOGIC_VERSION = 4

@@ -128,6 +128,7 @@ class Settings(
     save_freq: int = (
         0  #: a checkpoint every so many steps; 0: none, and a lost trainer ends the run
     )
+    engine_start_ms: int = 0  #: for a replica that has joined to be ready; 0: no limit
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
 

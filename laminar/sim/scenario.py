@@ -38,6 +38,7 @@ from laminar.storage.rules import Row
 T = TypeVar("T")
 
 START_TIMEOUT_MS = 120_000
+ENGINE_START_MS = 30_000
 MAX_ERROR_PERMILLE = 500
 DATA_DIGEST = "data"
 """What the store says of the prompts."""
@@ -136,6 +137,7 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
         batch_wait_ms=pick(work.batch_wait_ms),
         start_timeout_ms=START_TIMEOUT_MS,
         stall_ms=pick(work.stall_ms),
+        engine_start_ms=ENGINE_START_MS,
         max_error_permille=MAX_ERROR_PERMILLE,
         rules=NEW_RUN,
         eval_answers=_pick_from(stream(seed, "answers"))(work.eval_answers),

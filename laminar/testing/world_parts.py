@@ -45,6 +45,7 @@ def settings(**changes: Any) -> Settings:
         "batch_wait_ms": 60_000,
         "start_timeout_ms": 60_000,
         "stall_ms": 600_000,
+        "engine_start_ms": 60_000,
         "eval_answers": 1,
         "rules": NEW_RUN,
     }

@@ -215,6 +215,48 @@ def test_engine_that_stays_silent_is_restarted_once() -> None:
     assert [(c.to, c.actor) for c in restarts] == [("node-0", "rollout-0")]
 
 
+def starting(**changes: object) -> Bench:
+    """One replica has weights, the process of the other has joined and its engine starts."""
+    bench = pair(**changes)
+    bench.kill("rollout-0")
+    bench.join("rollout-0", "b")
+    return bench
+
+
+def test_engine_that_does_not_come_up_is_started_again() -> None:
+    bench = starting(engine_start_ms=7_000)
+    assert not only(cmd.RestartActor, bench.wait(6_999))
+    (restart,) = only(cmd.RestartActor, bench.wait(1))
+    assert (restart.to, restart.actor) == ("node-0", "rollout-0")
+    assert restart.reason.startswith("its engine was not ready 7 s after it had joined")
+    bench.kill("rollout-0")
+    assert "progress:rollout-0" not in bench.state.timers
+    bench.join("rollout-0", "c")
+    assert not only(cmd.RestartActor, bench.wait(6_999))
+    bench.ready("rollout-0")
+    assert not only(cmd.RestartActor, bench.wait(7_000)) and not bench.state.failure
+
+
+def test_engine_that_does_not_come_up_and_is_not_started_again_is_fenced() -> None:
+    bench = starting(engine_start_ms=7_000)
+    bench.wait(7_000 + RESTART_TIMEOUT_MS)
+    assert not bench.state.actor_alive("rollout-0")
+    assert "rejoin:rollout-0" in bench.state.timers
+
+
+def test_run_without_a_limit_for_engines_waits_for_them() -> None:
+    bench = starting(engine_start_ms=0)
+    assert "progress:rollout-0" not in bench.state.timers
+    assert not only(cmd.RestartActor, bench.wait(50_000))
+
+
+def test_engine_that_starts_while_the_run_ends_is_left_alone() -> None:
+    bench = starting(engine_start_ms=7_000)
+    bench.own(ev.DrainRequested(reason="SIGQUIT", at_once=True))
+    assert bench.state.phase == "ending"
+    assert not only(cmd.RestartActor, bench.wait(7_000))
+
+
 def test_replica_that_is_never_restarted_is_fenced() -> None:
     """Its node does not do as it is told, and it goes on talking: its work moves all the same, and
     it has the time of any start to come back."""

@@ -57,6 +57,7 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted.placement_is_not_raised, ("replica-dies",), 0),
         (planted.overdue_restart_is_left_alone, ("evaluation-stalls",), 4),
         (planted.overdue_transfer_is_left_alone, ("transfer-never-ends",), 8),
+        (planted_node.engine_that_does_not_come_up_is_not_missed, ("start-hangs",), 1),
         (planted_node.exit_is_not_reported, ("replica-dies",), 17),
         (planted_node.exit_is_reported_twice, ("replica-dies",), 0),
         (planted_node.ended_process_is_not_started_again, ("replica-dies",), 22),

@@ -13,12 +13,23 @@ import msgspec
 
 from laminar.actors.host import Host
 from laminar.actors.node import Child, Node
-from laminar.core import membership
+from laminar.core import membership, recovery
+from laminar.core.context import Context
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.sim.runtime import machines
 from tools.rows.planted import Planter
+
+
+def engine_that_does_not_come_up_is_not_missed(plant: Planter) -> None:
+    watch = recovery.watch_progress
+
+    def planted(ctx: Context, name: str) -> None:
+        if name in ctx.state.replicas:
+            watch(ctx, name)
+
+    plant.replace(recovery, "watch_progress", planted)
 
 
 def exit_is_not_reported(plant: Planter) -> None:
@@ -109,6 +120,7 @@ def node_of_the_store_is_refused_while_the_run_ends(plant: Planter) -> None:
 
 
 NODE_BUGS: tuple[Callable[[Planter], None], ...] = (
+    engine_that_does_not_come_up_is_not_missed,
     exit_is_not_reported,
     exit_is_reported_twice,
     exit_is_reported_of_the_first_process,

@@ -34,7 +34,7 @@ from laminar.sim.models.replica import Replica
 from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.runtime.network import Weather
 from laminar.sim.runtime.scheduler import MS
-from laminar.sim.scenario import seconds, stream
+from laminar.sim.scenario import ENGINE_START_MS, seconds, stream
 
 WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
 RATES = (
@@ -55,9 +55,10 @@ ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
 ENGINE_DIFFERS = "engine-differs"
 TRAINERS_DISK_FULL = "trainers-disk-full"
+START_HANGS = "start-hangs"
 OWN_RATES = {
     REWARD_ERRORS: (0.1, 0.3, 1.0), ENGINE_DIFFERS: (0.02, 0.1, 1.0),
-    TRAINERS_DISK_FULL: (0.1, 0.3),
+    TRAINERS_DISK_FULL: (0.1, 0.3), START_HANGS: (0.1, 0.3),
 }  # fmt: skip
 """Drawn from streams of their own."""
 RARE = {
@@ -205,6 +206,10 @@ class Faults(Effects):
     def publish_differs(self) -> bool:
         differs, self.differs_next = self.differs_next and not self.healed, False
         return differs
+
+    def start_hangs(self) -> bool:
+        """An engine never comes up."""
+        return self._wedges(START_HANGS, ENGINE_START_MS)
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool:
         return self._strikes("hangs")

@@ -232,6 +232,8 @@ class Replica(Idle):
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
     ) -> ReplicaEngine:
         await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # also of a slow one
+        if self.world.faults.start_hangs():
+            await asyncio.Event().wait()
         self.engine = ReplicaEngine(self, on_deltas)
         return self.engine
 
