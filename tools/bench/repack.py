@@ -1,15 +1,14 @@
 """What repack gains: the core in virtual time, beside the paper's policy and a ceiling.
 
-Usage: python tools/bench/repack.py [--quick | --small-grid | --grid] [-j 2] [--results FILE]
+Usage: python tools/bench/repack.py [--quick | --grid] [-j 2] [--results FILE]
 Prints one JSON line per run and then the figures, with what was fitted and what is predicted.
 
 (none)        the paper's table: 16 replicas of 32B on four GPUs, 1,024 trajectories with each
               version, staleness 4, three seeds; and once more with the engine of its Figure 4
 --quick       one seed and fewer steps
 --grid        4, 8, 16 and 64 replicas x staleness 1, 2 and 4 x 5,000 and 20,000 tokens/s of
-              prefill, five paired seeds: off and gain, and the ceiling
---small-grid  with 20,000 tokens/s only, three seeds, fewer steps, off and gain; with 64 replicas
-              and staleness 4 the paper's policies, too
+              prefill, five paired seeds: off and gain, and the ceiling; with 64 replicas the
+              paper's policies, too
 --results     runs that this file has are not run again; new ones are added to it
 
 Policies: `paper-off` and `paper-on` drain 1,024 trajectories and then pull, without and with the
@@ -120,17 +119,6 @@ def grid() -> list[Cell]:
     ]
 
 
-def small_grid() -> list[Cell]:
-    """Seed after seed, so that what is there when it is stopped is paired."""
-    worlds = [(replicas, staleness) for replicas in (4, 8, 16, 64) for staleness in (1, 2, 4)]
-    return [
-        Cell(policy, seed, replicas, staleness, warm_steps=4, steps=6)
-        for seed in range(1, 4)
-        for replicas, staleness in worlds
-        for policy in ("off", "gain", *(PAPERS if (replicas, staleness) == (64, 4) else ()))
-    ]
-
-
 def results(cells: list[Cell], jobs: int, kept: Path | None) -> Iterator[dict[str, Any]]:
     """A line for each cell, in no order; those that are in the file first."""
     known = {}
@@ -209,7 +197,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true")
-    size.add_argument("--small-grid", action="store_true")
     size.add_argument("--grid", action="store_true")
     parser.add_argument("-j", "--jobs", type=int, default=2)
     parser.add_argument("--results", type=Path)
@@ -218,8 +205,6 @@ def main() -> None:
     cells = table(range(1, 4))
     if arguments.grid:
         cells = grid()
-    elif arguments.small_grid:
-        cells = small_grid()
     elif arguments.quick:
         cells = table([1], warm_steps=3, steps=3)
     for line in fitted():
