@@ -2,8 +2,9 @@
 
     laminar-coord RUN_DIR [--resume]
 
-RUN_DIR holds config.toml, as `laminar train` writes it. Started again on the same directory it
-comes back to the state that its log describes; with --resume a run that was stopped goes on.
+RUN_DIR holds config.toml, as `laminar train --prepare` writes it. Started again on the same
+directory it comes back to the state that its log describes; with --resume a run that was stopped
+goes on.
 SIGTERM, SIGHUP and Ctrl-C end the run in good order, a second Ctrl-C and SIGQUIT at once. Exit
 codes: 0 the run is complete, 1 it failed, 2 a mistake of the user, 130 it was stopped before it
 began or at once; after 70 (it crashed) and 75 (the log could not be written: start it when the disk
@@ -31,6 +32,7 @@ from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
 from laminar.run_lock import RunLock
+from laminar.rundir import CONFIG_FILE
 from laminar.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
@@ -55,6 +57,11 @@ def main() -> None:
 
 def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
     config = run_config(run_dir)
+    if config.reward.scope == "auto":  # only a look at the reward function says what it is
+        raise ConfigError(
+            f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
+            "`laminar train --prepare` with these settings writes the directory"
+        )
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
     parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
-    parser.set_defaults(function=fork, resume=None)
+    parser.set_defaults(function=fork, resume=None, prepare=False)
 
 
 def fork(arguments: argparse.Namespace) -> int:

@@ -69,7 +69,9 @@ def check_settings(config: Config) -> Config:
         check_devices(config)
         config = localize(config)
         _check_model(config)
-        check_import(config.reward.custom_reward_function.path, "reward.custom_reward_function.path")
+        check_import(
+            config.reward.custom_reward_function.path, "reward.custom_reward_function.path"
+        )
         for path in dict.fromkeys(entry.path for entry in config.reward.functions):
             check_import(path, "reward.functions.path")
     _check_strategy(config)

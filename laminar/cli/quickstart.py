@@ -25,6 +25,6 @@ def add_parser(subparsers: Any) -> None:
 def quickstart(arguments: argparse.Namespace) -> int:
     """As `laminar train -c configs/quickstart.toml --move-old`; its exit code."""
     arguments.config = [QUICKSTART_CONFIG]
-    arguments.move_old, arguments.resume = True, None
+    arguments.move_old, arguments.resume, arguments.prepare = True, None, False
     arguments.overrides.insert(0, f"model.name={QUICKSTART_MODEL}")
     return train(arguments)

@@ -54,6 +54,12 @@ def roles_of(machine: int) -> list[str]:
     return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
 
 
+def words_of(config: Config, machine: int) -> list[str]:
+    """The options of its laminar-node."""
+    roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.rollout.replicas}"])
+    return ["--name", f"node-{machine}", "--roles", roles, "--host", f"127.0.0.{machine + 1}"]
+
+
 class Supervisor:
     """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
 
@@ -141,14 +147,11 @@ class Supervisor:
         """The node that imports already, if there is one."""
         if not self._early:
             return self._start_node(index)
-        return self._early[index].go([str(self.run_dir), *self._words(index)], self._lock.fd)
+        words = [str(self.run_dir), *words_of(self.config, index)]
+        return self._early[index].go(words, self._lock.fd)
 
     def _start_node(self, index: int) -> Process:
-        return self._start("laminar.cli.node", *self._words(index))
-
-    def _words(self, index: int) -> list[str]:
-        roles = ",".join([*roles_of(index)[:-1], f"rollout:{self.config.rollout.replicas}"])
-        return ["--name", f"node-{index}", "--roles", roles, "--host", f"127.0.0.{index + 1}"]
+        return self._start("laminar.cli.node", *words_of(self.config, index))
 
     def _start(self, module: str, *options: str) -> Process:
         """In a session of its own: Ctrl-C is ours to hand on. It sees our end by its stdin's."""

@@ -2,7 +2,7 @@
 
 Reads   the config files and overrides of the command line
 Writes  the run directory; the plan before a run, its summary after it
-Starts  the processes of the run, by way of the supervisor
+Starts  the processes of the run, by way of the supervisor; with --prepare nothing
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
 from laminar.cli.resume import check_data, check_unchanged, resumed_config, take_up
 from laminar.cli.reward_trial import show_trial
-from laminar.cli.supervisor import Asked, Supervisor, roles_of
+from laminar.cli.supervisor import Asked, Supervisor, roles_of, words_of
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
@@ -50,6 +50,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="run everything on this machine")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
+    parser.add_argument(
+        "--prepare",
+        action="store_true",
+        help="write the run directory, for daemons that you start yourself",
+    )
     parser.add_argument(
         "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
     )
@@ -80,31 +85,34 @@ def begin(
     """Check, start, watch, report; returns the run's exit code."""
     console = Terminal()
     config = check_settings(config)
+    starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
         early = []
-        for index in range(0 if arguments.dry_run else config.run.nodes):
+        for index in range(config.run.nodes if starts else 0):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
             check_data(run_dir, plan.data_digest)
-        if arguments.dry_run:
+        if not starts:
             ask_vllm(plan.config)
         console.lines(plan_lines(plan))
         console.lines(forked.lines if forked is not None else [])
         found = dict(plan.warnings)
         if not config.is_emulated:
             found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
-        if arguments.dry_run:
+        if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
+            if arguments.prepare:
+                console.lines(_prepared(plan.config, run_dir, found))
             return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
         console.when_gone(
             "nobody reads the output any more; the run goes on, and "
             f"`{typed('stop', run_dir)}` ends it"
         )
         with Asked() as asked:  # before there is a directory: nothing is left half made
-            if run_dir.exists() and not arguments.resume:
-                console.lines([f"moved the old run to {move_aside(run_dir)}"])
+            if not arguments.resume:
+                console.lines(_moved(run_dir))
             place = take_up if arguments.resume else prepare
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
@@ -118,13 +126,38 @@ def begin(
     return over.code
 
 
+def _moved(run_dir: Path) -> list[str]:
+    """What became of an old run at the place of the new one."""
+    return [f"moved the old run to {move_aside(run_dir)}"] if run_dir.exists() else []
+
+
+def _prepared(config: Config, run_dir: Path, warnings: dict[str, str]) -> list[str]:
+    """Write the run directory; the commands that run it."""
+    lines = _moved(run_dir)
+    prepare(config, run_dir, warnings).close()
+    nodes = [words_of(config, machine) for machine in range(config.run.nodes)]
+    return [
+        *lines,
+        f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
+        f"  laminar-coord {run_dir}",
+        *(f"  laminar-node {run_dir} {' '.join(words)}" for words in nodes),
+    ]
+
+
 def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """The settings, and where the run is or will be."""
     if arguments.resume:
         if arguments.move_old:
             raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+        if arguments.prepare:
+            raise ConfigError(
+                "--prepare writes a new run directory, and --resume goes on with a run: give one; "
+                "daemons of your own go on with `laminar-coord RUN --resume`"
+            )
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
+    if arguments.prepare and arguments.dry_run:
+        raise ConfigError("--dry-run writes nothing, and --prepare the run directory: give one")
     config = load(arguments.config, arguments.overrides)
     return config, place_of(config, arguments.move_old)
 

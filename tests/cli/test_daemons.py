@@ -44,6 +44,15 @@ def test_mistakes_of_both(
     )
 
 
+def test_a_configuration_that_nobody_has_looked_at_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / "config.toml").write_text(dumps(config))
+    assert "laminar train --prepare" in _refused(coord, [str(tmp_path)], monkeypatch, capfd)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
