@@ -87,7 +87,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: float = 900.0  #: for an engine to be ready once its process has joined
     #: of a decode step when work is packed; how many sequences that allows is measured
     decode_budget_ms: int | Literal["none"] = "none"
-    #: the most sequences of a decode step when work is packed; auto: as decode_budget_ms allows
+    #: sequences of a decode step when work is packed; auto: by decode_budget_ms, else max_num_seqs
     max_batch: int | Literal["auto"] = "auto"
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
