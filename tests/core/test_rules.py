@@ -56,7 +56,8 @@ def test_table_is_in_order() -> None:
 
 
 def test_a_run_is_decided_by_what_it_logged() -> None:
-    older: dict[str, Any] = {"eval_answers": 0, "max_error_permille": -1, "rules": ()}
+    older: dict[str, Any] = {"eval_answers": 0, "max_error_permille": -1, "engine_start_ms": 0}
+    older["rules"] = ()
     assert rules_of(settings(**older)) == []
     assert rules_of(settings(**older | {"eval_answers": 4})) == ["held-out-figures"]
     newest = settings(eval_answers=1, max_error_permille=0, repack_policy="gain", save_freq=20)
