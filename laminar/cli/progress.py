@@ -103,7 +103,7 @@ class Progress:
         if self._first_step is None:
             self._first_step = status["step"]
             self._awaited, self._resumed = status["awaited"], set(status["awaited"])
-        self._tell_restarts(status["awaited"], status["processes"])
+        self._tell_restarts(status["awaited"], status["processes"], status["lost_by"])
         if status["step"] > self._first_step:
             self._tell_start()
         if self._live is None:
@@ -162,17 +162,21 @@ class Progress:
                 self._print_line(f"{node} is no longer silent, or its machine is lost")
         self._silent = nodes
 
-    def _tell_restarts(self, awaited: list[str], pids: dict[str, int]) -> None:
+    def _tell_restarts(
+        self, awaited: list[str], pids: dict[str, int], lost_by: dict[str, str]
+    ) -> None:
         """Who is lost; the run goes on, as far as it does not need that process. One that comes
         back at once is seen by its process id only."""
         for name, pid in pids.items():
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
-                self._print_line(f"{name} was lost, and has been started again")
+                self._print_line(
+                    f"{name} was lost{_why(lost_by, name)}, and has been started again"
+                )
         self._pids = pids
         for name in awaited:
             if name not in self._awaited:
-                self._print_line(f"{name} is lost: its node starts it again")
+                self._print_line(f"{name} is lost{_why(lost_by, name)}: its node starts it again")
         for name in self._awaited:
             if name not in awaited and name not in self._resumed:
                 self._print_line(f"{name} is back, or is not waited for any more")
@@ -241,6 +245,11 @@ class Pace:
             return ""
         per_step = (last - then) / (step - first)
         return f"{_span(max((total - step) * per_step - (now - last), 0.0))} left"
+
+
+def _why(lost_by: dict[str, str], name: str) -> str:
+    """In brackets; nothing where a coordinator has not seen the loss that now leads the run."""
+    return f" ({lost_by[name]})" if name in lost_by else ""
 
 
 def _span(seconds: float) -> str:

@@ -28,6 +28,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
+from laminar.observe.losses import Losses
 from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.roles import Role
@@ -56,13 +57,14 @@ class StatusWriter:
         self._tokens: tuple[float, int] = (clock(), 0)
         self._rate = 0.0
         self.last_metrics: dict[str, float] = {}
-        self._gauges, self._repack = LatestGauges(), RepackCounts()
+        self._gauges, self._repack, self._losses = LatestGauges(), RepackCounts(), Losses()
         self.left_out: deque[str] = deque(maxlen=LEFT_OUT_SHOWN)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._clock()
         self._gauges.take(stamped, state)
         self._repack.take(commands, state)
+        self._losses.take(stamped, commands)
         metrics = getattr(stamped.event, "metrics", None)
         if metrics:
             self.last_metrics = metrics
@@ -109,6 +111,7 @@ class StatusWriter:
             "warnings": list(state.warnings.values()),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
             "awaited": _awaited(state),
+            "lost_by": dict(self._losses.why),
             "repack": self._repacked(state),
             "processes": {a.name: a.pid for a in state.actors.values()},
         }

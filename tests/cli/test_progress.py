@@ -37,6 +37,7 @@ STATUS: dict[str, Any] = {
     "warnings": [],
     "silent_nodes": [],
     "awaited": [],
+    "lost_by": {"trainer-0": "killed by SIGKILL"},
     "processes": {},
     "repack": None,
 }
@@ -118,7 +119,7 @@ def test_who_is_lost_is_told_once_and_so_is_its_return(tmp_path: Path) -> None:
         progress._draw()
     lines = file.getvalue().splitlines()
     assert [line for line in lines if "trainer-0" in line] == [
-        "trainer-0 is lost: its node starts it again",
+        "trainer-0 is lost (killed by SIGKILL): its node starts it again",
         "trainer-0 is back, or is not waited for any more",
     ]
     assert "started it again" not in file.getvalue(), "that was said already"

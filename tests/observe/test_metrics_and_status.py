@@ -14,7 +14,7 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Stamped
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
@@ -255,15 +255,25 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     assert shown(tmp_path, bench)["trainer"] == "waiting"
 
 
-def shown(directory: Path, bench: Bench) -> dict[str, Any]:
-    """status.json as of now."""
+def test_why_somebody_is_lost_is_shown(tmp_path: Path) -> None:
+    bench = Bench()
+    bench.start()
+    killed = ev.ProcessExited(actor="store-0", boot_id="a", code=-9, restarting=True)
+    assert shown(tmp_path, bench, killed)["lost_by"] == {"store-0": "killed by SIGKILL"}
+
+
+TIMER = ev.TimerFired(timer="start")
+
+
+def shown(directory: Path, bench: Bench, event: Event = TIMER) -> dict[str, Any]:
+    """status.json as of now; this event was the last."""
     stamped = Stamped(
         seq=bench.seq,
         time_ns=0,
         peer=COORDINATOR,
         incarnation=0,
         peer_seq=0,
-        event=ev.TimerFired(timer="start"),
+        event=event,
     )
     StatusWriter(directory, TELEMETRY, lambda: 1e9)(stamped, [], bench.state)
     assert TELEMETRY.drain(60)

@@ -1,0 +1,45 @@
+"""Why a process was lost: the reason that is known first, and how it ended only without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.observe.losses import Losses
+
+NAME = "rollout-0"
+KILLED = ev.ProcessExited(actor=NAME, boot_id="a", code=-9, restarting=True)
+JOINED = ev.ActorJoined(name=NAME, role="rollout", boot_id="b", node="node-0", pid=1)
+SILENT = ev.HeartbeatLost(actor=NAME, actor_incarnation=1, silent_ms=5_000)
+RESTART = cmd.RestartActor(to="node-0", actor=NAME, reason="it sampled nothing")
+
+
+def told(*events: Event, orders: tuple[Command, ...] = ()) -> str:
+    """After these; `orders` are decided on the first."""
+    losses = Losses()
+    for seq, event in enumerate(events):
+        stamped = Stamped(seq=seq, time_ns=0, peer=NAME, incarnation=1, peer_seq=0, event=event)
+        losses.take(stamped, [] if seq else orders)
+    return losses.why[NAME]
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ((KILLED,), "killed by SIGKILL"),
+        ((ev.ProcessExited(actor=NAME, boot_id="a", code=7, restarting=True),), "exit code 7"),
+        ((SILENT, KILLED), "nothing was heard from it for 5000 ms"),
+        ((ev.ActorFailed(reason="no memory", user_error=False), KILLED), "no memory"),
+        ((SILENT, KILLED, JOINED, KILLED), "killed by SIGKILL"),
+        ((SILENT, JOINED, KILLED), "killed by SIGKILL"),
+    ],
+)
+def test_the_reason_that_is_known_first(events: tuple[Event, ...], why: str) -> None:
+    assert told(*events) == why
+
+
+def test_an_order_has_its_reason() -> None:
+    timer = ev.TimerFired(timer=f"progress:{NAME}")
+    assert told(timer, KILLED, orders=(RESTART,)) == "it sampled nothing"
