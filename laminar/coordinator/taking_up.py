@@ -22,6 +22,8 @@ from laminar.run_lock import holders, in_use
 
 NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""
+OLDER = {"engine_start_ms": 0}
+"""What runs of earlier releases have, and no configuration says: they go on with that."""
 
 
 def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> Event | None:
@@ -77,7 +79,7 @@ def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
         if field.name in (*NOT_COMPARED, *resumption.CHANGEABLE):
             continue
         then, now = (getattr(each, field.name) for each in (state.settings, settings))
-        if then != now:
+        if then != now and then != OLDER.get(field.name):
             raise ConfigError(
                 f"{run_dir}/config.toml says {field.name} = {now!r}, but the run began with "
                 f"{then!r}: put back what was there"

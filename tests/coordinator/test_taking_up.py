@@ -1,0 +1,47 @@
+"""A run is taken up with the settings of its log; one of an earlier release keeps what it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar.config import ConfigError, load
+from laminar.coordinator.loop import settings_of
+from laminar.coordinator.taking_up import OLDER, resumed
+from laminar.events import events as ev
+from laminar.events.base import Settings
+from laminar.testing.bench import Bench
+
+
+def begun_with(settings: Settings) -> Bench:
+    """A run all of whose processes are gone."""
+    bench = Bench(**{name: getattr(settings, name) for name in Settings.__struct_fields__})
+    bench.start()
+    return bench
+
+
+def present() -> Settings:
+    return settings_of(load([], ["model.name=m", "data.dataset=gcd"]))
+
+
+def test_a_run_of_an_earlier_release_goes_on_by_its_own_rules(tmp_path: Path) -> None:
+    older = begun_with(msgspec.structs.replace(present(), **OLDER))
+    event = resumed(tmp_path, older.state, present(), asked=False)
+    assert isinstance(event, ev.RunResumed)
+    older.own(event)
+    assert all(getattr(older.state.settings, name) == value for name, value in OLDER.items())
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_no_configuration_says_what_only_earlier_releases_have(name: str) -> None:
+    assert getattr(present(), name) != OLDER[name]
+
+
+@pytest.mark.parametrize("changes", [{"seed": 5}, {"engine_start_ms": 1}])
+def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    bench = begun_with(present())
+    now = msgspec.structs.replace(present(), **changes)
+    with pytest.raises(ConfigError, match="put back what was there"):
+        resumed(tmp_path, bench.state, now, asked=False)
