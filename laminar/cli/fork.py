@@ -22,7 +22,7 @@ import msgspec
 from laminar.analysis.origins import origin_of
 from laminar.cli.arguments import run_config
 from laminar.cli.resume import values_of
-from laminar.cli.train import Beginning, begin, place_of
+from laminar.cli.train import Beginning, add_ways, begin, place_of
 from laminar.config import Config, ConfigError, load
 from laminar.events.of_coordinator import Origin
 from laminar.rundir import CHECKPOINTS_DIR, CONFIG_FILE, ORIGIN_DIR, ORIGIN_FILE, RESUME_FILE
@@ -35,12 +35,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("fork", help=text, description=text)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--at-step", type=int, metavar="N", required=True)
-    parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
-    parser.add_argument(
-        "--move-old", action="store_true", help="move an existing run directory aside"
-    )
+    add_ways(parser)
     parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
-    parser.set_defaults(function=fork, resume=None, prepare=False)
+    parser.set_defaults(function=fork, resume=None)
 
 
 def fork(arguments: argparse.Namespace) -> int:

@@ -19,12 +19,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
     parser.take_settings()
-    parser.set_defaults(function=quickstart)
+    parser.set_defaults(
+        function=quickstart, config=[QUICKSTART_CONFIG], resume=None, prepare=False, move_old=True
+    )
 
 
 def quickstart(arguments: argparse.Namespace) -> int:
     """As `laminar train -c configs/quickstart.toml --move-old`; its exit code."""
-    arguments.config = [QUICKSTART_CONFIG]
-    arguments.move_old, arguments.resume, arguments.prepare = True, None, False
     arguments.overrides.insert(0, f"model.name={QUICKSTART_MODEL}")
     return train(arguments)

@@ -49,20 +49,26 @@ from laminar.rundir import (
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="run everything on this machine")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
-    parser.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
     parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
+    )
+    add_ways(parser)
+    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
+    parser.set_defaults(function=train)
+
+
+def add_ways(parser: argparse.ArgumentParser) -> None:
+    """What may be done with a new run, instead of running it where there is none yet."""
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
+    less.add_argument(
         "--prepare",
         action="store_true",
         help="write the run directory, for daemons that you start yourself",
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
-    )
-    parser.add_argument(
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
-    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
-    parser.set_defaults(function=train)
 
 
 class Beginning(NamedTuple):
@@ -103,20 +109,22 @@ def begin(
             found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
-            if arguments.prepare:
-                console.lines(_prepared(plan.config, run_dir, found))
-            return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
-        console.when_gone(
-            "nobody reads the output any more; the run goes on, and "
-            f"`{typed('stop', run_dir)}` ends it"
-        )
+        if arguments.dry_run:
+            return _shown(console)
         with Asked() as asked:  # before there is a directory: nothing is left half made
-            if not arguments.resume:
-                console.lines(_moved(run_dir))
+            if not arguments.resume and run_dir.exists():
+                console.lines([f"moved the old run to {move_aside(run_dir)}"])
             place = take_up if arguments.resume else prepare
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
                 _take(forked, run_dir)
+            if arguments.prepare:
+                console.lines(_daemons(plan.config, run_dir))
+                return _shown(console)
+            console.when_gone(
+                "nobody reads the output any more; the run goes on, and "
+                f"`{typed('stop', run_dir)}` ends it"
+            )
             resume = arguments.resume is not None
             over = Supervisor(plan.config, lock, console, asked, early, resume=resume).run()
         if reason := lock.lost():
@@ -126,18 +134,14 @@ def begin(
     return over.code
 
 
-def _moved(run_dir: Path) -> list[str]:
-    """What became of an old run at the place of the new one."""
-    return [f"moved the old run to {move_aside(run_dir)}"] if run_dir.exists() else []
+def _shown(console: Terminal) -> int:
+    return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
 
 
-def _prepared(config: Config, run_dir: Path, warnings: dict[str, str]) -> list[str]:
-    """Write the run directory; the commands that run it."""
-    lines = _moved(run_dir)
-    prepare(config, run_dir, warnings).close()
+def _daemons(config: Config, run_dir: Path) -> list[str]:
+    """The commands that run what is prepared."""
     nodes = [words_of(config, machine) for machine in range(config.run.nodes)]
     return [
-        *lines,
         f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
         f"  laminar-coord {run_dir}",
         *(f"  laminar-node {run_dir} {' '.join(words)}" for words in nodes),
@@ -156,8 +160,6 @@ def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
             )
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
-    if arguments.prepare and arguments.dry_run:
-        raise ConfigError("--dry-run writes nothing, and --prepare the run directory: give one")
     config = load(arguments.config, arguments.overrides)
     return config, place_of(config, arguments.move_old)
 

@@ -39,6 +39,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.requests import check_request, check_sequence
+from laminar.exit_codes import how_it_ended
 
 T = TypeVar("T")
 
@@ -326,9 +327,8 @@ class VllmEngine:
         code = self._core.exitcode
         if code is None or code >= 0:
             return "vLLM's engine core has died; the reason is in this replica's output above"
-        name = signal.Signals(-code).name
         memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"vLLM's engine core has died, killed by {name}{memory}"
+        return f"vLLM's engine core has died, {how_it_ended(code)}{memory}"
 
     def _fail(self, why: str) -> None:
         """Once: nothing goes on waiting for an answer that cannot come."""

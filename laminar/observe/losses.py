@@ -6,12 +6,12 @@ Gives   Losses: `why`, by the name of the process, from where it begins to see t
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
+from laminar.exit_codes import how_it_ended
 
 
 class Losses:
@@ -20,6 +20,8 @@ class Losses:
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
         self._explained: set[str] = set()  #: by their reason, until their end is reported
+        self._boots: dict[str, str] = {}  #: that joined last, by name
+        self._replaced: set[str] = set()  #: boots whose end is no news any more
 
     def take(self, stamped: Stamped, commands: Sequence[Command]) -> None:
         event = stamped.event
@@ -28,11 +30,12 @@ class Losses:
         elif isinstance(event, ev.HeartbeatLost):
             self._explain(event.actor, f"nothing was heard from it for {event.silent_ms} ms")
         elif isinstance(event, ev.ProcessExited):
-            if event.actor not in self._explained:
-                self.why[event.actor] = event.reason or _how(event.code)
-            self._explained.discard(event.actor)
+            self._ended(event)
         elif isinstance(event, ev.ActorJoined):
             self._explained.discard(event.name)
+            if (before := self._boots.get(event.name, event.boot_id)) != event.boot_id:
+                self._replaced.add(before)
+            self._boots[event.name] = event.boot_id
         for command in commands:
             if isinstance(command, cmd.RestartActor):
                 self._explain(command.actor, command.reason)
@@ -41,6 +44,10 @@ class Losses:
         self.why[name] = reason
         self._explained.add(name)
 
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    def _ended(self, event: ev.ProcessExited) -> None:
+        if event.boot_id in self._replaced:
+            self._replaced.remove(event.boot_id)
+            return
+        if event.actor not in self._explained:
+            self.why[event.actor] = event.reason or how_it_ended(event.code)
+        self._explained.discard(event.actor)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
+from laminar.exit_codes import how_it_ended
 from laminar.tasks.user_function import LOAD_S, load_in_silence
 
 ENDED = b"ended"
@@ -47,13 +48,9 @@ def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
         child.wait()
     if said != ENDED:
         raise ConfigError(
-            f"{key} = {path!r} ends the process that imports it ({_how(child.returncode)}); a "
-            "file of functions must not end its process"
+            f"{key} = {path!r} ends the process that imports it "
+            f"({how_it_ended(child.returncode)}); a file of functions must not end its process"
         )
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def main(path: str) -> None:

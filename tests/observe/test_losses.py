@@ -10,8 +10,18 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.observe.losses import Losses
 
 NAME = "rollout-0"
-KILLED = ev.ProcessExited(actor=NAME, boot_id="a", code=-9, restarting=True)
-JOINED = ev.ActorJoined(name=NAME, role="rollout", boot_id="b", node="node-0", pid=1)
+
+
+def ended(boot: str, code: int) -> ev.ProcessExited:
+    return ev.ProcessExited(actor=NAME, boot_id=boot, code=code, restarting=True)
+
+
+def joined(boot: str) -> ev.ActorJoined:
+    return ev.ActorJoined(name=NAME, role="rollout", boot_id=boot, node="node-0", pid=1)
+
+
+KILLED = ended("a", -9)
+FIRST, JOINED = joined("a"), joined("b")
 SILENT = ev.HeartbeatLost(actor=NAME, actor_incarnation=1, silent_ms=5_000)
 RESTART = cmd.RestartActor(to="node-0", actor=NAME, reason="it sampled nothing")
 
@@ -29,11 +39,14 @@ def told(*events: Event, orders: tuple[Command, ...] = ()) -> str:
     ("events", "why"),
     [
         ((KILLED,), "killed by SIGKILL"),
-        ((ev.ProcessExited(actor=NAME, boot_id="a", code=7, restarting=True),), "exit code 7"),
+        ((ended("a", 7),), "exit code 7"),
+        ((ended("a", -35),), "killed by signal 35"),
         ((SILENT, KILLED), "nothing was heard from it for 5000 ms"),
         ((ev.ActorFailed(reason="no memory", user_error=False), KILLED), "no memory"),
-        ((SILENT, KILLED, JOINED, KILLED), "killed by SIGKILL"),
-        ((SILENT, JOINED, KILLED), "killed by SIGKILL"),
+        ((SILENT, KILLED, JOINED, ended("b", -9)), "killed by SIGKILL"),
+        ((SILENT, JOINED, ended("b", -9)), "killed by SIGKILL"),
+        ((FIRST, SILENT, JOINED, KILLED), "nothing was heard from it for 5000 ms"),
+        ((FIRST, JOINED, ended("never-joined", 7), KILLED), "exit code 7"),
     ],
 )
 def test_the_reason_that_is_known_first(events: tuple[Event, ...], why: str) -> None:

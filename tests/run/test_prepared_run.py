@@ -1,4 +1,4 @@
-"""A run whose daemons the user starts: `laminar train --prepare` says how."""
+"""A run whose daemons the user starts: `--prepare` of `laminar train` and `fork` says how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = [
     "data.dataset_size=100",
     "data.val_size=2",
     "data.train_batch_size=4",
-    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
     "emulation.train_s=0.1",
     "emulation.weights_mb=1",
 ]
@@ -31,9 +31,8 @@ def prepare(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return laminar("train", "--prepare", *words, *SETTINGS, *where)
 
 
-def test_what_it_says_runs_it(tmp_path: Path) -> None:
+def run_it(prepared: subprocess.CompletedProcess[str]) -> None:
     """The printed commands, word for word, each in a process of its own."""
-    prepared = prepare(tmp_path)
     assert prepared.returncode == 0, prepared.stderr
     lines = [line.split() for line in prepared.stdout.splitlines() if line.startswith("  laminar-")]
     assert [line[0] for line in lines] == ["laminar-coord", "laminar-node"]
@@ -45,15 +44,22 @@ def test_what_it_says_runs_it(tmp_path: Path) -> None:
     finally:
         for daemon in daemons:
             daemon.kill()
-    said = laminar("audit", str(tmp_path / "run")).stdout
-    assert "books agree" in said
+
+
+def test_what_it_says_runs_it_and_a_fork_of_it(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    run_it(prepare(tmp_path, "trainer.total_training_steps=1"))
+    to = ["--at-step", "1", "trainer.total_training_steps=2", "run.name=fork"]
+    run_it(laminar("fork", run, "--prepare", *to))
+    for name in ("run", "fork"):
+        assert "books agree" in laminar("audit", str(tmp_path / name)).stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "exists; give another run.name"),
-        (["--dry-run"], "--dry-run writes nothing"),
+        (["--dry-run"], "not allowed with argument"),
         (["--resume", "RUN"], "laminar-coord RUN --resume"),
     ],
 )
