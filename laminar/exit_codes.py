@@ -1,15 +1,12 @@
 """The exit codes of the processes of a run.
 
 Reads   nothing
-Gives   one name per code; FINAL: those after which a coordinator is not started again;
-        how_it_ended, in words
+Gives   one name per code; FINAL: those after which a coordinator is not started again
 
 A supervisor decides by them alone, whether it is `laminar train`, a person or a batch system.
 """
 
 from __future__ import annotations
-
-import signal
 
 COMPLETE = 0
 FAILED = 1  #: the run, or this actor; the reason is in the event log
@@ -22,11 +19,3 @@ PIPE_CLOSED = 141  #: a command whose output is no longer read
 TERMINATED = 143  #: an actor by SIGTERM or SIGHUP, which is not an order of the coordinator
 
 FINAL = (COMPLETE, FAILED, USER_ERROR, STOPPED_EARLY)
-
-
-def how_it_ended(code: int) -> str:
-    """The end of a process that has this `returncode`, which is -N after signal N."""
-    if code >= 0:
-        return f"exit code {code}"
-    known = -code in set(signal.Signals)  # those for real time have numbers only
-    return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
