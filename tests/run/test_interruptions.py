@@ -202,6 +202,7 @@ def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_supervisor_and_a_coordinator_that_are_killed(tmp_path: Path) -> None:
     """Nobody would start another coordinator: the node gives up, and its actors go with it."""
     process = start(tmp_path, "trainer.total_training_steps=500", "data.train_batch_size=4")
