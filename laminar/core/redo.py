@@ -35,6 +35,7 @@ DEATHS_MAX = 3
 so many replicas."""
 NAMED_MAX = 8
 """Groups of such a batch that are named."""
+NO_CHECKPOINT = "has found no checkpoint that the log confirms, and there was one"
 
 
 # --- it is lost, and comes back -----------------------------------------------------------------
@@ -113,8 +114,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     state.saved = {c.version: c.path for c in confirmed}
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_begin_anew(state):
-        why = "has found no checkpoint that the log confirms, and there was one"
-        lifecycle.fail(ctx, f"{name} {why}", 1)
+        lifecycle.fail(ctx, f"{name} {NO_CHECKPOINT}", 1)
         return
     state.redone = newest.step if newest is not None else 0
     lineage.checkpoints_kept(state)

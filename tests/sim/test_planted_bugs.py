@@ -33,6 +33,12 @@ EVENTS_MAX = 8_000  #: several times what one of these runs needs
         (planted_redo.one_row_is_left_out_of_a_redo, ("trainer-dies",), 0),
         (planted_redo.payloads_go_that_a_redo_needs, ("trainer-dies",), 23),
         (planted_redo.redo_is_published, ("trainer-dies",), 0),
+        (planted_redo.checkpoint_ahead_of_the_log_is_loaded, ("trainer-dies-unheard",), 1),
+        (
+            planted_redo.old_checkpoint_goes_before_the_log_has_the_new_one,
+            ("trainer-dies-unheard",),
+            5,
+        ),
         (planted.event_is_lost_between_link_and_machine, (), 0),
         (planted.actor_forgets_its_commands, ("coordinator-killed",), 0),
         (planted.store_lets_lower_placements_write, ("partition",), 0),

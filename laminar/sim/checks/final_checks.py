@@ -84,6 +84,8 @@ def failure_has_a_reason(world: World, state: State) -> None:
     known = named or drained or replicas_gone or poisoned or _struck(world, state)
     known = known or _rewards_failed(world, state) or _could_not_start(world, state)
     known = known or _gone_since_resumption(world, state) or _batch_is_deadly(world, state)
+    if redo.NO_CHECKPOINT in state.failure:
+        world.checks.training.none_to_go_on_from(state.failure)
     if state.exit_code not in (1, 130) or not known:
         raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
 

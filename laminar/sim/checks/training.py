@@ -18,6 +18,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.rundir import VERSION_FILE
 from laminar.sim.interfaces import Process, World
+from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
@@ -45,6 +46,8 @@ class TrainingChecks:
         self._pulls: dict[str, list[cmd.PullWeights]] = {}
         self._saved: dict[int, str] = {}  #: directories of checkpoints by version
         self.lost: set[str] = set()  #: directories that somebody else removed, likewise
+        #: paths of the checkpoints that the log has, by the event since which it has them
+        self._kept: dict[int, tuple[str, ...]] = {}
 
     def decided(self, command: Command) -> None:
         """The coordinator gives a version its number."""
@@ -63,6 +66,8 @@ class TrainingChecks:
     def observe(self, stamped: Stamped, state: State) -> None:
         """The log has a step; what it has, no other trainer may train otherwise."""
         event = stamped.event
+        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.saved:
+            self._kept[stamped.seq] = tuple(state.saved.values())
         if not isinstance(event, ev.StepCompleted) or state.completed != event.step_index + 1:
             return
         order = self._orders.get(event.version)
@@ -73,6 +78,13 @@ class TrainingChecks:
     def take_back(self, seq: int) -> None:
         """What came after this event was lost with its coordinator."""
         self._accepted = {k: found for k, found in self._accepted.items() if found[0] <= seq}
+        self._kept = {k: paths for k, paths in self._kept.items() if k <= seq}
+
+    def none_to_go_on_from(self, failure: str) -> None:
+        """there_is_a_checkpoint: a trainer has found none, and there was one."""
+        for path in next(reversed(self._kept.values()), ()):
+            if str(RUN_DIR / path) not in self.lost:
+                raise Violation("there_is_a_checkpoint", f"nobody removed {path}: {failure}")
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
         """What is trained is rewarded, not ended, and young enough.

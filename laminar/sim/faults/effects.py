@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 
 from laminar.core import relays
+from laminar.events.base import COORDINATOR
 from laminar.sim.interfaces import EXIT_KILLED, Process, World
 from laminar.sim.runtime.scheduler import MS
 from laminar.sim.scenario import seconds, stream
@@ -20,6 +21,8 @@ NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
 TRAINER_LOSSES = 4
 """Of one run, at most."""
+UNHEARD_S = 1.5
+"""Longer than it takes to write a checkpoint, and much less than a lease."""
 KILLED = 0.5
 """Part of the nodes that are lost by being killed."""
 
@@ -44,6 +47,7 @@ class Effects:
         self.differs_next = False
         """The trainer's next publish that it is ordered to make has other bytes."""
         self.dies_next = ""  #: place in its code where the trainer dies when it comes there
+        self.unheard_next = False  #: what it says of its steps until then does not arrive
         self.sticks_next = False  #: the next transfer along the chain does
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
 
@@ -63,10 +67,11 @@ class Effects:
         return kept and not self.dead and self.world.coordinator.up
 
     def dies_at(self, process: Process, point: str) -> bool:
-        """A process comes to this place in its code."""
-        there = self.dies_next == point and not self.healed
-        if there and self.may_lose_trainer(process):
-            self.dies_next = ""
+        """A process comes to this place in its code; some are come to only when all has healed."""
+        if self.unheard_next and point == "trainer-book":
+            self._cut(process.name, COORDINATOR, UNHEARD_S)
+        if self.dies_next == point and self.may_lose_trainer(process):
+            self.dies_next, self.unheard_next = "", False
             self.world.coverage.hit(f"fault:{point}")
             return True
         return False
@@ -153,11 +158,14 @@ class Effects:
 
     def cut(self, source: str, target: str, duration_s: float) -> None:
         if not self.healed:
-            self.world.network.cut(source, target, +1)
-            self.later(duration_s, self._mend, source, target)
+            self._cut(source, target, duration_s)
 
-    def _mend(self, source: str, target: str) -> None:
-        if not self.healed:
+    def _cut(self, source: str, target: str, duration_s: float) -> None:
+        self.world.network.cut(source, target, +1)
+        self.later(duration_s, self._mend, source, target, self.healed)
+
+    def _mend(self, source: str, target: str, healed: bool) -> None:
+        if self.healed == healed:  # what was cut before is mended when all heals
             self.world.network.cut(source, target, -1)
 
     def wedged_for(self, deadline_ms: int) -> None:

@@ -331,12 +331,18 @@ def _silent(faults: Effects, chance: random.Random, process: Process) -> None:
 
 def _dies_there(faults: Effects, chance: random.Random, process: Process) -> None:
     """At a named place in its code, when it comes there."""
-    faults.dies_next = chance.choice(points.TRAINER)
+    faults.dies_next, faults.unheard_next = chance.choice(points.TRAINER), False
+
+
+def _dies_unheard(faults: Effects, chance: random.Random, process: Process) -> None:
+    """When a checkpoint has its name whose step the coordinator has not heard of."""
+    faults.dies_next, faults.unheard_next = "trainer-checkpoint-named", True
 
 
 TRAINER: dict[str, Strike] = {
     "trainer-dies": _trainer(_dies),
     "trainer-dies-there": _trainer(_dies_there),
+    "trainer-dies-unheard": _trainer(_dies_unheard),
     "trainer-leaves": _trainer(_leaves),
     "trainer-complains": _trainer(_complains),
     "trainer-replaced": _trainer(_replaced),
