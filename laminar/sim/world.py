@@ -24,15 +24,18 @@ from laminar.sim.checks.safety import Checks
 from laminar.sim.config import SimConfig
 from laminar.sim.faults.faults import Faults
 from laminar.sim.interfaces import EXIT_KILLED, Model
-from laminar.sim.models.learner import ModelDirectory, SimTrainer
-from laminar.sim.models.origin import lay_origin
-from laminar.sim.models.processes import MachineProcesses
-from laminar.sim.models.relay import Relay
-from laminar.sim.models.relay_machine import VERSION_BYTES, SimArena, SimMachine
+from laminar.sim.machine.bulk import BulkNetwork
+from laminar.sim.machine.database import StoreDatabase
+from laminar.sim.machine.memory import SimArena
+from laminar.sim.machine.model_files import ModelDirectory
+from laminar.sim.machine.origin import lay_origin
+from laminar.sim.machine.processes import MachineProcesses
+from laminar.sim.machine.relay import Relay, SimMachine
+from laminar.sim.machine.versions import VERSION_BYTES
+from laminar.sim.models.learner import SimTrainer
 from laminar.sim.models.replica import Replica
-from laminar.sim.models.store import StoreDatabase, StoreProcess
+from laminar.sim.models.store import StoreProcess
 from laminar.sim.runtime.boot import Boot
-from laminar.sim.runtime.bulk import BulkNetwork
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.machines import Machines
 from laminar.sim.runtime.network import Network

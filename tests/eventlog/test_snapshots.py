@@ -26,7 +26,7 @@ from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.ports import AtOnce, DiskError, DiskFull
-from laminar.sim.runtime.disk import SimDisk
+from laminar.sim.machine.disk import SimDisk
 from laminar.testing.logs import begin_log, log_event
 from laminar.testing.memory_disk import MemoryDisk, MemoryFile
 from laminar.testing.sim_worlds import KILLED, LoggedRun

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from laminar.sim.models.relay_machine import (
-    CHUNK_BYTES,
-    VERSION_BYTES,
-    SimArena,
-    SimMachine,
-    SimPlane,
-)
+from laminar.sim.machine.memory import SimArena
+from laminar.sim.machine.relay import SimMachine, SimPlane
+from laminar.sim.machine.versions import CHUNK_BYTES, VERSION_BYTES
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.world import World

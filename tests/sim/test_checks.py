@@ -29,7 +29,7 @@ from laminar.sim.checks import final_checks
 from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED
-from laminar.sim.models.replica import ReplicaEngine, Weights
+from laminar.sim.machine.weights import ReachableWeights
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.violation import Violation
@@ -286,16 +286,14 @@ def test_a_release_is_reported_before_the_store_has_it(monkeypatch: pytest.Monke
 
 
 def test_an_engine_that_keeps_its_former_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_of = Weights.digest_of
+    digest_of = ReachableWeights.digest_of
 
-    def planted(weights: Weights, source: WeightSource) -> str:
-        engine = weights._replica.engine
-        assert engine is not None
-        kept[engine] = kept.get(engine, "") or digest_of(weights, source)
-        return kept[engine]
+    def planted(weights: ReachableWeights, source: WeightSource) -> str:
+        kept[weights] = kept.get(weights, "") or digest_of(weights, source)
+        return kept[weights]
 
-    kept: dict[ReplicaEngine, str] = {}
-    monkeypatch.setattr(Weights, "digest_of", planted)
+    kept: dict[ReachableWeights, str] = {}  #: of each boot
+    monkeypatch.setattr(ReachableWeights, "digest_of", planted)
     assert run_seed(calm(**SMALL), 3).invariant == "generated_by_its_version"
 
 

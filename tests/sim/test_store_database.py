@@ -6,7 +6,7 @@ import pytest
 
 from laminar.ports import DiskFull
 from laminar.sim.config import SimConfig
-from laminar.sim.models.store import StoreDatabase
+from laminar.sim.machine.database import StoreDatabase
 from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage.rows import PromptKey

@@ -18,8 +18,9 @@ from laminar.ids import TrajectoryId
 from laminar.rundir import VERSION_FILE
 from laminar.sim.checks import final_checks
 from laminar.sim.interfaces import EXIT_KILLED
-from laminar.sim.models.learner import LAYOUT, ModelDirectory
-from laminar.sim.models.versions import weights_of
+from laminar.sim.machine.model_files import ModelDirectory
+from laminar.sim.machine.versions import weights_of
+from laminar.sim.models.learner import LAYOUT
 from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World

@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from laminar.actors.host import Actor, Host
 from laminar.actors.rollout import Rollout
-from laminar.actors.weight_loader import NotReadable
 from laminar.engines.clock_engine import ClockEngine, Response
 from laminar.engines.made_up_tokens import END_ID, tokens_of
 from laminar.engines.protocol import (
@@ -28,18 +26,13 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
-from laminar.rundir import VERSION_FILE
 from laminar.sim.checks.prompts import answers_its_prompt
 from laminar.sim.interfaces import EXIT_KILLED, Process
-from laminar.sim.models.idle import Idle
-from laminar.sim.models.relay_machine import SimArena
-from laminar.sim.models.versions import PROBE_LOGPROB, manifest_for
+from laminar.sim.machine.versions import PROBE_LOGPROB
+from laminar.sim.machine.weights import ReachableWeights
+from laminar.sim.runtime.idle import Idle
 from laminar.sim.scenario import seconds
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
-from laminar.weights.arena.region import ArenaError
-from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
-from laminar.weights.version.manifest import Manifest
 
 DIES_S = 0.1
 """After which a poisonous prompt kills the replica that runs it."""
@@ -147,74 +140,6 @@ def _reward(tokens: list[int], reason: str) -> RewardResult:
     return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
 
 
-class CheckpointCopy:
-    """A version that was read from the disk."""
-
-    path = "checkpoint"
-
-    def __init__(self, manifest: Manifest, view: Bytes) -> None:
-        self.manifest, self.view = manifest, view
-
-    def close(self) -> None: ...
-
-
-class MappedArena:
-    """Slots of the relay of this machine."""
-
-    def __init__(self, replica: Replica, path: str) -> None:
-        self._arena: SimArena = replica.world.arenas[path]
-
-    def offset(self, index: int) -> int:
-        return index
-
-    def slot(self, index: int) -> Bytes:
-        try:
-            return self._arena.slot(index)
-        except ArenaError as error:
-            raise NotReadable(str(error)) from error
-
-
-class Weights:
-    """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._mapped: dict[str, MappedArena] = {}
-        self._copy: CheckpointCopy | None = None
-
-    def attach(self, arena: str) -> MappedArena:
-        if arena not in self._replica.world.arenas:
-            raise NotReadable(f"there is no {arena}")
-        mapped = self._mapped[arena] = MappedArena(self._replica, arena)
-        return mapped
-
-    async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
-        """It may have been removed, and bytes may have changed there."""
-        replica, world = self._replica, self._replica.world
-        duration_s = replica.scenario.load_s * replica.chance.uniform(1, 3)
-        await asyncio.sleep(duration_s * replica.process.slow)
-        found = world.models.get(str(directory))
-        if found is None or world.faults.corrupts_weights():
-            raise NotReadable("it is not there" if found is None else "wrong digest")
-        manifest = mf.decode(found.extra[VERSION_FILE])
-        if manifest.version != version:
-            raise NotReadable(f"it is version {manifest.version}")
-        self._copy = CheckpointCopy(manifest, found.weights)
-        return self._copy
-
-    def digest_of(self, source: WeightSource) -> str:
-        """Of what an engine loads now."""
-        if self._copy is not None and source.path == self._copy.path:
-            return self._copy.manifest.digest
-        return manifest_for(self._mapped[source.path].slot(source.offset), 0, 0).digest
-
-    async def verify(self, view: Bytes, manifest: Manifest) -> None:
-        copied = self._copy is not None and view is self._copy.view
-        if not copied and self._replica.world.faults.corrupts_weights():
-            raise WeightsCorrupt("wrong digest")
-        verify(view, manifest)
-
-
 class Replica(Idle):
     """One boot of a replica."""
 
@@ -222,7 +147,7 @@ class Replica(Idle):
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
-        self.rewards, self.weights = Rewards(self), Weights(self)
+        self.rewards, self.weights = Rewards(self), ReachableWeights(process, self.chance)
         self.engine: ReplicaEngine | None = None
 
     def make_actor(self, host: Host) -> Actor:

@@ -22,7 +22,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.ports import DiskError
 from laminar.sim.interfaces import World
-from laminar.sim.runtime.disk import PowerCut, SimDisk
+from laminar.sim.machine.disk import PowerCut, SimDisk
 from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.runtime.violation import Violation
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from laminar.rundir import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.sim.interfaces import World
-from laminar.sim.models.learner import ModelDirectory
-from laminar.sim.models.versions import manifest_for, weights_of
+from laminar.sim.machine.model_files import ModelDirectory
+from laminar.sim.machine.versions import manifest_for, weights_of
 from laminar.sim.runtime.boot import RUN_DIR
 from laminar.training.resume import LearnerFacts, Resume, encode
 from laminar.weights.version.manifest import encode as encode_manifest

@@ -1,8 +1,7 @@
 """What a relay has of its machine in virtual time: memory, a plane without a thread.
 
 Reads   the scheduler, through the process
-Writes  slots, which other processes of the machine find by the arena's name
-Gives   SimMachine (actors/relay.py: Machine), SimArena
+Gives   SimMachine (actors/relay.py: Machine); Relay, the real actor over it
 
 The plane's core, the version table and all hashes are the real ones; versions are small.
 """
@@ -14,70 +13,19 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import numpy as np
-
+from laminar.actors import relay
+from laminar.actors.host import Actor, Host
 from laminar.sim.interfaces import Process
-from laminar.sim.runtime.bulk import End, Listening, Owner, View
+from laminar.sim.machine.bulk import End, Listening, Owner, View
+from laminar.sim.machine.memory import DIGEST_S, SimMemory
+from laminar.sim.runtime.idle import Idle
 from laminar.sim.scenario import seconds
-from laminar.weights import messages as m
-from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
 from laminar.weights.chain.reports import Report
 from laminar.weights.chain.upstream import Identity
-from laminar.weights.version.hashes import Bytes, manifest_of
-from laminar.weights.version.manifest import Manifest
 from laminar.weights.version.table import VersionTable
 
-VERSION_BYTES, CHUNK_BYTES = 128, 16
-DIGEST_S = 0.05
-"""Of a whole version, and of some chunks that came in."""
 MEMORY_BYTES = 1 << 40
-
-
-class SimArena:
-    """Slots that processes of one machine have mapped; who has them keeps them."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.num_bytes = slots * slot_bytes
-        self._slots = [np.zeros(slot_bytes, np.uint8) for _ in range(slots)]
-
-    def slot(self, index: int) -> Bytes:
-        if not 0 <= index < len(self._slots):
-            raise ArenaError(f"there is no slot {index}")
-        return self._slots[index]
-
-
-class SimMemory:
-    """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
-
-    def __init__(self, process: Process) -> None:
-        self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
-        self._process = process
-
-    def create(self, slots: int, slot_bytes: int) -> None:
-        self._process.world.arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
-        self.slot_bytes = slot_bytes
-
-    def region(self, slot: int) -> Region:
-        return Region(self.view(slot).data)
-
-    def view(self, slot: int) -> Bytes:
-        """uint8 [slot_bytes]"""
-        return self._arena.slot(slot)
-
-    async def fill(self) -> None:
-        """There is always enough."""
-
-    async def describe(self, commit: m.CommitSlot) -> Manifest:
-        await asyncio.sleep(DIGEST_S * self._process.slow)
-        return manifest_of(
-            self._arena.slot(commit.slot),
-            version=commit.version,
-            step=commit.step,
-            tensors=commit.tensors,
-            probe=commit.probe,
-            chunk_bytes=CHUNK_BYTES,
-        )
 
 
 class SimPlane:
@@ -203,3 +151,14 @@ class SimMachine:
 
 def _at_once(work: Callable[[], None]) -> None:
     work()
+
+
+class Relay(Idle):
+    """What one boot of it has of its machine."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.machine = SimMachine(process)
+
+    def make_actor(self, host: Host) -> Actor:
+        return relay.Relay(host, self.machine)

@@ -16,7 +16,7 @@ PROBE_LOGPROB = -0.5
 SHAPES = (("w", (32,)),)
 TENSORS = layout(SHAPES, "float32")
 PROBE = Probe(sequences=((1, 2),), logprobs=((PROBE_LOGPROB,),), tolerance=0.1, mean_tolerance=0.1)
-CHUNK_BYTES = 16
+VERSION_BYTES, CHUNK_BYTES = 128, 16
 
 
 def weights_of(name: str) -> Bytes:

@@ -16,7 +16,7 @@ from laminar import exit_codes
 from laminar.actors.host import Actor, Host
 from laminar.actors.node import Node
 from laminar.sim.interfaces import EXIT_KILLED, Process
-from laminar.sim.models.idle import Idle
+from laminar.sim.runtime.idle import Idle
 
 LAUNCH_MAX_S = 0.3
 
