@@ -16,7 +16,7 @@ from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.registry import ENDS_RUN, handles
-from laminar.core.rules import START_NEEDS_REPLICA, applies, can_resume
+from laminar.core.rules import ENDING_STAYS_OPEN, START_NEEDS_REPLICA, applies, can_resume
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_run
@@ -29,7 +29,7 @@ from laminar.roles import Role
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
 STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
-"""Phases in which a run can be stopped at once and resumed later."""
+"""Phases in which every run that can be resumed can be stopped at once before that."""
 STOP_TIMEOUT_MS = 20_000
 """A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
 
@@ -63,7 +63,7 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """
     state = ctx.state
     repeat, state.draining = state.draining, True
-    if event.at_once and state.phase in STAYS_OPEN and can_resume(state.settings):
+    if event.at_once and _stays_open(state, drained=repeat):
         _stop_at_once(ctx, event.reason)
     elif event.at_once or (state.phase == Phase.STARTING and not repeat):
         when = "before it began" if state.phase == Phase.STARTING else "at once"
@@ -71,6 +71,16 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
+
+
+def _stays_open(state: State, *, drained: bool) -> bool:
+    """Whether the run can go on later if all its processes end now."""
+    if not can_resume(state.settings):
+        return False
+    if state.phase != Phase.ENDING:
+        return state.phase in STAYS_OPEN
+    ends_early = drained and not (state.failure or buffering.steps_done(state))
+    return ends_early and applies(state.settings, ENDING_STAYS_OPEN)
 
 
 def _stop_at_once(ctx: Context, reason: str) -> None:

@@ -135,6 +135,12 @@ LESS_HEADROOM = Rule(
     "a destination keeps room for half of what it and what moves there are expected to sample yet",
     "for an eighth: others end meanwhile, and what does not fit then waits, which costs less",
 )
+ENDING_STAYS_OPEN = Rule(
+    "ending-stays-open",
+    4,
+    "a run that the user drains is over when it is stopped at once while its last ends are written",
+    "it can go on, as it could without that",
+)
 RULES = (
     REWARD_ERRORS,
     HELD_OUT_FIGURES,
@@ -152,6 +158,7 @@ RULES = (
     MOVES_END,
     ENGINE_START,
     LESS_HEADROOM,
+    ENDING_STAYS_OPEN,
 )
 LOGIC_VERSION = 4
 """The highest `since` of the table: logs of this version and of earlier ones can be continued."""

@@ -97,6 +97,7 @@ RUN = Table(
         (Phase.RUNNING, "stop at once"): Phase.STOPPING,  # to be resumed
         (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
         (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
+        (Phase.ENDING, "stop at once"): Phase.STOPPING,
         (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed: it was stopped, or has more steps now
         (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
         (Phase.ENDING, "go on"): Phase.RUNNING,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from laminar.core import resumption
-from laminar.core.rules import NEW_RUN, RUN_RESUMES
+from laminar.core.rules import ENDING_STAYS_OPEN, NEW_RUN, RUN_RESUMES
 from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -196,6 +196,10 @@ def test_a_run_whose_steps_are_done_goes_on_with_more(exported: bool) -> None:
 def stopped(bench: Bench) -> None:
     """Ctrl-C twice: every process leaves."""
     bench.own(ev.DrainRequested(reason="SIGINT"))
+    stopped_at_once(bench)
+
+
+def stopped_at_once(bench: Bench) -> None:
     bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
     assert bench.state.phase == Phase.STOPPING
     for name in [a.name for a in bench.state.actors.values() if a.alive]:
@@ -253,6 +257,44 @@ def test_a_run_that_ended_because_the_user_asked_goes_on() -> None:
     assert bench.open_groups()[0] == f"0.{cursor}" and bench.state.cursor > cursor
     bench.complete(bench.open_groups()[0])
     assert bench.trained().step_index == 2 and bench.trained().version == export.version + 1
+
+
+def ending(**changes: Any) -> Bench:
+    """The user has asked after two steps; the model is exported, and the last ends are written."""
+    bench = test_redo.run(2, **changes)
+    test_redo.save(bench, 2)
+    bench.own(ev.DrainRequested(reason="SIGINT"))
+    (export,) = only(cmd.ExportModel, bench.commands)
+    bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
+    bench.publish(export.version, 2)
+    assert bench.state.phase == Phase.ENDING and only(cmd.EndTrajectories, bench.commands)
+    return bench
+
+
+def test_a_drained_run_that_was_stopped_while_its_last_ends_were_written_goes_on() -> None:
+    """They are written then."""
+    bench = ending()
+    left = set(bench.state.trajectories)
+    stopped_at_once(bench)
+    assert not resumption.is_over(bench.state) and left == set(bench.state.trajectories) != set()
+    resumed(bench, asked=True)
+    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+    come_back(bench, test_redo.checkpoint(bench, 2))
+    test_redo.loaded(bench)
+    bench.write_ends()
+    assert not left & set(bench.state.trajectories)
+    bench.publish(bench.state.next_version - 1, 2)
+    bench.load_all()
+    bench.complete(bench.open_groups()[0])
+    assert bench.trained().step_index == 2
+
+
+def test_by_the_old_rule_it_is_over() -> None:
+    bench = ending(rules=tuple(name for name in NEW_RUN if name != ENDING_STAYS_OPEN.name))
+    bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
+    bench.write_ends()
+    bench.stop()
+    assert resumption.is_over(bench.state) and bench.state.exit_code == 130
 
 
 def test_a_run_that_has_failed_or_done_its_steps_is_over() -> None:

@@ -122,7 +122,8 @@ def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
 
 class DrainInPhase(TargetedFault):
     """The user asks a run to end that trains and has several versions in use, or that is about to
-    end anyway: that exports during an evaluation, or evaluates for the last time."""
+    end anyway: that exports during an evaluation, or evaluates for the last time. Half of the time
+    the user asks again, while the last ends are written: now for an end at once."""
 
     kind = "drain-in-phase"
     share = 1.0  # few runs evaluate while they export
@@ -133,14 +134,24 @@ class DrainInPhase(TargetedFault):
         self._phase = chance.choice(
             (Phase.RUNNING, Phase.FINAL_EVALUATION, *4 * (Phase.EXPORTING,))
         )
+        self._asks_again = chance.random() < 0.5
+        self._asked = False
 
     def look(self, state: State) -> None:
+        if self._asked:
+            self.done = state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+            if state.phase == Phase.ENDING:
+                self._ask(at_once=True)
+            return
         if self._phase == Phase.EXPORTING:
             self._hold_up(state)
         if state.phase == self._phase and self._ripe(state):
-            self.done = True
+            self._asked, self.done = True, not self._asks_again
             self.struck()
-            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
+            self._ask(at_once=False)
+
+    def _ask(self, *, at_once: bool) -> None:
+        self.world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=at_once))
 
     def _ripe(self, state: State) -> bool:
         if self._phase != Phase.RUNNING:
