@@ -13,11 +13,13 @@ help:
 
 setup: .venv/.installed
 
+# Bytecode is made by all cores at once, where pip uses one; packages also have files that are no code.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Laminar needs Python 3.11 or newer, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11 ...")'
 	@echo "Setting up .venv (about two minutes the first time) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 	@touch $@
 
 quickstart: setup
