@@ -19,7 +19,7 @@ setup: .venv/.installed
 	@echo "Setting up .venv (about two minutes the first time) ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	@touch $@
 
 quickstart: setup
