@@ -32,7 +32,7 @@ TESTS :=
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not process and not long" $(TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "process and not long and not vllm" $$(grep -rl --include='*.py' 'mark\.process' tests/run tests)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "process and not long and not vllm" $$(grep -rl --include='*.py' 'mark\.process' tests/run tests)
 
 # All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
 # what CI runs.
