@@ -1,4 +1,5 @@
-"""Random runs: they end, their books agree, and they depend on nothing but their log."""
+"""Random runs: they end, their books agree, they depend on nothing but their log, and handlers lead
+to what they list, no less and no more."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from laminar.core.machine import Machine, plan
 from laminar.core.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event, Stamped
+from laminar.events.base import REPORTED_BY, Command, Event, Stamped
 from laminar.events.codec import encode
 from laminar.testing.random_worlds import check_end, check_failed, failing_world, random_world
 from laminar.testing.world import World
+from tests.core.stories import LISTED, STORIES, Pair, pairs, recorded
 from tests.hash_seeds import printed_under
 
 
@@ -77,6 +79,31 @@ def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
                 if isinstance(command, cmd.GenerateTrajectory) and command.placement == 1:
                     too_early |= {command.trajectory_id} if chosen else set()
         assert not too_early & set(world.trained)
+
+
+def test_every_decision_is_listed_and_every_listed_one_occurs(
+    good_runs: list[World], failing_runs: list[World]
+) -> None:
+    with recorded() as stories:
+        for story in STORIES:
+            story()
+    seen = pairs(stories)
+    for world in (*good_runs, *failing_runs):
+        seen |= pairs(world.log)
+    assert not names(seen - LISTED), "decided but not listed"
+    assert not names(LISTED - seen), "listed but never decided"
+
+
+def names(found: set[Pair]) -> list[str]:
+    return sorted(f"{event.__name__} -> {command.__name__}" for event, command in found)
+
+
+def test_every_sender_of_the_world_is_listed(good_runs: list[World]) -> None:
+    """The world's processes were written from the roles of real ones."""
+    for world in good_runs:
+        for stamped, _ in world.log:
+            role = stamped.peer.rpartition("-")[0] or stamped.peer
+            assert role in REPORTED_BY[type(stamped.event)], stamped
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -97,6 +97,7 @@ async def test_version_0_comes_from_the_relay_and_no_weights_are_on_disk(
     assert not await run.load(run.replicas[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_fifty_clean_versions_raise_no_alarm(start: Start, dtype: str) -> None:
     assert await clean_versions(await start(dtype), 50) == []

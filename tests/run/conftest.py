@@ -5,6 +5,7 @@ A run costs some twenty seconds, so the tests share a few.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -107,10 +108,19 @@ def arenas(run: Path, machines: int = 1) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A small run of the quickstart's configuration."""
-    run = train(tmp_path_factory.mktemp("finished"), *SMALL)
-    assert run.code == 0, run.output
-    return run
+    """A small run of the quickstart's configuration, one for all workers: it is only read."""
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    made = common / "finished.json"
+    with (common / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            run = train(tmp_path_factory.mktemp("finished"), *SMALL)
+            assert run.code == 0, run.output
+            made.write_text(json.dumps([str(run.directory), run.output]))
+    directory, output = json.loads(made.read_text())
+    return Finished(Path(directory), 0, output)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def resume_of(checkpoint: Path) -> Resume:
     return decode((checkpoint / RESUME_FILE).read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_fork_goes_on_where_its_trainer_is_killed_twice_and_the_other_run_is_gone(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ MOMENTS = (
     ("last-answer-lost", 20, "ActorFailed -> PinVersion"),
     ("last-answer-lost", 32, "TrajectoryFailed -> TrainStep"),
     ("relay-lost-publishing", 55, "ActorLeft -> ProposeBatch"),
-    ("relay-lost-publishing", 19, "HeartbeatLost -> TrainStep"),
+    ("relay-lost-publishing", 56, "HeartbeatLost -> TrainStep"),
     ("relay-lost-publishing", 67, "ActorFailed -> ExportModel"),
     ("relay-lost-in-transfer", 8, "ActorLeft -> ForwardWeights"),
     ("relay-holds-up-transfers", 5, "WeightsReceived -> ForwardWeights"),
@@ -37,8 +37,8 @@ MOMENTS = (
     ("evaluation-stalls", 5, "CheckpointRefused -> PinVersion"),
     ("lost-in-hand-over", 19, "TrajectoriesReleased -> AbortTrajectories"),
     ("lost-in-hand-over", 32, "ignored:late"),
-    ("only-one-of-its-version-lost", 22, "ActorFailed -> PullWeights"),
-    ("machine-dies-in-phase", 1, "StepRedone -> TrainStep"),
+    ("only-one-of-its-version-lost", 62, "ActorFailed -> PullWeights"),
+    ("machine-dies-in-phase", 45, "StepRedone -> TrainStep"),
 )
 #: where trajectories move often
 MOVED = (
