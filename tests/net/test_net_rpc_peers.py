@@ -5,7 +5,7 @@ import pytest
 
 from laminar.net import rpc_server
 from laminar.net.calls import Reply, Request
-from laminar.net.frames import Data, Hello, Refused, decode_server, encode
+from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import PEERS_MAX, ServerLink, full
 from laminar.net.session_boxes import MS, RESEND_MIN_NS
@@ -36,12 +36,12 @@ class Desk:
     """A server on such a socket, with a clock of its own and idle peers."""
 
     def __init__(self, monkeypatch, peers):
-        self.now, self.lost, self.looks = 0, [], []
+        self.now, self.lost, self.looks, self.handled = 0, [], [], []
         monkeypatch.setattr(rpc_server, "now_ns", lambda: self.now)
         self.server = RpcServer(
             "127.0.0.1",
             0,
-            lambda batch: [b"ok"] * len(batch),
+            self._handle,
             boot_id="s",
             lease_ms=LEASE_MS,
             on_peer_lost=self.lost.append,
@@ -53,6 +53,10 @@ class Desk:
         self.turn()
         for name in ("poll", "silent_ns"):
             monkeypatch.setattr(ServerLink, name, self._counted(getattr(ServerLink, name)))
+
+    def _handle(self, batch):
+        self.handled += [boot_id for boot_id, _, _ in batch]
+        return [b"ok"] * len(batch)
 
     def _counted(self, function):
         def look(link, now):
@@ -103,6 +107,15 @@ def test_a_reply_that_was_lost_goes_out_again_when_its_time_has_come(desk):
     ((route, frame),) = desk.wire.sent
     assert route == b"r7" and msgspec.msgpack.decode(frame.body, type=Reply) == Reply(1, b"ok")
     assert set(desk.looks) == {"rollout-7"}
+
+
+def test_what_a_peer_asked_before_its_bye_in_the_same_turn_is_not_handled(desk):
+    """It would be given something, a lease for example, that nobody ends any more."""
+    desk.ask(7, 1)
+    desk.hear(7, Bye())
+    desk.ask(8, 1)
+    desk.turn()
+    assert desk.lost == ["b7"] and desk.handled == ["b8"]
 
 
 def test_silence_is_looked_for_once_per_lease_and_ends_the_silent(desk):

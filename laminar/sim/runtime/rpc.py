@@ -293,5 +293,8 @@ class SimServer:
         self._boot.after(self._lease_ns // LEASE_LOOKS, self._look)
 
     def _lose(self, boot_id: str) -> None:
+        """What it still asks for is not handled: nobody would end what it were given."""
         if self._peers.pop(boot_id, None) is not None:
+            self._awake.pop(boot_id, None)
+            self._held.pop(boot_id, None)
             self._boot.loop.enter(self._on_peer_lost, boot_id)
