@@ -23,7 +23,7 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 from laminar.storage.rules import Source, Span
 from laminar.training.learner import Learner, StepResult
 from laminar.training.model import LoadedPolicy, named_weights

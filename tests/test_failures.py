@@ -13,8 +13,8 @@ from laminar.config import Config
 from laminar.coordinator.detector import FailureDetector
 from laminar.core.rules import NEW_RUN
 from laminar.core.statuses import Phase
-from laminar.roles import ACTOR_ROLES, Role
-from laminar.testing.bench import Bench
+from laminar.names.roles import ACTOR_ROLES, Role
+from tests.kit.bench import Bench
 
 TEXT = (Path(__file__).parents[1] / "docs" / "failures.md").read_text()
 ROWS = [

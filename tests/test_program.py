@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar import program
 from laminar.cli.commands import run
+from laminar.run import program
 
 
 @pytest.fixture

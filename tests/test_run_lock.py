@@ -13,12 +13,12 @@ import pytest
 
 from laminar.cli.train import move_aside
 from laminar.config import ConfigError
-from laminar.run_lock import RunLock, holders, moving
+from laminar.run.lock import RunLock, holders, moving
 
 HOLD = """
 import sys
 from pathlib import Path
-from laminar.run_lock import RunLock
+from laminar.run.lock import RunLock
 run_dir, name, fd = sys.argv[1:]
 lock = RunLock.inherit(Path(run_dir), name, int(fd) if fd else None)
 print("holds", flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 CHILD = """
 import asyncio
-from laminar.stop_requests import STARTER_GONE, follow_starter, handle_signals, stop_signals
+from laminar.run.stop_requests import STARTER_GONE, follow_starter, handle_signals, stop_signals
 
 async def main():
     ended = asyncio.Event()

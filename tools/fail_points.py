@@ -1,4 +1,4 @@
-"""Kill a process at each named place of the code (laminar/points.py), in real runs, and check them.
+"""Kill a process at each place that laminar/names/points.py names, in real runs, and check them.
 
 Usage: python tools/fail_points.py [--only POINT ...] [--keep DIR] [SETTING=VALUE ...]
 Prints one JSON line per run; exits 1 when a point was not reached or a run is not sound.
@@ -24,8 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.fail_points import VARIABLE  # noqa: E402
-from laminar.points import POINTS  # noqa: E402
+from laminar.names.points import POINTS  # noqa: E402
+from laminar.run.fail_points import VARIABLE  # noqa: E402
 
 RUNS: tuple[dict[str, int], ...] = (
     {

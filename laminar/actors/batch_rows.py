@@ -12,7 +12,7 @@ from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.config import ConfigError
 from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
-from laminar.rundir import CHECKPOINTS_DIR
+from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage import messages as store
 from laminar.tasks.rewards import is_right, numbers_of
 from laminar.training.steps import TrainSample

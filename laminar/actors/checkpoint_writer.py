@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
-from laminar.rundir import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
+from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode, encode
 from laminar.weights.version import manifest as mf
 

@@ -21,7 +21,7 @@ from laminar.config.tree import RolloutConfig
 from laminar.engines.decode_speed import DecodeSpeed, sequences_within
 from laminar.engines.protocol import ReplicaEngine
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 
 GAUGES_PER_S_MAX = 500
 """Of a whole run: each is a record of the coordinator's log."""

@@ -18,12 +18,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
 from laminar.config import Config, ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
+from laminar.names import exit_codes
 from laminar.net.calls import Client, Handler, Server
 from laminar.net.session import LinkClosed
 from laminar.net.session_boxes import OutboxFull

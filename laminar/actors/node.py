@@ -18,12 +18,12 @@ import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from laminar import exit_codes, ids
 from laminar.actors.host import Host
 from laminar.actors.restart_limit import RestartLimit
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.names import exit_codes, ids
 
 GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""

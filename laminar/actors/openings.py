@@ -14,7 +14,7 @@ from collections.abc import Callable
 from laminar.actors.clients import StoreClient
 from laminar.config.tree import RolloutConfig
 from laminar.events import commands as cmd
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.storage import messages as m
 
 Ordered = tuple[cmd.Order, cmd.GenerateTrajectory]

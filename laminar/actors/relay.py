@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from laminar import ids
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
 from laminar.actors.relay_slots import CHAIN, RelaySlots, SlotMemory
@@ -27,6 +26,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import TransferForm
+from laminar.names import ids
 from laminar.net.calls import Batch, RpcError
 from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError

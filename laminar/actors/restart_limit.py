@@ -12,8 +12,8 @@ doubles up to 60 s; but the coordinator waits for a start no longer than start_t
 
 from __future__ import annotations
 
-from laminar import exit_codes
 from laminar.config import Config
+from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
 NODE_ENDS = (exit_codes.COMPLETE, exit_codes.USER_ERROR, exit_codes.TERMINATED)

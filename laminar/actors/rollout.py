@@ -22,7 +22,6 @@ from typing import Protocol
 
 import numpy as np
 
-from laminar import ids
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
@@ -36,6 +35,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import FailureReason, FinishReason
+from laminar.names import ids
 from laminar.storage import messages as m
 
 FINISH_DELAY_S = 0.002

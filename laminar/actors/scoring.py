@@ -25,7 +25,7 @@ from laminar.engines.protocol import LENGTH
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import FailureReason, RewardOutcome
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.storage import messages as m
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import (

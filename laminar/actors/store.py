@@ -21,8 +21,8 @@ from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.names.ports import DiskError
 from laminar.net.calls import Batch, RpcError
-from laminar.ports import DiskError
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 

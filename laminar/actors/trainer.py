@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laminar import ids
 from laminar.actors.batch_rows import batch_of
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.actors.clients import RelayClient, StoreClient
@@ -34,9 +33,10 @@ from laminar.actors.weight_publisher import Attach, WeightPublisher
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import TrajectoryId
+from laminar.names import ids
+from laminar.names.ids import TrajectoryId
 from laminar.net.calls import RpcError
-from laminar.rundir import EXPORT_DIR, REFUSED_DIR
+from laminar.run.directory import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample

@@ -25,7 +25,7 @@ from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Difference
-from laminar.rundir import STORE_FILE
+from laminar.run.directory import STORE_FILE
 
 
 @dataclass

@@ -12,7 +12,7 @@ from laminar.analysis.lives import FINISHED, Lives, Moments
 from laminar.analysis.repack_book import RepackBook
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 
 class Course:

@@ -34,9 +34,9 @@ from laminar.eventlog.snapshot import Snapshot, snapshots
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command
-from laminar.ports import AppendFile, DiskError
-from laminar.program import typed
-from laminar.rundir import EVENTS_DIR
+from laminar.names.ports import AppendFile, DiskError
+from laminar.run.directory import EVENTS_DIR
+from laminar.run.program import typed
 
 
 class WallClock:

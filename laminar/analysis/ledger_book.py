@@ -21,7 +21,7 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 
 TRUNCATED = "length"  #: finish reason of a response that was cut at its limit
 ANY_REASON = "for any reason"

@@ -21,7 +21,7 @@ from laminar.core.statuses import TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 
 #: what can change in a life, in the order in which it usually does
 DISPATCHED, STARTED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (

@@ -21,7 +21,7 @@ from laminar.core import keys
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import Purpose, TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 
 
 class _Move(NamedTuple):

@@ -19,7 +19,7 @@ from laminar.core.state import State, Trained
 from laminar.core.statuses import GroupStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import GroupId, Purpose
+from laminar.names.ids import GroupId, Purpose
 
 
 def origin_of(run_dir: Path, step: int, version: int, digest: str) -> ev.Origin:

@@ -16,7 +16,7 @@ import numpy as np
 
 from laminar.analysis.ledger_book import TRUNCATED, Account, Closed
 from laminar.core.scores import float_of
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
 CLASSES = 4

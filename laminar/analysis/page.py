@@ -18,7 +18,7 @@ from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page_data import PageData, Points
 from laminar.analysis.replicas_page import repack_section, replicas_charts
 from laminar.analysis.samples import Sample
-from laminar.program import typed
+from laminar.run.program import typed
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
 GLANCE_CHARS = 110  #: of a response that is not opened

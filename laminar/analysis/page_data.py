@@ -26,7 +26,7 @@ from laminar.analysis.timeline import read_steps, whole_lines
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.rundir import METRICS_FILE, STORE_FILE
+from laminar.run.directory import METRICS_FILE, STORE_FILE
 from laminar.storage import books
 from laminar.storage.tables import Response
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from laminar.analysis.timeline import left_out
 from laminar.config import ConfigError
-from laminar.rundir import LOGS_DIR, older_parts
+from laminar.run.directory import LOGS_DIR, older_parts
 
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
 

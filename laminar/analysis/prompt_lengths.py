@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from laminar.config import ConfigError
 from laminar.core.held_out import EvaluationResult
 from laminar.events.events import TrajectoryRewarded
-from laminar.ids import Purpose, TrajectoryId
-from laminar.rundir import STORE_FILE
+from laminar.names.ids import Purpose, TrajectoryId
+from laminar.run.directory import STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import PromptKey
 from laminar.storage.rules import TOKEN_BYTES

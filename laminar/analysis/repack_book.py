@@ -20,7 +20,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 
 
 @dataclass(slots=True)

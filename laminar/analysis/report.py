@@ -50,8 +50,8 @@ from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason
-from laminar.ids import Purpose
-from laminar.rundir import COORDINATOR_FILE, SUMMARY_FILE
+from laminar.names.ids import Purpose
+from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 
 RATE_PARTS = 20
 """Of the time in which a run samples: the throughput's interval is from the rates in them."""

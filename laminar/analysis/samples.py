@@ -21,8 +21,8 @@ import numpy as np
 
 from laminar.analysis.ledger_book import TRUNCATED
 from laminar.config import ConfigError
-from laminar.ids import Purpose
-from laminar.rundir import STORE_FILE
+from laminar.names.ids import Purpose
+from laminar.run.directory import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey

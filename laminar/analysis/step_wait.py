@@ -22,7 +22,7 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 
 LAST_GROUPS = 3  #: of a batch that are shown
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from laminar.analysis.ledger_book import Account
 from laminar.core.state import State
 from laminar.core.versions import step_of
-from laminar.ids import TrajectoryId
-from laminar.rundir import STORE_FILE
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import STORE_FILE
 from laminar.storage import books
 from laminar.storage.rules import Row
 

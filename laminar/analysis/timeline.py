@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from laminar.analysis.intervals import Intervals, union
 from laminar.config import ConfigError
-from laminar.rundir import TIMELINE_DIR, older_parts
+from laminar.run.directory import TIMELINE_DIR, older_parts
 
 ROW_BYTES = 4 * 8
 JOIN_NS = 20_000_000

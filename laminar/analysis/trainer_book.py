@@ -19,8 +19,8 @@ import xxhash
 from laminar.analysis.ledger_book import Account
 from laminar.analysis.plain import step_number
 from laminar.analysis.timeline import whole_lines
-from laminar.ids import TrajectoryId
-from laminar.rundir import TRAINER_BOOK_FILE
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import TRAINER_BOOK_FILE
 
 
 class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

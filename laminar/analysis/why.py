@@ -27,7 +27,7 @@ from laminar.analysis.step_wait import StepWait
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 
 
 class Answer(Protocol):

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from laminar.config import Config, ConfigError, is_key, load
-from laminar.program import NAME, typed
-from laminar.rundir import CONFIG_FILE
+from laminar.run.directory import CONFIG_FILE
+from laminar.run.program import NAME, typed
 
 
 class Parser(argparse.ArgumentParser):

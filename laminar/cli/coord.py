@@ -19,11 +19,11 @@ from pathlib import Path
 
 import uvloop
 
-from laminar import exit_codes
 from laminar.cli.arguments import Parser, run_config
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
+from laminar.names import exit_codes
 from laminar.observe.boards import Boards
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
@@ -31,9 +31,9 @@ from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
-from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE
-from laminar.stop_requests import add_child_option, follow_starter
+from laminar.run.directory import CONFIG_FILE
+from laminar.run.lock import RunLock
+from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
 

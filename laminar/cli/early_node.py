@@ -14,11 +14,11 @@ import os
 import socket
 import sys
 
-from laminar import exit_codes
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import Seed
 from laminar.cli import node
 from laminar.cli.endings import exit_code
+from laminar.names import exit_codes
 
 WORDS_MAX = 64 << 10  #: bytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from laminar.config import ConfigError, load
-from laminar.rundir import CONFIG_FILE
+from laminar.run.directory import CONFIG_FILE
 
 EMULATED = (
     "this run is emulated: engines, trainer, prompts and rewards only take time; coordinator, "

@@ -16,8 +16,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from laminar import exit_codes
 from laminar.config import ConfigError
+from laminar.names import exit_codes
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """What printing meets on a full disk, a terminal that was closed, a closed descriptor."""

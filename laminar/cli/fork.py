@@ -25,7 +25,7 @@ from laminar.cli.resume import values_of
 from laminar.cli.train import Beginning, add_ways, begin, place_of
 from laminar.config import Config, ConfigError, load
 from laminar.events.of_coordinator import Origin
-from laminar.rundir import CHECKPOINTS_DIR, CONFIG_FILE, ORIGIN_DIR, ORIGIN_FILE, RESUME_FILE
+from laminar.run.directory import CHECKPOINTS_DIR, CONFIG_FILE, ORIGIN_DIR, ORIGIN_FILE, RESUME_FILE
 from laminar.training.file_digests import check_digests
 from laminar.training.resume import CheckpointError, decode
 

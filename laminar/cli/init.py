@@ -15,10 +15,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from laminar import exit_codes
 from laminar.cli.shipped import QUICKSTART_MODEL, REFERENCE_CONFIG
 from laminar.config import ConfigError
-from laminar.program import typed
+from laminar.names import exit_codes
+from laminar.run.program import typed
 
 WORDS = [
     "elephant",

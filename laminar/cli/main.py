@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from laminar import exit_codes
+from laminar.names import exit_codes
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from laminar import ids
 from laminar.actors.host import Host
 from laminar.actors.node import Node
 from laminar.actors.system.process import run_actors
@@ -24,9 +23,10 @@ from laminar.actors.system.warm import Seed
 from laminar.cli.arguments import Parser, run_config
 from laminar.cli.endings import exit_code
 from laminar.config import Config, ConfigError
+from laminar.names import ids
 from laminar.net.transport import loopback
-from laminar.run_lock import RunLock
-from laminar.stop_requests import add_child_option
+from laminar.run.lock import RunLock
+from laminar.run.stop_requests import add_child_option
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from laminar.analysis.evaluations import held_out
 from laminar.analysis.start import start_parts
 from laminar.config import ConfigError
 from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
-from laminar.rundir import STATUS_FILE
+from laminar.run.directory import STATUS_FILE
 
 PACE_STEPS = 20
 """The time that is left is estimated from the pace of so many steps."""

@@ -30,8 +30,7 @@ from laminar.eventlog.restore import restore
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
 from laminar.observe.logs import new_attempt
-from laminar.run_lock import RunLock, holders, in_use
-from laminar.rundir import (
+from laminar.run.directory import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     COORDINATOR_FILE,
@@ -41,6 +40,7 @@ from laminar.rundir import (
     RESUME_FILE,
     STATUS_FILE,
 )
+from laminar.run.lock import RunLock, holders, in_use
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (

@@ -11,7 +11,7 @@ from typing import Any
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.program import typed
+from laminar.run.program import typed
 from laminar.sim.checks.coverage import EXPECTED, Coverage
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar import exit_codes
 from laminar.config import ConfigError
-from laminar.program import typed
-from laminar.run_lock import Holder, RunLock, describe, holders
-from laminar.rundir import CONFIG_FILE, STATUS_FILE
+from laminar.names import exit_codes
+from laminar.run.directory import CONFIG_FILE, STATUS_FILE
+from laminar.run.lock import Holder, RunLock, describe, holders
+from laminar.run.program import typed
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0

@@ -25,15 +25,15 @@ from typing import Any
 
 from rich.console import Console
 
-from laminar import exit_codes
 from laminar.cli.early import EarlyNode
 from laminar.cli.machines import Machines
 from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
-from laminar.run_lock import RunLock
-from laminar.rundir import COORDINATOR_FILE
-from laminar.stop_requests import DRAIN, NOW, stop_signals
+from laminar.names import exit_codes
+from laminar.run.directory import COORDINATOR_FILE
+from laminar.run.lock import RunLock
+from laminar.run.stop_requests import DRAIN, NOW, stop_signals
 from laminar.weights.arena.arena import sweep_arenas
 
 POLL_S = 0.25

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laminar import exit_codes
 from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import range_line
 from laminar.analysis.report import summary_of, write_summary
@@ -32,10 +31,9 @@ from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
 from laminar.engines.check import ask_vllm
+from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
-from laminar.program import typed
-from laminar.run_lock import RunLock, holders, in_use, moving
-from laminar.rundir import (
+from laminar.run.directory import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     EXPORT_DIR,
@@ -44,6 +42,8 @@ from laminar.rundir import (
     SUMMARY_FILE,
     TENSORBOARD_DIR,
 )
+from laminar.run.lock import RunLock, holders, in_use, moving
+from laminar.run.program import typed
 
 
 def add_parser(subparsers: Any) -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from laminar.parent_death import die_with_parent
+from laminar.run.parent_death import die_with_parent
 
 HERE_MAX = 8_192
 """Trajectories: up to here the work is done at once. A fork and its page faults cost this process

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 from laminar.core.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 ROUND_FRAMES = 4_096
 """A round has no fewer: processes that come while it lasts are read in it as well."""

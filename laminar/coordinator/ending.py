@@ -8,13 +8,13 @@ Pure, so that the simulator's coordinator ends as the real one does.
 
 from __future__ import annotations
 
-from laminar import exit_codes
 from laminar.config import ConfigError
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
 from laminar.core.rules import LogicError
 from laminar.eventlog.record import LogCorrupt
 from laminar.eventlog.writer import LogTaken
-from laminar.ports import DiskError
+from laminar.names import exit_codes
+from laminar.names.ports import DiskError
 
 
 class ReplayDiffers(RuntimeError):

@@ -15,7 +15,7 @@ from laminar.core.state import State, digest
 from laminar.eventlog.record import HASH_FOLLOWS, StateHashRecord
 from laminar.eventlog.replay import HASH_EVERY
 from laminar.eventlog.writer import LogWriter
-from laminar.ports import Background
+from laminar.names.ports import Background
 
 HASHED_OFTEN_MAX = 4_096
 """Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""

@@ -43,15 +43,15 @@ from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
-from laminar.fail_points import FailPoints
+from laminar.names.ports import DiskError
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
 from laminar.net.session_boxes import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
-from laminar.ports import DiskError
-from laminar.rundir import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
-from laminar.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
+from laminar.run.directory import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
+from laminar.run.fail_points import FailPoints
+from laminar.run.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
 
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar import exit_codes
+from laminar.names import exit_codes
 
 DEATHS_MAX = 20
 """Of one run, those for want of room on the disk not counted."""

@@ -27,7 +27,7 @@ from laminar.config import ConfigError
 from laminar.core.buffering import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import GroupId
+from laminar.names.ids import GroupId
 
 LINE_BYTES_MAX = 16 << 20
 """One answer line of a strategy: group ids only, but a user's print must not break the pipe."""

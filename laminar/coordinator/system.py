@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.ports import AppendFile, DiskError, DiskFull
+from laminar.names.ports import AppendFile, DiskError, DiskFull
 
 
 class RealAppendFile:

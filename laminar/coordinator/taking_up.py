@@ -17,8 +17,8 @@ from laminar.core.rules import can_resume
 from laminar.core.state import State
 from laminar.core.versions import step_of
 from laminar.events.base import Event, Settings
-from laminar.program import typed
-from laminar.run_lock import holders, in_use
+from laminar.run.lock import holders, in_use
+from laminar.run.program import typed
 
 NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""

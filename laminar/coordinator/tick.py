@@ -33,12 +33,12 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
+from laminar.names.ports import AtOnce, Background
 from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import PEERS_MAX, LinkState, ServerLink, full
 from laminar.net.session_boxes import Limits, OutboxFull
 from laminar.net.wakeups import Wakeups
-from laminar.ports import AtOnce, Background
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 

@@ -11,7 +11,6 @@ survives it.
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core import keys, lineage, publishing
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.context import Context
@@ -28,7 +27,8 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import STRATEGY
 from laminar.events.reasons import DropReason, End
-from laminar.ids import GroupId, Purpose, TrajectoryId
+from laminar.names import ids
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
 PROPOSAL_TIMEOUT_MS = 5_000
 """A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""

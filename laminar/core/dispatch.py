@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from laminar import ids
 from laminar.core import forks, keys
 from laminar.core.context import Context
 from laminar.core.indexes import (
@@ -26,7 +25,8 @@ from laminar.core.indexes import (
 from laminar.core.state import Group, Progress, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.events import commands as cmd
-from laminar.ids import GroupId, Purpose, TrajectoryId
+from laminar.names import ids
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
 
 @lru_cache(maxsize=2)

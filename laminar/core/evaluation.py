@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
-from laminar import ids
 from laminar.core import groups, held_out, kept_versions
 from laminar.core.admission import room, serving
 from laminar.core.context import Context
@@ -27,7 +26,8 @@ from laminar.core.state import Evaluation, Group, Replica, State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason
-from laminar.ids import Purpose
+from laminar.names import ids
+from laminar.names.ids import Purpose
 
 
 def version_published(ctx: Context, version: int, step: int, previous_step: int) -> None:

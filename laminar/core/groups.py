@@ -32,8 +32,8 @@ from laminar.core.validation import is_count
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
-from laminar.ids import GroupId, Purpose, TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.names.roles import Role
 
 SCORE_TIMEOUT_MS = 600_000
 """A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""

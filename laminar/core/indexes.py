@@ -23,8 +23,8 @@ from laminar.core.replica_index import ReplicaIndex
 from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 from laminar.events.commands import PullWeights
-from laminar.ids import GroupId, TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import GroupId, TrajectoryId
+from laminar.names.roles import Role
 
 STALE_TIMERS_MAX = 64
 """Cleared timers stay in the heap until they are due, or until there are so many and half of it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from laminar import ids
 from laminar.core import keys, store_restarts
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
@@ -26,8 +25,9 @@ from laminar.core.tails import engine_at_work, standing_of
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.ids import Purpose
-from laminar.roles import Role
+from laminar.names import ids
+from laminar.names.ids import Purpose
+from laminar.names.roles import Role
 
 
 def check(state: State) -> None:

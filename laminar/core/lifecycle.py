@@ -24,7 +24,7 @@ from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""

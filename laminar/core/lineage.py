@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laminar import ids
 from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Batch, State, Trained
 from laminar.core.versions import step_of
+from laminar.names import ids
 
 
 def step_trained(state: State, batch: Batch, rows: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar.core import keys
 from laminar.core.state import State, Trajectory
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 
 Entry = tuple[int, int, int, TrajectoryId]
 """Most urgent first: (deadline, order of dispatch, number of the loss, id)."""

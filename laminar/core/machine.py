@@ -43,7 +43,7 @@ from laminar.core.state import State
 from laminar.core.validation import anything
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Roles, Stamped
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 
 class Machine:

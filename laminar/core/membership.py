@@ -33,7 +33,7 @@ from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
-from laminar.roles import ACTOR_ROLES, Role
+from laminar.names.roles import ACTOR_ROLES, Role
 
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
 """Roles whose loss ends the run, unless a rule says otherwise (core/store_restarts.py, redo.py)."""

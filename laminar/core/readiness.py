@@ -17,7 +17,7 @@ from laminar.core.state import Packing, Replica, State
 from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 
 def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:

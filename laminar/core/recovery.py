@@ -22,7 +22,7 @@ from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events.reasons import DropReason
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 DEATHS_MAX = 3
 """A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""

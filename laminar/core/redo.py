@@ -15,7 +15,6 @@ Without the rule TRAINER_RESUMES the loss of the trainer ends the run, unless th
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
 from laminar.core.context import Context
 from laminar.core.indexes import live_actor
@@ -26,7 +25,8 @@ from laminar.core.validation import anything
 from laminar.core.versions import new_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.roles import Role
+from laminar.names import ids
+from laminar.names.roles import Role
 
 LOAD_TIMEOUT_MS = 1_800_000
 """Parameters and moments of a large model from a shared file system, as for an export."""

@@ -15,7 +15,6 @@ what the trainer made, or it is owed (core/publishing.py).
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core import indexes, kept_versions, keys
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, master_relay
@@ -26,7 +25,8 @@ from laminar.core.statuses import Phase
 from laminar.core.validation import anything, are_allocated, is_count, of_a_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.roles import Role
+from laminar.names import ids
+from laminar.names.roles import Role
 
 LINK_TIMEOUT_MS = 30_000
 """One connection between two machines; its greeting is a few messages."""

@@ -29,7 +29,7 @@ from laminar.core.validation import is_count
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 REASON = "all processes of the run had ended"
 CHANGEABLE = ("total_steps", "test_freq", "save_freq")

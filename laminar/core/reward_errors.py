@@ -19,7 +19,7 @@ from laminar.core.rules import REWARD_ERRORS, applies
 from laminar.core.state import RewardErrors
 from laminar.core.statuses import Phase
 from laminar.events.reasons import FailureReason, RewardOutcome
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 UNSCORED = FailureReason.UNSCORED
 FAILED_REASONS = {FailureReason.REWARD_WORKER_LOST: "worker-lost", UNSCORED: UNSCORED}

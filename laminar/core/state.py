@@ -29,8 +29,8 @@ from laminar.events.base import Settings
 from laminar.events.commands import AnyCommand
 from laminar.events.of_coordinator import Origin
 from laminar.events.reasons import DropReason, End
-from laminar.ids import GroupId, Purpose, TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.names.roles import Role
 
 
 def _written(value: StrEnum) -> Any:

@@ -20,7 +20,7 @@ from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 END_TIMEOUT_MS = 120_000
 """One transaction of the store; two minutes of silence mean that it hangs, or waits for a disk."""

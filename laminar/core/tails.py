@@ -16,7 +16,7 @@ from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
 from laminar.core.rules import LESS_HEADROOM, MOVES_END, applies
 from laminar.core.state import Replica, State, Trajectory
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 MOVES_MAX = 3
 """Of one trajectory. In a trial none gained by more."""

@@ -26,8 +26,8 @@ from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import TrajectoryId
+from laminar.names.roles import Role
 
 
 @handles(

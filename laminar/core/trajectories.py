@@ -20,7 +20,7 @@ from laminar.core.validation import anything, is_count
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason
-from laminar.ids import Purpose, TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 
 _EXPONENT = 0x7FF << 52  #: all ones in the float64 of an infinity or a NaN
 

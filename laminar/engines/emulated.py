@@ -28,7 +28,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.timing import EngineTiming, ResponseLengths
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 
 SCORES = 4096  #: different log-probs that are made up
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 
 END_ID = 50_000
 _STREAM = 1 << 16

@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 
 P99_TO_MEDIAN = 10.0
 _NORMAL = NormalDist()

@@ -39,7 +39,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.requests import check_request, check_sequence
-from laminar.process_end import how_it_ended
+from laminar.names.process_end import how_it_ended
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from laminar.config import Config, ConfigError
 from laminar.engines.environment import VLLM, vllm_environment
 from laminar.engines.protocol import TokenDelta
 from laminar.engines.vllm_extra import unknown_extra
-from laminar.parent_death import die_with_parent
+from laminar.run.parent_death import die_with_parent
 
 os.environ.update(VLLM | os.environ)  # before CUDA is asked for
 os.environ.update(vllm_environment(torch.cuda.is_available()) | os.environ)

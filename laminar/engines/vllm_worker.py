@@ -19,7 +19,7 @@ import torch
 
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
 from laminar.engines.weight_file import MappedWeights
-from laminar.parent_death import die_with_parent
+from laminar.run.parent_death import die_with_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -16,7 +16,7 @@ import zstandard
 
 from laminar.eventlog.record import LogCorrupt, compressed_name, segment_name, segment_numbers
 from laminar.eventlog.whole_files import write_whole
-from laminar.ports import Disk, DiskError
+from laminar.names.ports import Disk, DiskError
 
 
 def read_segment(disk: Disk, number: int, size: int = -1) -> bytes:

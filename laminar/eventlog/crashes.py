@@ -15,7 +15,7 @@ from collections import Counter
 import msgspec
 
 from laminar.eventlog.whole_files import write_whole
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 
 CRASHES_MAX = 3
 """Coordinators that may end on one event before it is given up."""

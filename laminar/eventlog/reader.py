@@ -40,7 +40,7 @@ from laminar.eventlog.record import (
     segment_numbers,
 )
 from laminar.eventlog.upcast import UPCASTS, Decoders
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 
 _T = TypeVar("_T")
 _OPENING_BYTES = FRAME.size + MAX_HEADER_BYTES

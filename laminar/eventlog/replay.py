@@ -33,7 +33,7 @@ from laminar.eventlog.snapshot import Snapshot
 from laminar.eventlog.upcast import has_every_decision, state_digest
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command, decode_event, encode
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 
 Observer = Callable[[Stamped, list[Command], State], None]
 

@@ -18,7 +18,7 @@ from laminar.eventlog.replay import Observer, Replay, replay
 from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, Snapshots, snapshots
 from laminar.eventlog.whole_files import remove_unfinished
 from laminar.eventlog.writer import LogWriter
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from laminar.core.state import State, decode, digest, encode
 from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
 from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.eventlog.whole_files import write_whole
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 
 SNAPSHOT_EVERY = 50_000
 """Events between two snapshots: a start replays at most so many, which takes about a second."""

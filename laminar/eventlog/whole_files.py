@@ -9,7 +9,7 @@ coordinator removes it.
 
 from __future__ import annotations
 
-from laminar.ports import Disk, DiskError
+from laminar.names.ports import Disk, DiskError
 
 UNFINISHED = ".tmp"
 

@@ -37,7 +37,7 @@ from laminar.eventlog.record import (
 )
 from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, write_snapshot
 from laminar.eventlog.whole_files import remove_unfinished
-from laminar.ports import AppendFile, Background, Disk, DiskError, DiskFull
+from laminar.names.ports import AppendFile, Background, Disk, DiskError, DiskFull
 
 _KEPT = b"kept"
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 
 class WireError(ValueError):

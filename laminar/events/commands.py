@@ -16,8 +16,8 @@ import msgspec
 
 from laminar.events.base import CARRIED_OUT_BY, Command, carried_out_by
 from laminar.events.reasons import DropReason, End, PullPurpose
-from laminar.ids import GroupId, Purpose, TrajectoryId
-from laminar.roles import ACTOR_ROLES, Role
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.names.roles import ACTOR_ROLES, Role
 
 
 @carried_out_by(*ACTOR_ROLES)

@@ -10,8 +10,8 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
-from laminar.ids import TrajectoryId
-from laminar.roles import ACTOR_ROLES, Role
+from laminar.names.ids import TrajectoryId
+from laminar.names.roles import ACTOR_ROLES, Role
 
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.RestartActor,))

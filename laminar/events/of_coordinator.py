@@ -10,8 +10,8 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, Settings, reported_by
-from laminar.ids import GroupId
-from laminar.roles import Role
+from laminar.names.ids import GroupId
+from laminar.names.roles import Role
 
 
 class Unfinished(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
 from laminar.events.reasons import TransferForm
-from laminar.roles import Role
+from laminar.names.roles import Role
 
 
 @reported_by(Role.RELAY)

@@ -11,8 +11,8 @@ import msgspec
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
 from laminar.events.reasons import FailureReason, FinishReason, RewardOutcome
-from laminar.ids import TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import TrajectoryId
+from laminar.names.roles import Role
 
 
 @reported_by(Role.ROLLOUT)

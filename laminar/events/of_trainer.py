@@ -10,8 +10,8 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
-from laminar.ids import TrajectoryId
-from laminar.roles import Role
+from laminar.names.ids import TrajectoryId
+from laminar.names.roles import Role
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

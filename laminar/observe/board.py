@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from laminar.observe.files import GrowingFile, cut_off
-from laminar.rundir import TENSORBOARD_DIR
+from laminar.run.directory import TENSORBOARD_DIR
 
 NO_TAG = re.compile(r"[^-/\w.]")
 """What TensorBoard does not take in the name of a figure."""

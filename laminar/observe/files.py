@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from laminar.observe.telemetry import PartlyWritten
-from laminar.rundir import older_parts
+from laminar.run.directory import older_parts
 
 PART_BYTES = 64 << 20
 PARTS_KEPT = 4

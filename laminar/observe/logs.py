@@ -18,7 +18,7 @@ import structlog
 
 from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import Outlet, Telemetry
-from laminar.rundir import LOGS_DIR
+from laminar.run.directory import LOGS_DIR
 
 
 class _LineLogger:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.process_end import how_it_ended
+from laminar.names.process_end import how_it_ended
 
 
 class Losses:

@@ -29,7 +29,7 @@ from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.files import GrowingFile
 from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
-from laminar.rundir import METRICS_FILE
+from laminar.run.directory import METRICS_FILE
 
 #: A line with one of these is that of a step, or of an evaluation.
 _STEP, _EVALUATION = "training/global_step", "val/version"

@@ -26,13 +26,13 @@ from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
+from laminar.names.roles import Role
 from laminar.observe.engine_gauges import LatestGauges
 from laminar.observe.files import ReplacedFile
 from laminar.observe.losses import Losses
 from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
-from laminar.roles import Role
-from laminar.rundir import STATUS_FILE
+from laminar.run.directory import STATUS_FILE
 
 INTERVAL_S = 0.4
 """Less than a replica's interval between two gauges, so that each of them is seen."""

@@ -22,7 +22,7 @@ from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.rundir import FIRST_LOOK_FILE
+from laminar.run.directory import FIRST_LOOK_FILE
 
 WINDOW = 5  #: steps over which figures of a batch are looked at
 ANSWERS_MIN = 64  #: below, a share of failed answers says little

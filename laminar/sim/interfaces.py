@@ -12,13 +12,13 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from laminar import exit_codes
 from laminar.actors.host import Actor, Host
 from laminar.config import Config
 from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Event, Stamped
+from laminar.names import exit_codes
 from laminar.net.session import ClientLink
 from laminar.sim.checks.coverage import Coverage
 from laminar.sim.machine.disk import CrashMode, SimDisk

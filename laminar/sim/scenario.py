@@ -29,7 +29,7 @@ from laminar.core.rules import NEW_RUN
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.events.of_coordinator import Origin, Unfinished
-from laminar.ids import GroupId, train_group, trajectory_seed
+from laminar.names.ids import GroupId, train_group, trajectory_seed
 from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.runtime.scheduler import MS, SECOND

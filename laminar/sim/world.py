@@ -13,11 +13,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from laminar import ids
 from laminar.core import keys
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.rundir import CHECKPOINTS_DIR
+from laminar.names import ids
+from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.sim.checks.coverage import Coverage
 from laminar.sim.checks.final_checks import judge
 from laminar.sim.checks.safety import Checks

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.fail_points import FailPoints
+from laminar.run.fail_points import FailPoints
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.rows import NotTokenised

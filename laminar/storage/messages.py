@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, Span
 
 MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket, less its envelope

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from laminar.ports import DiskError, DiskFull
+from laminar.names.ports import DiskError, DiskFull
 from laminar.storage.room import no_room
 from laminar.storage.rows import DamageError
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from laminar.config import ConfigError
-from laminar.ids import Purpose
-from laminar.ports import DiskError, DiskFull
+from laminar.names.ids import Purpose
+from laminar.names.ports import DiskError, DiskFull
 from laminar.storage import messages as m
 from laminar.storage import schema
 from laminar.storage.handlers import Handlers

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar.config import Config, ConfigError
-from laminar.rundir import CHECKPOINTS_DIR, EXPORT_DIR
+from laminar.run.directory import CHECKPOINTS_DIR, EXPORT_DIR
 from laminar.tasks.tokenizer import load_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.process_end import how_it_ended
+from laminar.names.process_end import how_it_ended
 from laminar.tasks.user_function import LOAD_S, load_in_silence
 
 ENDED = b"ended"

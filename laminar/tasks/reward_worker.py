@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.fail_points import RUN_VARIABLE, FailPoints
+from laminar.run.fail_points import RUN_VARIABLE, FailPoints
 from laminar.tasks.reward_functions import open_scorer
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, describe
 

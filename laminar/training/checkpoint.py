@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from laminar.config import ConfigError
-from laminar.rundir import RESUME_FILE
+from laminar.run.directory import RESUME_FILE
 from laminar.training import resume
 from laminar.training.file_digests import (
     MODEL_FILE,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from laminar.rundir import RESUME_FILE
+from laminar.run.directory import RESUME_FILE
 from laminar.training.resume import CheckpointError
 
 MODEL_FILE = "model.safetensors"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from laminar import ids
+from laminar.names import ids
 
 
 class CheckpointError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.ids import batch_digest
+from laminar.names.ids import batch_digest
 from laminar.storage.rules import Span
 
 # Why an update is left out.

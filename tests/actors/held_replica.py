@@ -16,8 +16,8 @@ from laminar.actors.rollout import Rollout
 from laminar.actors.system.replica import RealParts
 from laminar.engines.protocol import EngineStats, GenerateRequest, StepRecord, TokenDelta
 from laminar.events import commands as cmd
-from laminar.ids import GroupId, TrajectoryId
-from laminar.rundir import TIMELINE_DIR
+from laminar.names.ids import GroupId, TrajectoryId
+from laminar.run.directory import TIMELINE_DIR
 from laminar.storage import messages as m
 from tests.actors.parts import FakeHost, until
 

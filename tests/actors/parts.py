@@ -20,7 +20,7 @@ from laminar.events import commands as cmd
 from laminar.events.base import Event
 from laminar.net.rpc_client import RpcClient
 from laminar.observe.telemetry import Telemetry
-from laminar.run_lock import RunLock
+from laminar.run.lock import RunLock
 from laminar.storage import messages as store_messages
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena

@@ -7,7 +7,7 @@ import pytest
 from laminar.actors.batch_rows import batch_of
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 from tests.actors.parts import removed
 
 

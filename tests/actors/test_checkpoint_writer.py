@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from laminar import ids
 from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.events import events as ev
-from laminar.rundir import RESUME_FILE
+from laminar.names import ids
+from laminar.run.directory import RESUME_FILE
 from laminar.training import export, resume
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy, named_weights

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from laminar.config import ConfigError
-from laminar.fail_points import VARIABLE, FailPoints
-from laminar.points import POINTS
+from laminar.names.points import POINTS
+from laminar.run.fail_points import VARIABLE, FailPoints
 from tools.fail_points import RUNS
 
 ROOT = Path(__file__).parents[2]

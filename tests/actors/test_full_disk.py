@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from laminar import ids
 from laminar.actors.clients import StoreClient
 from laminar.actors.disk_wait import QUIET_S, DiskStayedFull, DiskWait
 from laminar.actors.host import Host
@@ -23,8 +22,9 @@ from laminar.actors.store import Store
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ports import DiskError
-from laminar.rundir import STORE_FILE
+from laminar.names import ids
+from laminar.names.ports import DiskError
+from laminar.run.directory import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.durable_lines import DurableLines

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import structlog
 
-from laminar import exit_codes
 from laminar.actors.host import Host
 from laminar.config import dumps, load
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.rundir import CONFIG_FILE
+from laminar.names import exit_codes
+from laminar.run.directory import CONFIG_FILE
 from tests.actors.parts import MINIMAL, real_host
 
 DEADLINE_S = 30.0

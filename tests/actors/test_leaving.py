@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import structlog
 
-from laminar import exit_codes
 from laminar.actors import host as host_module
 from laminar.actors.system import own_process as process_module
 from laminar.config import dumps, load
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.rundir import CONFIG_FILE
+from laminar.names import exit_codes
+from laminar.run.directory import CONFIG_FILE
 from tests.actors.parts import MINIMAL, real_host
 
 # --- the process itself: a signal is not the coordinator's order ---------------------------------

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from laminar import exit_codes
 from laminar.actors import node as node_module
 from laminar.actors.node import Node
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.names import exit_codes
 from tests.actors.parts import FakeHost, order, until
 
 

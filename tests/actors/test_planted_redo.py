@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from laminar import exit_codes
 from laminar.actors import trainer
 from laminar.analysis.trained_steps import Step
 from laminar.cli.retrain import Beginning, _Again, _compare
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
-from laminar.rundir import STORE_FILE
+from laminar.names import exit_codes
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import STORE_FILE
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
 from laminar.training import checkpoint

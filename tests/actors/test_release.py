@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from laminar.engines.protocol import STOP
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 from laminar.storage import messages as m
 from tests.actors.held_replica import END_ID, Replica, T, abort, generate, ids, pull, release
 from tests.actors.parts import until

@@ -16,7 +16,7 @@ from laminar.actors.system.replica import reward_workers
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
 from tests.actors.parts import FakeHost
 

@@ -17,7 +17,7 @@ from laminar.actors.scoring import Scorer
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost, removed

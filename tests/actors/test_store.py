@@ -18,8 +18,8 @@ from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
-from laminar.ids import GroupId, Purpose, TrajectoryId
-from laminar.rundir import STORE_FILE
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.run.directory import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.rows import LoadedPrompts, PromptKey

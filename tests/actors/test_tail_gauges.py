@@ -14,7 +14,7 @@ from laminar.actors.engine_reports import gauge_interval_s, largest_batch
 from laminar.config import load
 from laminar.engines.protocol import StepRecord
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 from tests.actors.held_replica import Replica, T, abort, generate, ids, pull
 from tests.actors.parts import MINIMAL, until
 

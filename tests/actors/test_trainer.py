@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from laminar import ids
 from laminar.actors.trainer import Trainer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
-from laminar.rundir import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
+from laminar.names import ids
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
 from laminar.training import resume
 from laminar.weights.version import manifest as mf

@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from laminar import exit_codes
 from laminar.actors.system import warm as warm_module
 from laminar.actors.system import warm_process
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
@@ -27,8 +26,9 @@ from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import OWN_ENVIRONMENT, Seed, WarmProcess
 from laminar.actors.system.warm_process import Launch
 from laminar.config import dumps, load
-from laminar.run_lock import RunLock, holders
-from laminar.rundir import CONFIG_FILE
+from laminar.names import exit_codes
+from laminar.run.directory import CONFIG_FILE
+from laminar.run.lock import RunLock, holders
 from tests.actors.parts import MINIMAL, until
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ from laminar.actors.system.child_process import adopt_orphans
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import WarmProcess
 from laminar.actors.system.warm_process import Launch
-from laminar.run_lock import RunLock
+from laminar.run.lock import RunLock
 
 async def main() -> None:
     adopt_orphans()

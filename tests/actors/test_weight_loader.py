@@ -19,7 +19,7 @@ from laminar.engines.protocol import WeightSource
 from laminar.engines.weight_file import MappedWeights
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.rundir import VERSION_FILE
+from laminar.run.directory import VERSION_FILE
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import checkpoint

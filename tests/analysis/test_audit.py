@@ -21,13 +21,13 @@ from laminar.core.state import Trajectory
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
-from laminar.testing.logs import Log, write_log
-from laminar.testing.run_directory import make_run, world_log
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, group_of, settings, step_completed
+from laminar.names.ids import TrajectoryId
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
+from tests.kit.logs import Log, write_log
+from tests.kit.run_directory import make_run, world_log
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, group_of, settings, step_completed
 
 
 def execute(run_dir: Path, sql: str) -> None:

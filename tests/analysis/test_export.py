@@ -18,11 +18,11 @@ from laminar.config import ConfigError
 from laminar.core.scores import float_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.logs import Log, write_log
-from laminar.testing.random_worlds import random_world
-from laminar.testing.run_directory import CLOCK_NS, world_log
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
+from tests.kit.logs import Log, write_log
+from tests.kit.random_worlds import random_world
+from tests.kit.run_directory import CLOCK_NS, world_log
 
 
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:

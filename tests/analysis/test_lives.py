@@ -10,8 +10,8 @@ from laminar.analysis.windows import STALENESS_BOUND
 from laminar.core.machine import Machine
 from laminar.core.state import Replica, State, Trajectory
 from laminar.core.statuses import TrajectoryStatus
-from laminar.testing.random_worlds import failing_world, random_world
 from tests.analysis.told_bench import ToldBench
+from tests.kit.random_worlds import failing_world, random_world
 
 
 @pytest.mark.parametrize("seed", range(20))

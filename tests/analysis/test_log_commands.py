@@ -20,9 +20,9 @@ from laminar.core.statuses import Phase
 from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
-from laminar.testing.logs import write_log
-from laminar.testing.run_directory import CLOCK_NS, world_log
 from tests.analysis.conftest import Cli
+from tests.kit.logs import write_log
+from tests.kit.run_directory import CLOCK_NS, world_log
 
 
 def log_file(run_dir: Path) -> Path:

@@ -15,7 +15,7 @@ from laminar.cli.train import _unchanged
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.testing.run_directory import make_run, world_log
+from tests.kit.run_directory import make_run, world_log
 
 
 def rows(run_dir: Path, sql: str) -> list[tuple[Any, ...]]:

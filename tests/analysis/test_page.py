@@ -17,8 +17,8 @@ from laminar.analysis.page_data import PageData, page_data
 from laminar.analysis.report import summarize
 from laminar.cli import report
 from laminar.config import dumps, load
-from laminar.testing.run_directory import CLOCK_NS, make_run, world_log, write_steps
 from tests.analysis.conftest import Cli
+from tests.kit.run_directory import CLOCK_NS, make_run, world_log, write_steps
 
 MODEL = Path(__file__).parents[2] / "configs/models/spell-0.6m"
 SECOND = 10**9

@@ -11,9 +11,9 @@ from laminar.analysis.history import WallClock, raw_records, records, typed_even
 from laminar.cli.log import run_stats
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
 from laminar.eventlog.snapshot import snapshots
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import KILLED, LoggedRun
 from tests.analysis.conftest import Cli
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import KILLED, LoggedRun
 
 
 def run_of(run_dir: Path, keep_bytes: int = 0, **sizes: int) -> LoggedRun:

@@ -8,7 +8,7 @@ from laminar.analysis.story import describe
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 
 NAME, GROUP = TrajectoryId("0.1.2"), GroupId("0.1")
 

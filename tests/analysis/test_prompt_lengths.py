@@ -13,8 +13,8 @@ from laminar.analysis.ledger_book import Account
 from laminar.analysis.prompt_lengths import by_prompt_length, ranges
 from laminar.analysis.report import summarize
 from laminar.storage import messages as m
-from laminar.testing import run_directory
-from laminar.testing.run_directory import make_run, world_log
+from tests.kit import run_directory
+from tests.kit.run_directory import make_run, world_log
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from laminar.analysis.why import why
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.testing.logs import Log
-from laminar.testing.run_directory import CLOCK_NS, make_run, write_steps
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
+from tests.kit.logs import Log
+from tests.kit.run_directory import CLOCK_NS, make_run, write_steps
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 SECOND = 10**9
 

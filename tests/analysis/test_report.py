@@ -17,11 +17,11 @@ from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from laminar.testing.logs import write_log
-from laminar.testing.run_directory import CLOCK_NS, make_run, world_log, write_spans, write_steps
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
 from tests.analysis.conftest import Cli
+from tests.kit.logs import write_log
+from tests.kit.run_directory import CLOCK_NS, make_run, world_log, write_spans, write_steps
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 SECOND = 10**9
 

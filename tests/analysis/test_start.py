@@ -8,8 +8,8 @@ from laminar.analysis.history import WallClock, records, typed_event
 from laminar.analysis.start import start_parts
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
-from laminar.testing.logs import Log, write_log
-from laminar.testing.run_directory import CLOCK_NS, world_log
+from tests.kit.logs import Log, write_log
+from tests.kit.run_directory import CLOCK_NS, world_log
 
 CHECKS_NS = 5 * 10**9
 

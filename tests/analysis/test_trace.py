@@ -14,11 +14,11 @@ from laminar.analysis.trace import write_trace
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.logs import Log, write_log
-from laminar.testing.random_worlds import failing_world, random_world
-from laminar.testing.run_directory import CLOCK_NS, world_log, write_spans
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
+from tests.kit.logs import Log, write_log
+from tests.kit.random_worlds import failing_world, random_world
+from tests.kit.run_directory import CLOCK_NS, world_log, write_spans
 
 Events = list[dict[str, Any]]
 

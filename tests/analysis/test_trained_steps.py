@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.analysis.trained_steps import trained
 from laminar.cli.commands import run
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.logs import write_log
-from laminar.testing.run_directory import world_log
+from laminar.names import exit_codes
+from tests.kit.logs import write_log
+from tests.kit.run_directory import world_log
 
 
 def test_every_completed_step_once_with_what_was_published(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from laminar.analysis.why import why
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.config import ConfigError
 from laminar.events import events as ev
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
 from tests.core.test_batches import STRATEGY

@@ -11,7 +11,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.testing.world_parts import coordinator_started, settings, step_completed
+from tests.kit.world_parts import coordinator_started, settings, step_completed
 
 CLOCK_NS = 10**9
 LOG_NS = 500  #: what the log's own clock shows at time 0

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli.commands import parser, run
 from laminar.config import ConfigError, load
+from laminar.names import exit_codes
 
 
 def parsed(line: str) -> argparse.Namespace:

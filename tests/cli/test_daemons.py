@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli import coord, node
 from laminar.config import dumps, load
+from laminar.names import exit_codes
 
 
 @pytest.mark.parametrize("daemon", [coord, node], ids=["laminar-coord", "laminar-node"])

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar import exit_codes
 from laminar.actors.system.roles import Needs
 from laminar.cli import early as early_module
 from laminar.cli.early import EarlyNode
 from laminar.config import load
+from laminar.names import exit_codes
 
 DEADLINE_S = 60.0
 

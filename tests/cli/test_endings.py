@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli.endings import exit_code
 from laminar.config import ConfigError
+from laminar.names import exit_codes
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli import shipped
 from laminar.cli.commands import run
 from laminar.cli.init import texts
+from laminar.names import exit_codes
 
 ROOT = Path(__file__).parents[2]
 

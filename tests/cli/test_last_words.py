@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli.terminal import Terminal
 from laminar.cli.train import _conclude
 from laminar.coordinator.restarts import Over
-from laminar.rundir import SUMMARY_FILE
-from laminar.testing.run_directory import make_run, world_log
+from laminar.names import exit_codes
+from laminar.run.directory import SUMMARY_FILE
+from tests.kit.run_directory import make_run, world_log
 
 GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli.machines import Machines, Process
 from laminar.config import load
+from laminar.names import exit_codes
 
 
 class FakeNode:

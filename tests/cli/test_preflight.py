@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from laminar import exit_codes
 from laminar.cli import preflight, train
 from laminar.cli.commands import run
 from laminar.cli.preflight import check_settings, look_at_data
 from laminar.config import Config, ConfigError, load
 from laminar.engines.checkpoint_files import check_weight_files
+from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
 
 ROOT = Path(__file__).parents[2]

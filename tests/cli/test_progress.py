@@ -14,9 +14,9 @@ from rich.console import Console
 from laminar.analysis.evaluations import held_out
 from laminar.cli.progress import Pace, Progress
 from laminar.cli.train import _held_out
-from laminar.rundir import STATUS_FILE
-from laminar.testing.logs import write_log
-from laminar.testing.run_directory import CLOCK_NS, world_log
+from laminar.run.directory import STATUS_FILE
+from tests.kit.logs import write_log
+from tests.kit.run_directory import CLOCK_NS, world_log
 
 STATUS: dict[str, Any] = {
     "phase": "running",

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar import exit_codes, ids
 from laminar.cli import resume
 from laminar.cli.arguments import run_config
 from laminar.config import ConfigError, dumps, load
@@ -21,12 +20,13 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
-from laminar.run_lock import RunLock
-from laminar.rundir import RESUME_FILE
-from laminar.testing.logs import write_log
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults
+from laminar.names import exit_codes, ids
+from laminar.run.directory import RESUME_FILE
+from laminar.run.lock import RunLock
 from laminar.training.resume import LearnerFacts, Resume, decode, encode
+from tests.kit.logs import write_log
+from tests.kit.world import World
+from tests.kit.world_parts import Faults
 from tests.run.conftest import laminar
 
 FACTS = LearnerFacts(torch="2", threads=1, micro_batch_tokens=1, reference="", moved={})

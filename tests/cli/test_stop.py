@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import commands, stop
-from laminar.rundir import CONFIG_FILE, STATUS_FILE
+from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 
 STAND_IN = """
 import signal, sys
 from pathlib import Path
-from laminar.run_lock import RunLock
+from laminar.run.lock import RunLock
 run_dir, name, *heeds = sys.argv[1:]
 for number in (signal.SIGTERM, signal.SIGQUIT):
     signal.signal(number, lambda number, frame: None)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from laminar import exit_codes
 from laminar.cli import supervisor as supervisor_module
 from laminar.cli.supervisor import Asked, Supervisor
 from laminar.config import load
-from laminar.run_lock import RunLock
+from laminar.names import exit_codes
+from laminar.run.lock import RunLock
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 HEAR = """

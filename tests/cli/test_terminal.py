@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from laminar import exit_codes
+from laminar.names import exit_codes
 from tests.cli.test_endings import ended
 
 PRINT = """

@@ -21,8 +21,8 @@ from laminar.events.base import Event
 from laminar.events.codec import decode_order
 from laminar.net.session import ClientLink
 from laminar.net.session_boxes import MS, Limits
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.world_parts import coordinator_started, settings
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.world_parts import coordinator_started, settings
 
 LEASE_MS = 3_000
 NODE_LEASE_MS = 12_000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from laminar import exit_codes
 from laminar.config import ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.restarts import DEATHS_MAX, PAUSE_MAX_S, SERVED_S, Again, Over, Restarts
 from laminar.core.rules import LogicError
-from laminar.ports import DiskError
+from laminar.names import exit_codes
+from laminar.names.ports import DiskError
 
 
 def pause(verdict: Again | Over) -> float:

@@ -18,8 +18,8 @@ from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import LoggedRun
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import LoggedRun
 
 
 @pytest.fixture(scope="module")

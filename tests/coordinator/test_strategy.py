@@ -11,7 +11,7 @@ from laminar.config import ConfigError
 from laminar.coordinator.strategy import StrategyWorker, load_strategy
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.ids import GroupId
+from laminar.names.ids import GroupId
 
 WAIT_S = 20
 

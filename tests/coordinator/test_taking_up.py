@@ -12,7 +12,7 @@ from laminar.coordinator.loop import settings_of
 from laminar.coordinator.taking_up import OLDER, resumed
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.testing.bench import Bench
+from tests.kit.bench import Bench
 
 
 def begun_with(settings: Settings) -> Bench:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from laminar import exit_codes
 from laminar.coordinator.ending import exit_code_of
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, crash_of
 from laminar.core.machine import HANDLING
@@ -17,14 +16,15 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, WireError
 from laminar.events.codec import decode_event, encode
+from laminar.names import exit_codes
 from laminar.net.frames import Data, Hello, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import LinkState
 from laminar.net.session_boxes import MS
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import LoggedRun
-from laminar.testing.world_parts import coordinator_started, settings
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import LoggedRun
+from tests.kit.world_parts import coordinator_started, settings
 
 
 def test_hello_becomes_a_member_with_an_incarnation() -> None:

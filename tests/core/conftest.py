@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.testing.random_worlds import failing_world, random_world
-from laminar.testing.world import World
+from tests.kit.random_worlds import failing_world, random_world
+from tests.kit.world import World
 
 GOOD_SEEDS, FAILING_SEEDS = 200, 60
 

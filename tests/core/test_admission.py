@@ -6,7 +6,7 @@ from laminar.core.admission import bound_holds, first_share, share
 from laminar.core.rules import NEW_RUN, REPLICA_SHARE
 from laminar.core.tails import released_max
 from laminar.events import commands as cmd
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 
 def test_bound_counts_from_the_batch_before_the_next_one() -> None:

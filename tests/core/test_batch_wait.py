@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 WAIT_MS = 60_000
 

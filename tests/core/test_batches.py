@@ -8,9 +8,9 @@ from laminar.core import lifecycle, planner
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import GroupId
-from laminar.testing.bench import Bench, only
-from laminar.testing.world_parts import group_of
+from laminar.names.ids import GroupId
+from tests.kit.bench import Bench, only
+from tests.kit.world_parts import group_of
 
 STRATEGY = "strategies.py:mine"
 

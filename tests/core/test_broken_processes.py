@@ -11,12 +11,12 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event
-from laminar.ids import TrajectoryId
-from laminar.testing.bench import Bench, only
-from laminar.testing.random_worlds import random_world
-from laminar.testing.world import World
-from laminar.testing.world_parts import Process, step_completed
+from laminar.names.ids import TrajectoryId
 from tests.core.event_probes import fitting, spoiled
+from tests.kit.bench import Bench, only
+from tests.kit.random_worlds import random_world
+from tests.kit.world import World
+from tests.kit.world_parts import Process, step_completed
 
 
 def trained(**changes: object) -> Bench:

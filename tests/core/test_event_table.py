@@ -11,14 +11,14 @@ from laminar.core.context import Context
 from laminar.core.machine import HANDLING
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY
-from laminar.testing.event_cells import (
+from tests.core.event_table import Verdicts, try_out
+from tests.kit.event_cells import (
     CELLS,
     STATUS_CELLS,
     TRAJECTORY_EVENTS,
     Cell,
     StatusCell,
 )
-from tests.core.event_table import Verdicts, try_out
 
 SITUATIONS = 120
 

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar import ids
 from laminar.core import state as states
 from laminar.core.dispatch import permutation
 from laminar.core.machine import Machine
@@ -15,8 +14,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.codec import decode_event, encode
-from laminar.ids import GroupId
-from laminar.testing.bench import Bench, only
+from laminar.names import ids
+from laminar.names.ids import GroupId
+from tests.kit.bench import Bench, only
 
 STEP, VERSION = 4, 6
 UNFINISHED = {GroupId("0.3"): 11, GroupId("0.1"): 7}

@@ -16,8 +16,8 @@ from laminar.core.tails import standing_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import TrajectoryId
-from laminar.testing.bench import Bench, only
+from laminar.names.ids import TrajectoryId
+from tests.kit.bench import Bench, only
 
 RELEASE_MS, INTERVAL_MS = 2_000, 5_000
 SOURCE, DESTINATION, OTHER = "rollout-0", "rollout-1", "rollout-2"

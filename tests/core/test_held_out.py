@@ -7,7 +7,7 @@ import math
 from laminar.core.held_out import EXTRAS_MAX, FACTS, EvaluationResult, HeldOutFigures, facts
 from laminar.core.scores import float_of
 from laminar.events import commands as cmd
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 
 def begun(answers: int = 1, num_eval: int = 2, **changes: object) -> Bench:

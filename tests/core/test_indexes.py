@@ -12,9 +12,9 @@ from laminar.core.indexes import STALE_TIMERS_MAX, indexes_of
 from laminar.core.state import Outstanding, State, digest
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
-from laminar.testing.bench import Bench
-from laminar.testing.random_worlds import random_world
-from laminar.testing.world_parts import settings
+from tests.kit.bench import Bench
+from tests.kit.random_worlds import random_world
+from tests.kit.world_parts import settings
 
 
 def state_with_timers(**due_ns: int) -> State:

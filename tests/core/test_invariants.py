@@ -12,9 +12,9 @@ from laminar.core import invariants
 from laminar.core.held_out import HeldOut, Prompt
 from laminar.core.state import Evaluation, State
 from laminar.events import commands as cmd
-from laminar.ids import TrajectoryId
-from laminar.testing.bench import Bench
+from laminar.names.ids import TrajectoryId
 from tests.core.test_handover import moving
+from tests.kit.bench import Bench
 
 FIRST = TrajectoryId("0.0.0")
 

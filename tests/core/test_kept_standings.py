@@ -13,9 +13,9 @@ import msgspec
 from laminar.core.indexes import Indexes, assign, indexes_of, set_length
 from laminar.core.repack import Standing
 from laminar.core.tails import tails
-from laminar.ids import TrajectoryId
-from laminar.testing.bench import Bench
+from laminar.names.ids import TrajectoryId
 from tests.core.test_handover import DESTINATION, MOVED, OTHER, SOURCE, Tail, moving
+from tests.kit.bench import Bench
 
 
 def kept(bench: Bench) -> dict[str, Standing]:

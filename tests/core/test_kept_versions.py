@@ -5,9 +5,9 @@ from __future__ import annotations
 from laminar.core.rules import NEW_RUN, UNFINISHED_KEPT
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.testing.bench import Bench, only
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
+from tests.kit.bench import Bench, only
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 
 def told(commands: list[Command]) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.core.rules import END_NEEDS_NO_TRAINER, NEW_RUN, START_NEEDS_REPLICA
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
 AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)

@@ -6,7 +6,7 @@ from laminar.core.admission import refusal
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 
 def pair(**changes: object) -> Bench:

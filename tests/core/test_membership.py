@@ -12,8 +12,8 @@ from laminar.core.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
-from laminar.testing.bench import Bench, only
-from laminar.testing.world_parts import coordinator_started, settings
+from tests.kit.bench import Bench, only
+from tests.kit.world_parts import coordinator_started, settings
 
 
 def test_every_process_gets_its_own_incarnation() -> None:

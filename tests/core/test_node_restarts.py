@@ -9,8 +9,8 @@ import pytest
 from laminar.core.rules import NEW_RUN, NODE_RESTARTS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
 from tests.core.test_redo import run as run_steps
+from tests.kit.bench import Bench, only
 
 OLD = tuple(name for name in NEW_RUN if name != NODE_RESTARTS.name)
 FAILED = "no replica is left: rollout-0: its process ended with exit code -9"

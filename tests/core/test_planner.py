@@ -10,7 +10,7 @@ from laminar.core.indexes import indexes_of
 from laminar.core.replica_index import ReplicaIndex
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
-from laminar.testing.bench import Bench
+from tests.kit.bench import Bench
 
 NAMES = ["rollout-0", "rollout-1", "rollout-2"]
 

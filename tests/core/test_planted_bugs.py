@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laminar.testing.random_worlds import check_end, random_world
+from tests.kit.random_worlds import check_end, random_world
 from tools.rows import planted
 from tools.rows.planted import Planter
 

@@ -17,10 +17,10 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event, Stamped
 from laminar.events.codec import encode
-from laminar.testing.random_worlds import check_end, check_failed, failing_world, random_world
-from laminar.testing.world import World
 from tests.core.stories import LISTED, STORIES, Pair, pairs, recorded
 from tests.hash_seeds import printed_under
+from tests.kit.random_worlds import check_end, check_failed, failing_world, random_world
+from tests.kit.world import World
 
 
 def log_of(world: World) -> list[bytes]:
@@ -156,7 +156,7 @@ def test_handling_is_pure(seed: int) -> None:
 def test_other_hash_seeds_give_the_same_state() -> None:
     """Python's string hashes differ between processes; nothing may depend on them."""
     program = (
-        "from laminar.testing.random_worlds import random_world\n"
+        "from tests.kit.random_worlds import random_world\n"
         "from laminar.core.state import digest\n"
         "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
     )

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from laminar import ids
 from laminar.core import redo
 from laminar.core.redo import DEATHS_MAX
 from laminar.core.state import Batch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import GroupId
-from laminar.testing.bench import Bench, only
+from laminar.names import ids
+from laminar.names.ids import GroupId
+from tests.kit.bench import Bench, only
 
 NAME = "trainer-0"
 

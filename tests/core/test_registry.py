@@ -13,8 +13,8 @@ from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import CARRIED_OUT_BY, ENDS, REPORTED_BY, Command, Event
-from laminar.roles import Role
-from laminar.testing.message_samples import sample
+from laminar.names.roles import Role
+from tests.kit.message_samples import sample
 from tools.events_page import markdown
 
 ROOT = Path(__file__).parents[2]

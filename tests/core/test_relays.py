@@ -10,7 +10,7 @@ from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 SLOW = {"duration_ms": 4_000, "num_bytes": 1_000_000}
 

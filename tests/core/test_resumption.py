@@ -13,8 +13,8 @@ from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.testing.bench import Bench, only
 from tests.core import test_redo
+from tests.kit.bench import Bench, only
 
 NODE, TRAINER = "node-0", "trainer-0"
 

@@ -9,7 +9,7 @@ from typing import Any
 from laminar.core.state import RewardErrors, decode, encode
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 BATCH = 4  #: answers of one batch: nothing is judged before
 WINDOW = 4 * BATCH

@@ -9,7 +9,7 @@ import pytest
 from laminar.core import scores
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, bits_of, only
+from tests.kit.bench import Bench, bits_of, only
 
 
 def scored(commands: list[cmd.Command]) -> list[list[str]]:

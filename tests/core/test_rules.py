@@ -14,8 +14,8 @@ from laminar.core.rules import LOGIC_VERSION, NEW_RUN, RULES, LogicError, Rule, 
 from laminar.core.state import Group, State, decode, encode
 from laminar.events import commands as cmd
 from laminar.events.base import Settings, Stamped
-from laminar.testing.world import World
-from laminar.testing.world_parts import coordinator_started, settings
+from tests.kit.world import World
+from tests.kit.world_parts import coordinator_started, settings
 
 LATEST_FIRST = Rule(
     "latest-first",

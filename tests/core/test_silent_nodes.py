@@ -8,8 +8,8 @@ from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.testing.bench import Bench, only
 from tests.core.test_ways_to_lose import Way, complains, leaves, silent
+from tests.kit.bench import Bench, only
 
 
 def fall_silent(bench: Bench, node: str = "node-0") -> list[Command]:

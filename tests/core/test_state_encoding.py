@@ -16,7 +16,7 @@ import pytest
 
 from laminar.core.state import Actor, Group, Replica, State, Trajectory, decode, digest, encode
 from laminar.events.base import Settings
-from laminar.testing.world_parts import settings
+from tests.kit.world_parts import settings
 
 WRITTEN_ONCE = (None, False, True, "", ())
 """Python has one object of each; of integers it has one each from -5 to 256. A word of an

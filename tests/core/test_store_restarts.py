@@ -12,8 +12,8 @@ from laminar.core.statuses import Phase
 from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
 from tests.core.test_silent_nodes import fall_silent
+from tests.kit.bench import Bench, only
 
 START_MS = 120_000
 

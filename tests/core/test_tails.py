@@ -8,7 +8,7 @@ from laminar.core.repack import why_not
 from laminar.core.rules import MOVES_END, NEW_RUN
 from laminar.core.state import Evaluation
 from laminar.core.tails import MOVES_MAX, at_work, stays, tails
-from laminar.ids import Purpose, TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 from tests.core.test_handover import DESTINATION, MOVED, OTHER, SOURCE, Tail, moving, releases
 from tests.core.test_repack import CAPACITY, standing
 

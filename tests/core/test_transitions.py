@@ -26,10 +26,10 @@ from laminar.core.transitions import (
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
-from laminar.ids import GroupId, TrajectoryId
-from laminar.testing.bench import Bench, only
-from laminar.testing.random_worlds import failing_world, random_world
-from laminar.testing.world import World
+from laminar.names.ids import GroupId, TrajectoryId
+from tests.kit.bench import Bench, only
+from tests.kit.random_worlds import failing_world, random_world
+from tests.kit.world import World
 
 STATUSES = ("dispatched", "running", "generated", "rewarded", "releasing", "lost", "ending")
 TRIGGERS = ("started", "finished", "rewarded", "lose", "dispatch", "release", "hand over", "end")

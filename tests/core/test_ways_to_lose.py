@@ -10,7 +10,7 @@ from laminar.core.rules import NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 REPLICA = "rollout-0"
 

@@ -6,7 +6,7 @@ from laminar.core.publishing import PUBLISH_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.testing.bench import Bench, only
+from tests.kit.bench import Bench, only
 
 
 def on_policy(**changes: object) -> Bench:

@@ -16,12 +16,12 @@ from laminar.eventlog.record import HASH_FOLLOWS, EventRecord, Record, StateHash
 from laminar.eventlog.replay import replay
 from laminar.eventlog.restore import restore
 from laminar.eventlog.snapshot import snapshots
-from laminar.ports import Disk
-from laminar.testing.logs import real_run
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import KILLED, LoggedRun
+from laminar.names.ports import Disk
 from tests.eventlog.test_replay import difference, log_of
 from tests.eventlog.test_snapshots import begin
+from tests.kit.logs import real_run
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import KILLED, LoggedRun
 
 TURNS = 7  #: that an answer takes
 

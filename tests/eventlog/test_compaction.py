@@ -20,9 +20,9 @@ from laminar.eventlog.record import (
 from laminar.eventlog.replay import replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import snapshots
-from laminar.ports import DiskError
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import KILLED, LoggedRun
+from laminar.names.ports import DiskError
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import KILLED, LoggedRun
 
 
 def world_of(keep_bytes: int = 0, **sizes: int) -> LoggedRun:

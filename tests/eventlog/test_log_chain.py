@@ -31,8 +31,8 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken, LogWriter
-from laminar.testing.logs import begin_log
-from laminar.testing.memory_disk import MemoryDisk
+from tests.kit.logs import begin_log
+from tests.kit.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 

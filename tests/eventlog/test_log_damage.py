@@ -28,9 +28,9 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogWriter
-from laminar.ports import DiskError
-from laminar.testing.logs import begin_log
-from laminar.testing.memory_disk import MemoryDisk
+from laminar.names.ports import DiskError
+from tests.kit.logs import begin_log
+from tests.kit.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 RECORDS = 40

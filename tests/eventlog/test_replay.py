@@ -23,9 +23,9 @@ from laminar.eventlog.record import (
 from laminar.eventlog.replay import Replay, replay
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, decode_event, encode
-from laminar.testing.logs import begin_log
-from laminar.testing.memory_disk import MemoryDisk
-from laminar.testing.sim_worlds import KILLED, LoggedRun
+from tests.kit.logs import begin_log
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.sim_worlds import KILLED, LoggedRun
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,11 @@ from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
-from laminar.ports import AtOnce, DiskError, DiskFull
+from laminar.names.ports import AtOnce, DiskError, DiskFull
 from laminar.sim.machine.disk import SimDisk
-from laminar.testing.logs import begin_log, log_event
-from laminar.testing.memory_disk import MemoryDisk, MemoryFile
-from laminar.testing.sim_worlds import KILLED, LoggedRun
+from tests.kit.logs import begin_log, log_event
+from tests.kit.memory_disk import MemoryDisk, MemoryFile
+from tests.kit.sim_worlds import KILLED, LoggedRun
 
 SEED = 4  #: some 300 events
 EVERY = 30  #: events between two snapshots

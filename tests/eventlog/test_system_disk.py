@@ -14,8 +14,8 @@ from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import StateHashRecord
 from laminar.eventlog.writer import LogTaken
-from laminar.ports import DiskError
-from laminar.testing.logs import begin_log
+from laminar.names.ports import DiskError
+from tests.kit.logs import begin_log
 
 
 def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:

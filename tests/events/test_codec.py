@@ -18,7 +18,7 @@ from laminar.events.codec import (
     decode_order,
     encode,
 )
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 
 FINISHED = ev.TrajectoryFinished(
     trajectory_id=TrajectoryId("0.17.3"), placement=2, num_tokens=5, finish_reason="stop"

@@ -7,7 +7,6 @@ prompts; and the limits that a configuration is refused above.
 import pytest
 from msgspec import Raw
 
-from laminar import ids
 from laminar.config import load
 from laminar.config.rules import BUILT_IN_STRATEGIES, GROUP_SIZE_MAX, STEP_TRAJECTORIES_MAX
 from laminar.coordinator.loop import COMMANDS_BYTES_MAX
@@ -17,13 +16,14 @@ from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.codec import MESSAGE_BYTES_MAX, TooLarge, decode_event, decode_order, encode
+from laminar.names import ids
 from laminar.net.frames import Hello
 from laminar.net.session import ClientLink, ServerLink
 from laminar.net.session_boxes import Limits
 from laminar.storage.messages import MAX_ITEMS
-from laminar.testing.world_parts import group_of
 from laminar.training.metrics import by_origin
 from laminar.training.steps import Mismatch
+from tests.kit.world_parts import group_of
 
 SIBLINGS = 16
 

@@ -18,8 +18,8 @@ from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from laminar.testing.world import World
-from laminar.testing.world_parts import settings
+from tests.kit.world import World
+from tests.kit.world_parts import settings
 
 TELEMETRY = Telemetry()
 CAPACITY = 1_000

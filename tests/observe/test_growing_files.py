@@ -25,7 +25,7 @@ from laminar.cli.commands import run
 from laminar.observe import files
 from laminar.observe.files import GrowingFile
 from laminar.observe.metrics import _written
-from laminar.rundir import older_parts
+from laminar.run.directory import older_parts
 
 MS = 1_000_000
 ROW = struct.Struct("<4q")

@@ -18,9 +18,9 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from laminar.testing.bench import Bench
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
+from tests.kit.bench import Bench
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 TELEMETRY = Telemetry()
 MARK = "training/weights_unchanged"

@@ -15,8 +15,8 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.warnings import WINDOW, Watch, first_look
-from laminar.testing.world import World
-from laminar.testing.world_parts import settings, step_completed
+from tests.kit.world import World
+from tests.kit.world_parts import settings, step_completed
 from tests.observe.test_metrics_and_status import TELEMETRY
 
 WELL = {

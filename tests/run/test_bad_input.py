@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
 from laminar.cli.commands import run
+from laminar.names import exit_codes
 from tests.run.conftest import ROOT
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

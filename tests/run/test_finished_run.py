@@ -19,7 +19,7 @@ from laminar.eventlog.record import DecisionRecord, Header
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, encode
-from laminar.testing.logs import begin_log
+from tests.kit.logs import begin_log
 from tests.run.conftest import ROOT, Finished, arenas
 
 import msgspec  # isort: skip

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar import fail_points
 from laminar.analysis.origins import origin_of
 from laminar.cli.commands import run
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.rundir import ORIGIN_DIR, RESUME_FILE
+from laminar.run import fail_points
+from laminar.run.directory import ORIGIN_DIR, RESUME_FILE
 from laminar.training.resume import Resume, decode
 from tests.run.conftest import ROOT, RUN_TIMEOUT_S, Finished, check_books, history, laminar
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laminar import exit_codes
 from laminar.events import events as ev
-from laminar.run_lock import holders
+from laminar.names import exit_codes
+from laminar.run.lock import holders
 from tests.run.conftest import ROOT, Finished, arenas, check_books, command, history, laminar
 
 pytestmark = pytest.mark.process

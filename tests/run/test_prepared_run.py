@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes
+from laminar.names import exit_codes
 from tests.run.conftest import ROOT, laminar
 
 pytestmark = pytest.mark.process

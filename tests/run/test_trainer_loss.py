@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar import exit_codes, fail_points
 from laminar.analysis.trained_steps import trained
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.rundir import STORE_FILE, TRAINER_BOOK_FILE
+from laminar.names import exit_codes
+from laminar.run import fail_points
+from laminar.run.directory import STORE_FILE, TRAINER_BOOK_FILE
 from laminar.storage.books import open_tables
 from tests.run.conftest import Finished, check_books, history, laminar, train
 

@@ -10,7 +10,6 @@ from laminar.sim.machine.versions import CHUNK_BYTES, VERSION_BYTES
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import (
     NeighbourDown,
@@ -23,6 +22,7 @@ from laminar.weights.chain.reports import (
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import manifest_of, verify
+from tests.kit.sim_worlds import calm, config
 
 SPECS = mf.layout([("w", (VERSION_BYTES // 4,))], "float32")
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)

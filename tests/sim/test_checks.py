@@ -24,7 +24,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.events.reasons import DropReason
-from laminar.ids import TrajectoryId
+from laminar.names.ids import TrajectoryId
 from laminar.sim.checks import final_checks
 from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.checks.stored import reported_is_stored
@@ -37,7 +37,7 @@ from laminar.sim.scenario import seconds
 from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage import rules
-from laminar.testing.sim_worlds import PACKED, calm, config, ran
+from tests.kit.sim_worlds import PACKED, calm, config, ran
 from tools.rows import planted_handover
 from tools.rows.planted import Planter
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli.commands import run
-from laminar.program import typed
+from laminar.run.program import typed
 
 SMALL = """
 [work]

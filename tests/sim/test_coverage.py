@@ -6,7 +6,7 @@ from laminar.core.machine import HANDLING
 from laminar.core.transitions import TRAJECTORY_MOVES
 from laminar.sim.checks.coverage import EXPECTED, Coverage
 from laminar.sim.run import run_seeds
-from laminar.testing.sim_worlds import config
+from tests.kit.sim_worlds import config
 
 
 def test_every_row_of_the_tables_has_a_mark() -> None:

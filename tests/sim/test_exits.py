@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from laminar import exit_codes
 from laminar.coordinator.restarts import Over
 from laminar.eventlog.crashes import CRASHES_MAX
+from laminar.names import exit_codes
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import config, ran
+from tests.kit.sim_worlds import config, ran
 
 SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
 

@@ -21,7 +21,7 @@ from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.run import Outcome, run_seed
 from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config
+from tests.kit.sim_worlds import calm, config
 
 SMALL = {
     "replicas": 4, "groups_per_step": 4, "group_size": 2, "total_steps": 3, "num_train": 30,

@@ -7,7 +7,7 @@ import pytest
 from laminar.sim.models.replica import Replica
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import config
+from tests.kit.sim_worlds import config
 
 PROGRESS_MS = 500
 ON_ITS_WAY_S = 0.05

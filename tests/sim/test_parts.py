@@ -16,7 +16,7 @@ from laminar.sim.faults.faults import KINDS
 from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.scenario import draw, stream
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm
+from tests.kit.sim_worlds import calm
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from laminar.sim.run import run_seed
-from laminar.testing.sim_worlds import config
+from tests.kit.sim_worlds import config
 from tools.rows import (
     planted,
     planted_node,

@@ -16,8 +16,8 @@ from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.ids import GroupId, TrajectoryId, train_group
-from laminar.rundir import RESUME_FILE
+from laminar.names.ids import GroupId, TrajectoryId, train_group
+from laminar.run.directory import RESUME_FILE
 from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.prompts import Prompts
 from laminar.sim.models.learner import SimTrainer
@@ -25,8 +25,8 @@ from laminar.sim.run import run_seed
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import DATA_DIGEST, draw
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config, ran
 from laminar.training.resume import Resume, decode
+from tests.kit.sim_worlds import calm, config, ran
 
 SMALL = {"replicas": 4, "num_train": 20, "total_steps": 0, "num_eval": 0}
 

@@ -7,7 +7,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm, config
+from tests.kit.sim_worlds import calm, config
 
 MACHINES = {"nodes": 4, "replicas": 8, "total_steps": 6, "num_train": 60}
 CUT = {**MACHINES, "seconds": 30.0, "transfer_s": 3.0}

@@ -8,7 +8,7 @@ from laminar.net.calls import Batch
 from laminar.sim.interfaces import Boot
 from laminar.sim.runtime.rpc import AGAIN_NS, Message, SimServer
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm
+from tests.kit.sim_worlds import calm
 
 
 class Desk:

@@ -12,15 +12,15 @@ from laminar.core.statuses import Phase
 from laminar.sim.run import event_line, run_seed, run_seeds, story
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import PACKED, calm, config, ran
 from laminar.training.steps import TrainSample
 from tests.hash_seeds import printed_under
+from tests.kit.sim_worlds import PACKED, calm, config, ran
 
 SHORT = {"replicas": 4, "num_train": 20, "total_steps": 3, "seconds": 20.0}
 SEEDS = (4, 6)
 PRINT_LOGS = f"""
 from hashlib import sha256
-from laminar.testing.sim_worlds import config, log_bytes, ran
+from tests.kit.sim_worlds import config, log_bytes, ran
 
 for seed in {SEEDS}:
     files = log_bytes(ran(config(**{SHORT}), seed))

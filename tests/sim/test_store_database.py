@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.ports import DiskFull
+from laminar.names.ports import DiskFull
 from laminar.sim.config import SimConfig
 from laminar.sim.machine.database import StoreDatabase
 from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage.rows import PromptKey
-from laminar.testing.store_samples import finish, ints, open_, prompt
+from tests.kit.store_samples import finish, ints, open_, prompt
 
 LOOKS = [m.Fetch(ids=("0.0.0", "no"), with_prompt=True), m.SamplePrompts(count=1), m.Stats()]
 

@@ -11,7 +11,7 @@ from laminar.sim.faults.targeted import LAST_WORDS, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import PACKED, calm, config
+from tests.kit.sim_worlds import PACKED, calm, config
 
 MOMENTS = (
     ("last-answer-lost", 22, "ActorJoined -> TrainStep"),

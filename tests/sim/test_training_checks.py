@@ -14,8 +14,8 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from laminar.ids import TrajectoryId
-from laminar.rundir import VERSION_FILE
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import VERSION_FILE
 from laminar.sim.checks import final_checks
 from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.machine.model_files import ModelDirectory
@@ -24,10 +24,10 @@ from laminar.sim.models.learner import LAYOUT
 from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
-from laminar.testing.sim_worlds import calm
-from laminar.testing.world_parts import settings, step_completed
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import manifest_of
+from tests.kit.sim_worlds import calm
+from tests.kit.world_parts import settings, step_completed
 
 PATH = str(RUN_DIR / "checkpoints/step_2")
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.testing.store_samples import MEMORY
+from tests.kit.store_samples import MEMORY
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from laminar.storage import books
-from laminar.testing.store_samples import append, filled, finish, one, open_, trajectory_rows
+from tests.kit.store_samples import append, filled, finish, one, open_, trajectory_rows
 
 SIBLINGS = 4
 ROUNDS = 4

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from laminar.config import ConfigError
-from laminar.ports import DiskError
+from laminar.names.ports import DiskError
 from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.rows import NotTokenised, PromptKey
 from laminar.storage.transactions import PROMPT_LIMIT
-from laminar.testing.store_samples import (
+from tests.kit.store_samples import (
     PROMPTS,
     answers,
     append,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from laminar.storage import messages as m
 from laminar.storage.rules import Span
-from laminar.testing.store_samples import append, end, finish, open_, prompt, reward
+from tests.kit.store_samples import append, end, finish, open_, prompt, reward
 
 REQUESTS = [
     open_("0.1.2"),

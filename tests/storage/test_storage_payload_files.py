@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from laminar.ports import DiskError
+from laminar.names.ports import DiskError
 from laminar.storage import payload_files
 from laminar.storage.database import Database
-from laminar.testing.store_samples import (
+from tests.kit.store_samples import (
     answers,
     append,
     contents,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.storage import books
-from laminar.testing.store_samples import (
+from tests.kit.store_samples import (
     MEMORY,
     append,
     contents,

@@ -12,7 +12,7 @@ import pytest
 
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.replay import replay
-from laminar.testing.memory_disk import MemoryDisk
+from tests.kit.memory_disk import MemoryDisk
 from tools.bench.stories import STORIES
 from tools.bench.traffic import Traffic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laminar.events import events as ev
 from laminar.events.base import Event
-from laminar.testing.world_parts import step_completed
+from tests.kit.world_parts import step_completed
 from tools.bench.kills import Kill, times
 
 S = 1_000_000_000

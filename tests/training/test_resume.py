@@ -11,7 +11,7 @@ import torch
 
 from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
-from laminar.rundir import RESUME_FILE
+from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint, resume
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy

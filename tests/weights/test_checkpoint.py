@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from laminar.rundir import VERSION_FILE
+from laminar.run.directory import VERSION_FILE
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.checkpoint import MODEL_FILE

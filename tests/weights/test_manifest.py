@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar.testing.manifest_samples import SHAPES, TENSORS, build
 from laminar.weights.version import manifest as mf
+from tests.kit.manifest_samples import SHAPES, TENSORS, build
 
 
 def changed(index: int, **changes: Any) -> tuple[mf.TensorSpec, ...]:

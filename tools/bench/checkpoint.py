@@ -45,7 +45,7 @@ from laminar.actors.weight_publisher import WeightPublisher  # noqa: E402
 from laminar.config import Config, load  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
-from laminar.ids import TrajectoryId  # noqa: E402
+from laminar.names.ids import TrajectoryId  # noqa: E402
 from laminar.storage.rules import Span  # noqa: E402
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size  # noqa: E402
 from laminar.training.model import named_weights  # noqa: E402

@@ -17,11 +17,11 @@ from laminar.coordinator.tick import Frame, Tick
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.events.codec import encode
+from laminar.names.ports import Disk
 from laminar.net.session import ClientLink
 from laminar.net.session_boxes import Limits
-from laminar.ports import Disk
-from laminar.testing.bench import MS, Bench, machine_of
-from laminar.testing.logs import begin_log
+from tests.kit.bench import MS, Bench, machine_of
+from tests.kit.logs import begin_log
 
 REPLICAS_PER_NODE = 8
 GROUP_SIZE = 8

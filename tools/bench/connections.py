@@ -46,7 +46,7 @@ from laminar.net.rpc_server import RpcServer
 from laminar.net.session import ClientLink, LinkState
 from laminar.net.session_boxes import MS
 from laminar.net.transport import ClientSocket
-from laminar.rundir import CONFIG_FILE, COORDINATOR_FILE
+from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT_MS, LEASE_MS = 1_000, 5_000  #: the defaults of a run

@@ -43,9 +43,9 @@ from laminar.cli.arguments import run_config  # noqa: E402
 from laminar.eventlog.record import EventRecord  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import COORDINATOR, Event  # noqa: E402
-from laminar.roles import Role  # noqa: E402
-from laminar.run_lock import holders  # noqa: E402
-from laminar.rundir import TIMELINE_DIR  # noqa: E402
+from laminar.names.roles import Role  # noqa: E402
+from laminar.run.directory import TIMELINE_DIR  # noqa: E402
+from laminar.run.lock import holders  # noqa: E402
 from tools.bench.emulated import laminar, read_json  # noqa: E402
 
 REWARD_WORKER = "reward-worker"

@@ -36,8 +36,8 @@ from laminar.core.statuses import TrajectoryStatus  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import Command, Stamped  # noqa: E402
-from laminar.ids import Purpose  # noqa: E402
-from laminar.run_lock import holders  # noqa: E402
+from laminar.names.ids import Purpose  # noqa: E402
+from laminar.run.lock import holders  # noqa: E402
 from tools.bench.kills import APART_S, POLL_S, BadRun, Run, check  # noqa: E402
 
 

@@ -16,8 +16,8 @@ import random
 from collections import deque
 from heapq import heapify, heappop, heappush, heapreplace
 
-from laminar import ids
 from laminar.engines.timed_batch import TimedBatch
+from laminar.names import ids
 from tools.bench.repack_measures import (
     GROUP_SIZE,
     SAMPLE_S,

@@ -24,8 +24,8 @@ from laminar.engines.timed_batch import TimedBatch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.ids import TrajectoryId
-from laminar.testing.world_parts import coordinator_started, settings, step_completed
+from laminar.names.ids import TrajectoryId
+from tests.kit.world_parts import coordinator_started, settings, step_completed
 from tools.bench.repack_measures import (
     GROUP_SIZE,
     SAMPLE_S,

@@ -22,12 +22,12 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
 from laminar.events.codec import decode_order, encode
+from laminar.names.ports import Disk
 from laminar.net.session import ClientLink
 from laminar.net.session_boxes import Limits
-from laminar.ports import Disk
-from laminar.testing.logs import begin_log
-from laminar.testing.world_parts import coordinator_started, step_completed
-from laminar.testing.world_parts import settings as small_settings
+from tests.kit.logs import begin_log
+from tests.kit.world_parts import coordinator_started, step_completed
+from tests.kit.world_parts import settings as small_settings
 
 MS, SECOND = 1_000_000, 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 8

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from laminar.testing.event_cells import CELLS, STATUS_CELLS
+from tests.kit.event_cells import CELLS, STATUS_CELLS
 from tools.rows.base import Figure, Gate, Row
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,9 +23,9 @@ from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, LogCorrupt
 from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken, LogWriter
-from laminar.ports import AtOnce, Disk
+from laminar.names.ports import AtOnce, Disk
 from laminar.sim.machine.disk import CrashMode, PowerCut, SimDisk
-from laminar.testing.logs import digests, real_run, records_of
+from tests.kit.logs import digests, real_run, records_of
 
 MORE = 12
 """Events that a successor adds: enough to sync, not to sync, and begin a segment."""

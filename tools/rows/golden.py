@@ -22,9 +22,9 @@ from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import Snapshot, snapshots
 from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.events.base import COORDINATOR, Stamped
-from laminar.ports import Disk
+from laminar.names.ports import Disk
 from laminar.sim.machine.disk import SimDisk
-from laminar.testing.world_parts import coordinator_started
+from tests.kit.world_parts import coordinator_started
 from tools.rows.base import Figure, Gate, Row
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"

@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from laminar.roles import Role
+from laminar.names.roles import Role
 from tools.bench import kills
 from tools.rows.base import Figure, Gate, Row
 

@@ -16,7 +16,6 @@ from unittest import mock
 import laminar.coordinator.tick as tick
 import laminar.eventlog.crashes as crashes
 import laminar.eventlog.replay as log_replay
-from laminar import exit_codes
 from laminar.actors.protocol import CommandFilter
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.restarts import Over, Restarts
@@ -47,6 +46,7 @@ from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
+from laminar.names import exit_codes
 from laminar.net.session import ServerLink
 from laminar.net.session_boxes import NEVER_NS, Inbox, Outbox
 from laminar.storage import rules

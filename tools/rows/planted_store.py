@@ -13,7 +13,7 @@ import msgspec
 
 from laminar.actors.store import READS, Store
 from laminar.core import store_restarts
-from laminar.ports import DiskError
+from laminar.names.ports import DiskError
 from laminar.storage import messages as m
 from laminar.storage.handlers import Handlers
 from laminar.storage.rules import Row

@@ -20,12 +20,12 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, WireError
 from laminar.net import frames
 from laminar.storage import messages as store
-from laminar.testing import store_samples as samples
-from laminar.testing.manifest_samples import PROBE, TENSORS, build
-from laminar.testing.message_samples import sample
-from laminar.testing.random_worlds import random_world
 from laminar.weights import messages as relay
 from laminar.weights.version import manifest
+from tests.kit import store_samples as samples
+from tests.kit.manifest_samples import PROBE, TENSORS, build
+from tests.kit.message_samples import sample
+from tests.kit.random_worlds import random_world
 
 FRAME_BYTES_MAX = 1 << 20
 SEEDS = 20  #: random worlds; they show nearly every event and command

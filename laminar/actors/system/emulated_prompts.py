@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from laminar.config import Config
 from laminar.engines.made_up_tokens import tokens_of
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
 

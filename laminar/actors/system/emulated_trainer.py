@@ -14,7 +14,7 @@ from statistics import fmean
 from laminar.actors.system.emulated_weights import EmulatedWeights
 from laminar.config import Config
 from laminar.engines.emulated import fingerprint, made_up_scores
-from laminar.rundir import RESUME_FILE
+from laminar.run.directory import RESUME_FILE
 from laminar.training import steps
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode
 

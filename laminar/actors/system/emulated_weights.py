@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from laminar.config import Config
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.steps import ModelLayout
 from laminar.weights.version import manifest as mf

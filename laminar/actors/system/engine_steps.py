@@ -18,7 +18,7 @@ import numpy as np
 
 from laminar.analysis.timeline import JOIN_NS, ROW_BYTES
 from laminar.observe.files import PART_BYTES, GrowingFile, cut_rows
-from laminar.rundir import TIMELINE_DIR
+from laminar.run.directory import TIMELINE_DIR
 
 FULL_BYTES = PART_BYTES
 

@@ -17,9 +17,9 @@ from typing import Any
 from laminar.config import Config, load
 from laminar.observe.logs import configure, get_logger, logger_of
 from laminar.observe.telemetry import print_lines
-from laminar.run_lock import RunLock
-from laminar.rundir import CONFIG_FILE
-from laminar.stop_requests import (
+from laminar.run.directory import CONFIG_FILE
+from laminar.run.lock import RunLock
+from laminar.run.stop_requests import (
     STARTER_GONE,
     follow_starter,
     handle_signals,

@@ -23,20 +23,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from laminar import exit_codes
 from laminar.actors.host import Actor, Host
 from laminar.actors.system.own_process import OwnProcess
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
-from laminar.fail_points import FailPoints
+from laminar.names import exit_codes
 from laminar.net.calls import Handler
 from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import KEPT_MAX, Item, Outlet
-from laminar.run_lock import RunLock
-from laminar.rundir import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
+from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
+from laminar.run.fail_points import FailPoints
+from laminar.run.lock import RunLock
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that computes must not keep the event loop waiting for Python's default 5 ms."""

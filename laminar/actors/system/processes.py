@@ -17,7 +17,6 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from laminar import ids
 from laminar.actors.host import Host
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
 from laminar.actors.system.roles import kind, needs
@@ -25,7 +24,8 @@ from laminar.actors.system.warm import Seed, WarmProcess
 from laminar.actors.system.warm_process import Launch
 from laminar.config import Config
 from laminar.engines.environment import gpus_per_replica, visible_gpus
-from laminar.run_lock import RunLock
+from laminar.names import ids
+from laminar.run.lock import RunLock
 from laminar.weights.arena.arena import sweep_arenas
 
 REAP_S = 1.0

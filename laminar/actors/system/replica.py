@@ -15,8 +15,8 @@ from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
-from laminar.fail_points import RUN_VARIABLE
-from laminar.rundir import reward_log
+from laminar.run.directory import reward_log
+from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool

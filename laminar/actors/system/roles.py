@@ -108,7 +108,7 @@ def make(host: Host) -> Actor:
 
 def _store(host: Host) -> Actor:
     from laminar.actors.store import Store
-    from laminar.rundir import STORE_FILE
+    from laminar.run.directory import STORE_FILE
     from laminar.storage.database import Database
 
     open_database = partial(Database, host.run_dir / STORE_FILE)
@@ -135,7 +135,7 @@ def _rollout(host: Host) -> Actor:
 
 def _trainer(host: Host) -> Actor:
     from laminar.actors.trainer import Trainer
-    from laminar.rundir import TRAINER_BOOK_FILE
+    from laminar.run.directory import TRAINER_BOOK_FILE
     from laminar.storage.durable_lines import DurableLines
     from laminar.weights.version.slot_writer import SlotWriter
 

@@ -33,12 +33,12 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from laminar import exit_codes
 from laminar.actors.system.process import run_actors
 from laminar.actors.system.roles import make
 from laminar.config import ConfigError
-from laminar.parent_death import die_with_parent
-from laminar.run_lock import RunLock
+from laminar.names import exit_codes
+from laminar.run.lock import RunLock
+from laminar.run.parent_death import die_with_parent
 
 MESSAGE_MAX = 64 << 10
 """Bytes. A launch has the variables that differ from the node's own, a handful."""

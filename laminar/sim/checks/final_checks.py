@@ -15,7 +15,7 @@ from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import replay, stamped
 from laminar.eventlog.snapshot import snapshots
 from laminar.events.base import COORDINATOR, Command, Stamped
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.sim.checks.safety import numbered
 from laminar.sim.interfaces import Checks, Process, World
 from laminar.sim.machine.disk import SimDisk

@@ -15,7 +15,7 @@ from laminar.core.statuses import GroupStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.sim.runtime.violation import Violation
 
 MOVES_MAX = 3

@@ -10,7 +10,6 @@ what the other run had not ended, then the rest of its pass; what that had ended
 
 from __future__ import annotations
 
-from laminar import ids
 from laminar.core.dispatch import permutation
 from laminar.core.state import State
 from laminar.engines.made_up_tokens import prompt_of
@@ -18,7 +17,8 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import Origin
-from laminar.ids import GroupId, Purpose
+from laminar.names import ids
+from laminar.names.ids import GroupId, Purpose
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import DATA_DIGEST, Scenario
 

@@ -25,7 +25,7 @@ from laminar.core.statuses import GroupStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.sim.checks.acted import Acted
 from laminar.sim.checks.durability import Durability
 from laminar.sim.checks.invariants import state_is_sound

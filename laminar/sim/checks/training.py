@@ -16,7 +16,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.rundir import VERSION_FILE
+from laminar.run.directory import VERSION_FILE
 from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.violation import Violation

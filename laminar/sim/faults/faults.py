@@ -23,7 +23,7 @@ from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.sim.config import FaultConfig
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER

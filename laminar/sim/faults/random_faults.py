@@ -14,10 +14,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from laminar import ids, points
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
+from laminar.names import ids, points
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import HELD
 from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED, Process

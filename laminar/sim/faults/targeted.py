@@ -18,7 +18,7 @@ from laminar.core.statuses import GroupStatus
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import events as ev
 from laminar.events.base import Event
-from laminar.ids import Purpose
+from laminar.names.ids import Purpose
 from laminar.sim.faults.effects import Effects
 from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED, Process
 from laminar.sim.runtime.scheduler import MS

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from laminar import ids
 from laminar.core.admission import groups_wanted
 from laminar.core.buffering import awaited, trainer_idle
 from laminar.core.groups import members
@@ -24,6 +23,7 @@ from laminar.core.state import State, Trajectory
 from laminar.core.statuses import Phase
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events import events as ev
+from laminar.names import ids
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import WAYS, TargetedFault, evaluated, slow_down
 from laminar.sim.faults.targeted_handover import (

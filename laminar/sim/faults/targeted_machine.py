@@ -14,7 +14,7 @@ from laminar.core import keys
 from laminar.core.indexes import indexes_of
 from laminar.core.state import State
 from laminar.core.statuses import Phase
-from laminar.roles import Role
+from laminar.names.roles import Role
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import TargetedFault
 

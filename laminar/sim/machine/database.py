@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from laminar.actors.store import READS
-from laminar.ports import DiskFull
+from laminar.names.ports import DiskFull
 from laminar.sim.checks.tables import WatchedTables
 from laminar.sim.interfaces import World
 from laminar.sim.runtime.violation import Violation

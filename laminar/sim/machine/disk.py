@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias, get_args
 
-from laminar.ports import DiskError
+from laminar.names.ports import DiskError
 
 Fault = Literal["crash", "eio", "enospc"]
 CrashMode = Literal["none", "all", "prefix", "torn", "reordered"]

@@ -7,7 +7,7 @@ Gives   lay_origin
 
 from __future__ import annotations
 
-from laminar.rundir import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
+from laminar.run.directory import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.sim.interfaces import World
 from laminar.sim.machine.model_files import ModelDirectory
 from laminar.sim.machine.versions import manifest_for, weights_of

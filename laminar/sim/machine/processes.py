@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from laminar import exit_codes
 from laminar.actors.host import Actor, Host
 from laminar.actors.node import Node
+from laminar.names import exit_codes
 from laminar.sim.interfaces import EXIT_KILLED, Process
 from laminar.sim.runtime.idle import Idle
 

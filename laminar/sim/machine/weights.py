@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laminar.actors.weight_loader import NotReadable
 from laminar.engines.protocol import WeightSource
-from laminar.rundir import VERSION_FILE
+from laminar.run.directory import VERSION_FILE
 from laminar.sim.interfaces import Process
 from laminar.sim.machine.memory import MappedArena
 from laminar.sim.machine.versions import manifest_for

@@ -18,7 +18,7 @@ import xxhash
 
 from laminar.actors.host import Host
 from laminar.actors.trainer import Trainer
-from laminar.rundir import RESUME_FILE
+from laminar.run.directory import RESUME_FILE
 from laminar.sim.machine.memory import SimSlotWriter
 from laminar.sim.machine.model_files import (
     SAVE_S,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from laminar import exit_codes
 from laminar.coordinator.ending import exit_code_of
 from laminar.coordinator.restarts import SERVED_S, Again, Over, Restarts
 from laminar.coordinator.unhandled import HandlingFailed, crash_of, name_of
@@ -20,7 +19,8 @@ from laminar.core.machine import Machine
 from laminar.eventlog.crashes import CRASHES_MAX, record_crash
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.ports import DiskError
+from laminar.names import exit_codes
+from laminar.names.ports import DiskError
 from laminar.sim.interfaces import World
 from laminar.sim.machine.disk import PowerCut, SimDisk
 from laminar.sim.runtime.scheduler import SECOND

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from laminar.ids import hash64
+from laminar.names.ids import hash64
 from laminar.weights.arena.region import NO_FILE, ArenaError, Region
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar.rundir import VERSION_FILE
+from laminar.run.directory import VERSION_FILE
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
 

@@ -14,15 +14,15 @@ import heapq
 import random
 from typing import Any
 
-from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Settings, Stamped
-from laminar.testing.world_actors import Actors
-from laminar.testing.world_parts import (
+from laminar.names import ids
+from tests.kit.world_actors import Actors
+from tests.kit.world_parts import (
     SECOND,
     Faults,
     Process,

@@ -14,7 +14,7 @@ from laminar.core.rules import LOGIC_VERSION, NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.ids import GroupId, TrajectoryId
+from laminar.names.ids import GroupId, TrajectoryId
 
 SECOND = 1_000_000_000  #: nanoseconds
 

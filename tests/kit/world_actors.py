@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from laminar import ids
 from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
-from laminar.ids import TrajectoryId
-from laminar.testing.world_parts import (
+from laminar.names import ids
+from laminar.names.ids import TrajectoryId
+from tests.kit.world_parts import (
     GAUGE_S,
     PROMPT_TOKENS,
     SILENCE_S,
@@ -36,7 +36,7 @@ from laminar.testing.world_parts import (
     Start,
     Wake,
 )
-from laminar.testing.world_trainer import Trainers
+from tests.kit.world_trainer import Trainers
 
 
 class Actors(Trainers):

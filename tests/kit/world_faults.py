@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from laminar.events import events as ev
-from laminar.testing.world_parts import (
+from tests.kit.world_parts import (
     LOSSES,
     SILENCE_S,
     Die,

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from laminar import ids
 from laminar.core import invariants
 from laminar.core.machine import Machine
 from laminar.core.state import Group, Outstanding, Replica, State, Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.ids import GroupId, TrajectoryId
-from laminar.testing.world_parts import coordinator_started, settings, step_completed
+from laminar.names import ids
+from laminar.names.ids import GroupId, TrajectoryId
+from tests.kit.world_parts import coordinator_started, settings, step_completed
 
 C = TypeVar("C", bound=Command)
 MS = 1_000_000  #: nanoseconds

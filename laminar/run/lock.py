@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.program import typed
-from laminar.rundir import LOCK_FILE, PROCESSES_DIR
+from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
+from laminar.run.program import typed
 
 MOVE_WAIT_S = 5.0
 """How long to wait for a process that moves the directory: that is one renaming."""

@@ -1,6 +1,6 @@
 """A whole run directory from a run of the random world: log, store, trainer's book, timeline.
 
-Reads   the log of laminar.testing.world.World
+Reads   the log of tests.kit.world.World
 Writes  events/, store.sqlite, trainer_book.jsonl, timeline/
 
 The store is filled through storage.Database with the requests that the actors would have made, in
@@ -26,9 +26,9 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.testing.logs import Log, write_log
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
+from tests.kit.logs import Log, write_log
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
 TEMPERATURE = 1.0  #: of all that was sampled

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.points import POINTS
+from laminar.names.points import POINTS
 
 VARIABLE = "LAMINAR_FAIL"
 RUN_VARIABLE = "LAMINAR_FAIL_RUN"

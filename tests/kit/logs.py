@@ -27,9 +27,9 @@ from laminar.eventlog.record import (
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.events.codec import encode
-from laminar.ports import Disk
-from laminar.testing.world import World
-from laminar.testing.world_parts import Faults, settings
+from laminar.names.ports import Disk
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 Log: TypeAlias = list[tuple[Stamped, list[Command]]]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event
-from laminar.roles import ACTOR_ROLES
+from laminar.names.roles import ACTOR_ROLES
 
 PHASES = (
     "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",

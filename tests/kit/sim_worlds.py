@@ -24,7 +24,7 @@ from laminar.sim.config import (
     WorkConfig,
 )
 from laminar.sim.world import World
-from laminar.testing.memory_disk import MemoryDisk
+from tests.kit.memory_disk import MemoryDisk
 
 
 def config(*faults: str, **changes: Any) -> SimConfig:

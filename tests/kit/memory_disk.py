@@ -6,7 +6,7 @@ file that has been synced.
 
 from __future__ import annotations
 
-from laminar.ports import DiskError
+from laminar.names.ports import DiskError
 
 
 class MemoryFile:

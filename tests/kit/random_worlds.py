@@ -11,8 +11,8 @@ import random
 import msgspec
 
 from laminar.core.state import Settings
-from laminar.testing.world import World
-from laminar.testing.world_parts import SECOND, Faults, settings
+from tests.kit.world import World
+from tests.kit.world_parts import SECOND, Faults, settings
 
 
 def random_world(seed: int, kind: type[World] = World) -> World:

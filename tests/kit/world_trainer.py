@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 
-from laminar import ids
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.ids import TrajectoryId
-from laminar.testing.world_faults import FaultyProcesses
-from laminar.testing.world_parts import Process, Publish, Save, step_completed
+from laminar.names import ids
+from laminar.names.ids import TrajectoryId
+from tests.kit.world_faults import FaultyProcesses
+from tests.kit.world_parts import Process, Publish, Save, step_completed
 
 
 class Trainers(FaultyProcesses):
