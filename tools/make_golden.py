@@ -35,7 +35,7 @@ from laminar.eventlog.record import (  # noqa: E402
 from laminar.events import codec  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
-from laminar.sim.machine.disk import SimDisk  # noqa: E402
+from laminar.sim.runtime.disk import SimDisk  # noqa: E402
 from laminar.sim.world import World  # noqa: E402
 from tests.kit.sim_worlds import SMALL, config  # noqa: E402
 from tools import log_forms  # noqa: E402

@@ -21,7 +21,7 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.names import exit_codes
 from laminar.net.session import ClientLink
 from laminar.sim.checks.coverage import Coverage
-from laminar.sim.machine.disk import CrashMode, SimDisk
+from laminar.sim.runtime.disk import CrashMode, SimDisk
 from laminar.sim.runtime.loop import SimLoop
 from laminar.sim.runtime.network import Network
 from laminar.sim.runtime.scheduler import Action, Scheduler

@@ -26,7 +26,7 @@ from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.names.ports import AtOnce, DiskError, DiskFull
-from laminar.sim.machine.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from tests.kit.logs import begin_log, log_event
 from tests.kit.memory_disk import MemoryDisk, MemoryFile
 from tests.kit.sim_worlds import KILLED, LoggedRun

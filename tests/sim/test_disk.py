@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from laminar.names.ports import Disk, DiskError
-from laminar.sim.machine.disk import CRASH_MODES, SECTOR_BYTES, CrashMode, Fault, PowerCut, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, SECTOR_BYTES, CrashMode, Fault, PowerCut, SimDisk
 
 SYNCED, VOLATILE = b"s" * 700, b"v" * 2_000
 

@@ -9,7 +9,7 @@ import pytest
 from laminar.eventlog import record
 from laminar.eventlog.record import Frames
 from laminar.eventlog.writer import LogWriter
-from laminar.sim.machine.disk import CRASH_MODES, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, SimDisk
 from tools.rows import log_damage
 from tools.rows.crash_points import Crash, Scenario, calls_of
 from tools.rows.log_damage import FIRST, ROWS, Size, cut_at, flip_at, real_log, try_crash

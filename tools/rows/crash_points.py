@@ -24,7 +24,7 @@ from laminar.eventlog.replay import Replay, replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken, LogWriter
 from laminar.names.ports import AtOnce, Disk
-from laminar.sim.machine.disk import CrashMode, PowerCut, SimDisk
+from laminar.sim.runtime.disk import CrashMode, PowerCut, SimDisk
 from tests.kit.logs import digests, real_run, records_of
 
 MORE = 12

@@ -23,7 +23,7 @@ from laminar.eventlog.snapshot import Snapshot, snapshots
 from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.events.base import COORDINATOR, Stamped
 from laminar.names.ports import Disk
-from laminar.sim.machine.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from tests.kit.world_parts import coordinator_started
 from tools.rows.base import Figure, Gate, Row
 

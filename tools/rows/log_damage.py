@@ -25,7 +25,7 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken
-from laminar.sim.machine.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from tests.kit.logs import begin_log, real_run, records_of
 from tools.rows.base import Figure, Gate, Row
 from tools.rows.crash_points import Crash, Scenario, calls_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from laminar.eventlog.record import FRAME, KIND_KEY, frame_end
 from laminar.sim.checks.coverage import Coverage
-from laminar.sim.machine.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
 
 _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"

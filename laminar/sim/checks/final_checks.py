@@ -18,7 +18,7 @@ from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.names.ids import Purpose
 from laminar.sim.checks.safety import numbered
 from laminar.sim.interfaces import Checks, Process, World
-from laminar.sim.machine.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import books
 from laminar.storage.rules import Row

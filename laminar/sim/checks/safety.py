@@ -40,7 +40,7 @@ from laminar.sim.checks.training import TrainingChecks
 from laminar.sim.checks.transfers import late_transfer_has_an_end
 from laminar.sim.interfaces import Coordinator as SimCoordinator
 from laminar.sim.interfaces import Process, World
-from laminar.sim.machine.disk import SimDisk
+from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
 from laminar.storage.rules import Row
 

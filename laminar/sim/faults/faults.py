@@ -30,7 +30,7 @@ from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, ST
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.interfaces import EXIT_KILLED, Process, World
-from laminar.sim.machine.disk import CRASH_MODES, CrashMode, SimDisk
+from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.models.replica import Replica
 from laminar.sim.runtime.network import Weather
 from laminar.sim.runtime.scheduler import MS

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from laminar.actors.store import READS
 from laminar.names.ports import DiskFull
-from laminar.sim.checks.tables import WatchedTables
+from laminar.sim.machine.tables import WatchedTables
 from laminar.sim.interfaces import World
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import messages as m

@@ -33,7 +33,7 @@ from laminar.names.ports import AtOnce, Background, DiskError
 from laminar.net.session_boxes import MS, NEVER_NS, Limits
 from laminar.observe.warnings import Watch
 from laminar.sim.interfaces import Process, World
-from laminar.sim.machine.disk import PowerCut, SimDisk
+from laminar.sim.runtime.disk import PowerCut, SimDisk
 from laminar.sim.runtime.exits import Exits
 from laminar.sim.runtime.network import Garbage
 from laminar.sim.runtime.violation import Violation

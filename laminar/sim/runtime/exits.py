@@ -22,7 +22,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
 from laminar.sim.interfaces import World
-from laminar.sim.machine.disk import PowerCut, SimDisk
+from laminar.sim.runtime.disk import PowerCut, SimDisk
 from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.runtime.violation import Violation
 
