@@ -16,6 +16,7 @@ CRASHED = 70  #: the program failed; a coordinator that is started again goes on
 LOG_UNWRITABLE = 75  #: the same, once the disk of the event log takes data again
 STOPPED_EARLY = 130  #: by the user, before the run began, or at once; any command by Ctrl-C
 PIPE_CLOSED = 141  #: a command whose output is no longer read
+KILLED = -9  #: by SIGKILL, as a parent is told
 TERMINATED = 143  #: an actor by SIGTERM or SIGHUP, which is not an order of the coordinator
 
 FINAL = (COMPLETE, FAILED, USER_ERROR, STOPPED_EARLY)

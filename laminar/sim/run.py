@@ -22,11 +22,12 @@ from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Event, Stamped
 from laminar.sim.checks.liveness import heals_in_time
-from laminar.sim.config import SimConfig
-from laminar.sim.runtime.scheduler import SECOND
+from laminar.sim.config import FaultConfig, SimConfig
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import SECOND
 from laminar.sim.world import Observer, World
 
+CALM = FaultConfig(calm_share=1.0)
 STORY_LINES = 40
 """The last lines of a story are the ones that matter."""
 
@@ -53,11 +54,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
     """One run to its end, or to its first broken promise."""
     world = World(config, seed, observer)
+    calm = msgspec.structs.replace(config, faults=CALM)
     violation: Violation | None = None
     digest = ""
     try:
         digest = world.run()
-        heals_in_time(world, config)
+        heals_in_time(world, lambda: World(calm, seed))
     except Violation as found:
         violation = found
     except Exception as error:  # whatever the product raises where it must not is a finding

@@ -32,7 +32,7 @@ from laminar.events.of_coordinator import Origin, Unfinished
 from laminar.names.ids import GroupId, train_group, trajectory_seed
 from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
-from laminar.sim.runtime.scheduler import MS, SECOND
+from laminar.sim.scheduler import MS, SECOND
 from laminar.storage.rules import Row
 
 T = TypeVar("T")

@@ -16,14 +16,13 @@ from collections.abc import Callable
 from laminar.core import keys
 from laminar.core.state import State
 from laminar.events.base import Command, Stamped
-from laminar.names import ids
+from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.sim.checks.coverage import Coverage
 from laminar.sim.checks.final_checks import judge
 from laminar.sim.checks.safety import Checks
 from laminar.sim.config import SimConfig
 from laminar.sim.faults.faults import Faults
-from laminar.sim.interfaces import EXIT_KILLED, Model
 from laminar.sim.machine.bulk import BulkNetwork
 from laminar.sim.machine.database import StoreDatabase
 from laminar.sim.machine.memory import SimArena
@@ -37,13 +36,14 @@ from laminar.sim.models.replica import Replica
 from laminar.sim.models.store import StoreProcess
 from laminar.sim.runtime.boot import Boot
 from laminar.sim.runtime.coordinator import SimCoordinator
+from laminar.sim.runtime.idle import Idle
 from laminar.sim.runtime.machines import Machines
 from laminar.sim.runtime.network import Network
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.rpc import SimServer
-from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import actor_config, draw, seconds, stream
+from laminar.sim.scheduler import SECOND, Scheduler
 from laminar.storage.rules import Row
 from laminar.training.steps import Origin, Suspect
 
@@ -52,7 +52,7 @@ CALLS_PER_EVENT = 2_000
 """A hundred times what is usual: something wakes up again and again and does nothing."""
 CALLS_PER_LOOK = 16
 """So often a run is asked whether it has made too many calls or events."""
-_MODELS: dict[str, Callable[[SimProcess], Model]] = {
+_MODELS: dict[str, Callable[[SimProcess], Idle]] = {
     "node": MachineProcesses,
     "store": StoreProcess,
     "trainer": SimTrainer,
@@ -157,7 +157,7 @@ class World:
         """All processes end at once, and a while later the user starts the run again."""
         nodes = [process for process in self.processes.values() if process.role == "node"]
         for process in (*nodes, *self.processes.values()):  # nobody is there to see it
-            process.die(EXIT_KILLED)
+            process.die(exit_codes.KILLED)
         self.machines = Machines(self)  # who has started them has died as well
         self.faults.begun_again()
         self.coordinator.kill()
@@ -204,7 +204,7 @@ class World:
 
     # --- processes ----------------------------------------------------------------------------
 
-    def make_model(self, process: SimProcess) -> Model:
+    def make_model(self, process: SimProcess) -> Idle:
         return _MODELS[process.role](process)
 
     def chance_of(self, process: SimProcess) -> random.Random:

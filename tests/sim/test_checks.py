@@ -24,11 +24,11 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.events.reasons import DropReason
+from laminar.names import exit_codes
 from laminar.names.ids import TrajectoryId
 from laminar.sim.checks import final_checks
 from laminar.sim.checks.liveness import heals_in_time
 from laminar.sim.checks.stored import reported_is_stored
-from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED
 from laminar.sim.machine.weights import ReachableWeights
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.coordinator import SimCoordinator
@@ -164,7 +164,7 @@ def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
         world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=True))
         while not (world.coordinator.state and world.coordinator.state.failure):
             world.scheduler.step()
-        world.processes["store-0"].die(EXIT_FAILED)
+        world.processes["store-0"].die(exit_codes.FAILED)
         while not world.finished:
             world.scheduler.step()
         assert broken(lambda: final_checks.judge(world)) == "books_are_closed"
@@ -180,7 +180,7 @@ def test_relay_that_dies_too_often_before_it_has_joined() -> None:
         relay = world.processes["relay-0"]
         while not relay.alive:
             world.scheduler.step()
-        relay.die(EXIT_KILLED)
+        relay.die(exit_codes.KILLED)
         while not world.finished:
             world.scheduler.step()
         state = world.coordinator.state
@@ -199,7 +199,7 @@ def test_start_that_waits_for_a_relay_which_nobody_starts_again() -> None:
         while not all(child.boot for child in world.children_of("node-0")):
             world.scheduler.step()
         world.faults.lose_node(world.processes["node-0"])
-        world.processes["relay-0"].die(EXIT_KILLED)
+        world.processes["relay-0"].die(exit_codes.KILLED)
         while not world.finished:
             world.scheduler.step()
         state = world.coordinator.state
@@ -309,6 +309,10 @@ def test_endless_run() -> None:
     assert outcome.invariant == "progress" and "within 100 events" in outcome.details
 
 
+def without_faults() -> World:
+    return World(calm(**SMALL), 3)
+
+
 def healed(world: World) -> None:
     """As if everything had at its beginning, and all of its groups had ended by then."""
     world.healed_ns, world.faults.ended_before = 1, set(world.rows)
@@ -316,11 +320,11 @@ def healed(world: World) -> None:
 
 def test_healing_that_takes_too_long() -> None:
     world = ran(calm(**SMALL), seed=3)
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
     healed(world)
     world.scheduler.now = seconds(5_000)
     with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
 
 
 def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
@@ -328,10 +332,10 @@ def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
     healed(world)
     world.faults.left_hanging = 1_000
     world.scheduler.now = seconds(1_020)
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
     world.faults.left_hanging = 0
     with pytest.raises(Violation, match=r"heals_in_time: it took 1020 s"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
 
 
 def test_each_group_that_takes_longer_than_a_batch_waits_may_cost_its_waits() -> None:
@@ -341,7 +345,7 @@ def test_each_group_that_takes_longer_than_a_batch_waits_may_cost_its_waits() ->
     waits_s = 3 * len(given_up) * world.scenario.settings.batch_wait_ms // 1000
     world.healed_ns, world.scheduler.now = 1, seconds(5_000)
     with pytest.raises(Violation, match=rf"it took {5_000 - waits_s} s") as raised:
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
     assert waits_s and "it took 5000 s" not in str(raised.value)
 
 
@@ -350,10 +354,10 @@ def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
     healed(world)
     world.faults.wedged_until_ns = seconds(1_000)
     world.scheduler.now = seconds(1_020)
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
     world.faults.wedged_until_ns = seconds(1)
     with pytest.raises(Violation, match=r"heals_in_time: it took 1019 s"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
 
 
 def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
@@ -363,10 +367,10 @@ def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
     healed(world)
     state.failure = "not started within 120000 ms: missing store"
     world.scheduler.now = seconds(140)
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
     world.scheduler.now = seconds(5_000)
     with pytest.raises(Violation, match=r"heals_in_time: it took 4880 s"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
 
 
 def test_run_without_a_coordinator_for_long_reaches_that_deadline_later() -> None:
@@ -378,9 +382,9 @@ def test_run_without_a_coordinator_for_long_reaches_that_deadline_later() -> Non
     state.failure = "not started within 120000 ms: missing store"
     world.scheduler.now = seconds(5_120)
     with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
     world.checks.log_time.coordinator_started(Machine(), seconds(5_000))
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
 
 
 def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None:
@@ -391,9 +395,9 @@ def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None
     state.failure = "the trainer's machine has no relay: relay-0: ..."
     world.scheduler.now = 10 * world.scheduler.now + seconds(20)
     with pytest.raises(Violation, match=r"heals_in_time"):
-        heals_in_time(world, calm(**SMALL))
+        heals_in_time(world, without_faults)
     world.coverage.hit("fault:publish-differs")
-    heals_in_time(world, calm(**SMALL))
+    heals_in_time(world, without_faults)
 
 
 def test_processes_that_only_wake_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.statuses import Phase
+from laminar.names import exit_codes
 from laminar.sim.faults.faults import (
     FATAL_ROLES,
     KINDS,
@@ -17,9 +18,8 @@ from laminar.sim.faults.faults import (
 )
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted_faults import TARGETED
-from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.run import Outcome, run_seed
-from laminar.sim.runtime.scheduler import SECOND
+from laminar.sim.scheduler import SECOND
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm, config
 
@@ -205,7 +205,7 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
         until(Phase.EXPORTING)
         world.database.full = True
         until(Phase.ENDING)
-        world.processes["relay-0"].die(EXIT_KILLED)
+        world.processes["relay-0"].die(exit_codes.KILLED)
         full_until_ns = world.scheduler.now + 10 * SECOND
         while world.scheduler.now < full_until_ns:
             world.scheduler.step()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from laminar.sim.runtime.loop import CALLBACKS_MAX, SimLoop
-from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import SECOND, Scheduler
 
 
 class Bench:

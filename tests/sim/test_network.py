@@ -7,7 +7,7 @@ import random
 from laminar.events.base import COORDINATOR
 from laminar.net.frames import Ack, encode
 from laminar.sim.runtime.network import Garbage, Network, Weather
-from laminar.sim.runtime.scheduler import MS, Scheduler
+from laminar.sim.scheduler import MS, Scheduler
 
 FRAME = encode(Ack("boot", 7))
 

@@ -13,8 +13,8 @@ from laminar.engines.batch_clock import BatchClock, Sequence
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS
-from laminar.sim.runtime.scheduler import SECOND, Scheduler
 from laminar.sim.scenario import draw, stream
+from laminar.sim.scheduler import SECOND, Scheduler
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.net.calls import Batch
-from laminar.sim.interfaces import Boot
+from laminar.sim.runtime.boot import Boot
 from laminar.sim.runtime.rpc import AGAIN_NS, Message, SimServer
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm

@@ -14,10 +14,10 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
+from laminar.names import exit_codes
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import VERSION_FILE
 from laminar.sim.checks import final_checks
-from laminar.sim.interfaces import EXIT_KILLED
 from laminar.sim.machine.model_files import ModelDirectory
 from laminar.sim.machine.versions import weights_of
 from laminar.sim.models.learner import LAYOUT
@@ -188,7 +188,7 @@ def test_a_trainer_whose_checkpoint_was_removed_fails_the_run_with_that_reason()
         made.begin()
         trainer = made.processes["trainer-0"]
         step_until(made, lambda state: bool(state.trained and state.trained[0].step_index))
-        trainer.die(EXIT_KILLED)
+        trainer.die(exit_codes.KILLED)
         step_until(made, lambda state: keys.LOAD in state.commands)
         made.lose_checkpoints()
         step_until(made, lambda state: bool(state.failure))

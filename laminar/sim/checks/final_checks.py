@@ -7,6 +7,7 @@ Gives   the digest of the last state; raises Violation
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from laminar.core import invariants, redo
 from laminar.core.state import State, digest
@@ -16,12 +17,15 @@ from laminar.eventlog.replay import replay, stamped
 from laminar.eventlog.snapshot import snapshots
 from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.names.ids import Purpose
-from laminar.sim.checks.safety import numbered
-from laminar.sim.interfaces import Checks, Process, World
+from laminar.sim.checks.safety import Checks, numbered
 from laminar.sim.runtime.disk import SimDisk
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import books
 from laminar.storage.rules import Row
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 SNAPSHOTS_SAMPLE = 8
 """In one run of so many the replay from every snapshot is made, not only from the newest."""
@@ -66,7 +70,7 @@ def _store_lost(world: World, state: State) -> bool:
     return gone or "fault:lost-store" in struck or world.faults.dead_for_good(_node_of_store(world))
 
 
-def _node_of_store(world: World) -> Process:
+def _node_of_store(world: World) -> SimProcess:
     return next(world.processes[p.node] for p in world.processes.values() if p.role == "store")
 
 

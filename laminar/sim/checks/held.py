@@ -9,12 +9,12 @@ from __future__ import annotations
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
-from laminar.sim.interfaces import Process
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.weights.version.hashes import WeightsCorrupt, verify
 
 
-def reported(process: Process, event: Event) -> None:
+def reported(process: SimProcess, event: Event) -> None:
     """held_is_published: whoever is told of a version finds its bytes where it is held."""
     if not isinstance(event, ev.WeightsReceived | ev.WeightsPublished):
         return
@@ -29,7 +29,7 @@ def reported(process: Process, event: Event) -> None:
         raise Violation("held_is_published", f"{what}: {error}") from error
 
 
-def obeyed(process: Process, command: Command) -> None:
+def obeyed(process: SimProcess, command: Command) -> None:
     """A version to be kept may not be here yet."""
     if not isinstance(command, cmd.PinVersion) or command.version < 0:
         return

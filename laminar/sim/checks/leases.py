@@ -9,6 +9,8 @@ Raises  Violation
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from laminar.core import keys
 from laminar.core.indexes import indexes_of
 from laminar.core.machine import Machine
@@ -16,9 +18,12 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.sim.interfaces import Process, World
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 
 class Leases:
@@ -46,10 +51,10 @@ class Leases:
             self.silent_nodes = dict.fromkeys(silent)
             self._note_members(machine.state)
 
-    def heard(self, process: Process) -> None:
+    def heard(self, process: SimProcess) -> None:
         self._heard_ns[process.boot_id] = self._world.scheduler.now
 
-    def not_read_yet(self, process: Process) -> None:
+    def not_read_yet(self, process: SimProcess) -> None:
         self._unread.append(process.boot_id)
 
     def read_late(self) -> None:
@@ -103,7 +108,7 @@ class Leases:
         none_left = all(map(self._stays_dead, replicas))
         self.not_started_again = [*lost, *(["rollout"] if none_left else [])]
 
-    def _stays_dead(self, process: Process) -> bool:
+    def _stays_dead(self, process: SimProcess) -> bool:
         node = self._world.processes[process.node]
         return not process.alive and (not node.alive or node.name in self.silent_nodes)
 

@@ -1,6 +1,6 @@
 """After the faults: a healed run does what is left in a time that has to do with the work.
 
-Reads   a world that has ended, the config that it was made from
+Reads   a world that has ended, and one like it in which nothing goes wrong
 Raises  Violation
 
 The measure is the same world without any fault. It is run only where a healed run was not quick
@@ -9,27 +9,28 @@ anyway, and no further than it takes to know that the healed run was quick enoug
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from laminar.core import keys
 from laminar.core.recovery import WAITS_MAX
 from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.events.reasons import DropReason
-from laminar.sim.config import FaultConfig, SimConfig
-from laminar.sim.runtime.scheduler import MS, SECOND
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import START_TIMEOUT_MS, seconds
-from laminar.sim.world import World
+from laminar.sim.scheduler import MS, SECOND
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 FACTOR = 10
 QUICK_NS = seconds(30.0)
 """No whole run takes less than a tenth of this."""
-CALM = FaultConfig(calm_share=1.0)
 RESTART_S = 1.0
 """From the decision to the new process, and from its readiness to the next decision."""
 
 
-def heals_in_time(world: World, config: SimConfig) -> None:
+def heals_in_time(world: World, without_faults: Callable[[], World]) -> None:
     """What was left when the faults ended took at most FACTOR times a whole run without faults.
 
     A sequence that hangs is noticed when a batch has waited for it, and they may be noticed one
@@ -42,7 +43,7 @@ def heals_in_time(world: World, config: SimConfig) -> None:
     healing_ns -= waits * world.scenario.settings.batch_wait_ms * MS
     if healing_ns <= QUICK_NS:
         return
-    with World(msgspec.structs.replace(config, faults=CALM), world.scenario.seed) as calm:
+    with without_faults() as calm:
         calm.begin()
         scheduler, limit_ns = calm.scheduler, healing_ns // FACTOR
         while not calm.finished and scheduler.now <= limit_ns and scheduler.step():

@@ -8,14 +8,18 @@ Raises  Violation, once a node had time for what it owes: not while it stands st
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.sim.interfaces import Process, World
-from laminar.sim.runtime.scheduler import SECOND
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import SECOND
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 LOOKS, LOOK_NS = 6, 5 * SECOND
 """So often and after so long: a node that stands still between two of them has had the others."""
@@ -30,12 +34,12 @@ class NodeReports:
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
         self.given_up: dict[str, None] = {}  #: actors that are not
 
-    def node_started(self, node: Process) -> None:
+    def node_started(self, node: SimProcess) -> None:
         """The coordinator has taken a node, perhaps in the place of one that died."""
         before = {child.name: child.boot for child in self._world.children_of(node.name)}
         self._later(node, self._has_started_all, node, before)
 
-    def _has_started_all(self, node: Process, before: dict[str, int]) -> None:
+    def _has_started_all(self, node: SimProcess, before: dict[str, int]) -> None:
         """node_starts_its_processes: each, whatever the node before it had started."""
         for child in self._world.children_of(node.name):
             if child.boot == before[child.name] and not child.alive:
@@ -61,12 +65,12 @@ class NodeReports:
             if missed in failure and not self._world.faults.is_gone(node):
                 raise Violation("machine_comes_back", failure, node.name)
 
-    def ended(self, node: Process, boot_id: str, code: int) -> None:
+    def ended(self, node: SimProcess, boot_id: str, code: int) -> None:
         """A node learns that one of its processes has ended."""
         self._ended[boot_id] = code
         self._later(node, self._is_reported, boot_id)
 
-    def sent(self, node: Process, event: ev.ProcessExited) -> None:
+    def sent(self, node: SimProcess, event: ev.ProcessExited) -> None:
         """exit_is_reported_once: with the code that it had."""
         code, boot_id = self._ended.get(event.boot_id), event.boot_id
         if boot_id in self._reported or code != event.code:
@@ -79,7 +83,7 @@ class NodeReports:
             process = self._world.processes[event.actor]
             self._later(node, self._is_started, process, boot_id)
 
-    def left(self, node: Process, alive: list[str]) -> None:
+    def left(self, node: SimProcess, alive: list[str]) -> None:
         """machine_is_left_empty: a node that ends in good order has ended its processes."""
         if alive:
             what = f"{node.name} ends, and {', '.join(alive)} go on"
@@ -89,17 +93,17 @@ class NodeReports:
         if boot_id not in self._reported:
             raise Violation("exit_is_reported_once", f"the end of {boot_id} is not reported")
 
-    def _is_started(self, process: Process, ended: str) -> None:
+    def _is_started(self, process: SimProcess, ended: str) -> None:
         """who_is_started_again: the processes of which a node has said that it starts them
         again."""
         if process.boot_id == ended:
             raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
 
-    def _later(self, node: Process, look: Callable[..., None], *args: object) -> None:
+    def _later(self, node: SimProcess, look: Callable[..., None], *args: object) -> None:
         node.after(LOOK_NS, self._again, LOOKS, node, look, args)
 
     def _again(
-        self, left: int, node: Process, look: Callable[..., None], args: tuple[object, ...]
+        self, left: int, node: SimProcess, look: Callable[..., None], args: tuple[object, ...]
     ) -> None:
         if node.stopping:
             return

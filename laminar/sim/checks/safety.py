@@ -15,6 +15,7 @@ state itself (core/invariants.py) are called from here as well.
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +27,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import Purpose
+from laminar.sim.checks import held
 from laminar.sim.checks.acted import Acted
 from laminar.sim.checks.durability import Durability
 from laminar.sim.checks.invariants import state_is_sound
@@ -33,16 +35,19 @@ from laminar.sim.checks.leases import Leases
 from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.moves import Moves
 from laminar.sim.checks.node_reports import NodeReports
-from laminar.sim.checks.prompts import Prompts
+from laminar.sim.checks.prompts import Prompts, answers_its_prompt
 from laminar.sim.checks.released import Released
 from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.checks.training import TrainingChecks
 from laminar.sim.checks.transfers import late_transfer_has_an_end
-from laminar.sim.interfaces import Coordinator as SimCoordinator
-from laminar.sim.interfaces import Process, World
+from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.disk import SimDisk
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.storage.rules import Row
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
@@ -244,19 +249,20 @@ class Checks:
 
     # --- what goes over the wire ------------------------------------------------------------------
 
-    def process_started(self, process: Process) -> None:
+    def process_started(self, process: SimProcess) -> None:
         self.bodies[process.boot_id] = []
 
-    def sent(self, process: Process, event: Event, body: bytes) -> None:
+    def sent(self, process: SimProcess, event: Event, body: bytes) -> None:
         self.bodies[process.boot_id].append(body)
+        held.reported(process, event)
         if isinstance(event, ev.ProcessExited):
             self.node_reports.sent(process, event)
         self.training.reported(process, event)
 
-    def heard(self, process: Process) -> None:
+    def heard(self, process: SimProcess) -> None:
         self.leases.heard(process)
 
-    def acknowledged(self, process: Process) -> None:
+    def acknowledged(self, process: SimProcess) -> None:
         """Nothing is acknowledged that the log does not have."""
         acknowledged = process.link.outbox.first - 1
         logged = len(self._numbers.get(process.boot_id, ()))
@@ -264,7 +270,7 @@ class Checks:
             what = f"{process.boot_id} was acknowledged up to {acknowledged}, the log has {logged}"
             raise Violation("acknowledged_is_logged", what, process.name)
 
-    def ordered(self, process: Process, order: cmd.Order, command: Command) -> None:
+    def ordered(self, process: SimProcess, order: cmd.Order, command: Command) -> None:
         """cause_exists: a command names the event that caused it, and was decided there."""
         kind = self._decided.get(order.command_id)
         right = order.cause == order.command_id >> 20 and kind == type(command).__name__
@@ -272,9 +278,10 @@ class Checks:
             what = f"{process.name} was told {command!r}, of event {order.cause}: {kind}"
             raise Violation("cause_exists", what, process.name)
 
-    def obeyed(self, process: Process, order: cmd.Order, command: Command) -> None:
+    def obeyed(self, process: SimProcess, order: cmd.Order, command: Command) -> None:
         self._acted.note(order.command_id, command, process.name, process.boot_id)
         self.training.told(process, command)
+        held.obeyed(process, command)
 
     def obeyed_here(self, command_id: int, command: Command) -> None:
         self._acted.note(command_id, command, COORDINATOR, COORDINATOR)
@@ -362,8 +369,11 @@ class Checks:
             what = f"{row.replica} has {row.id} under placement {placement}, as had {owner}"
             raise Violation("placement_has_one_owner", what, row.id)
 
-    def generates(self, command: cmd.GenerateTrajectory, digest: str) -> None:
+    def generates(
+        self, command: cmd.GenerateTrajectory, digest: str, prompt_ids: tuple[int, ...]
+    ) -> None:
         """generated_by_its_version: an engine has the weights that its work is stamped with."""
+        answers_its_prompt(command, prompt_ids)
         if not self.training.made_as(command.version, digest):
             what = f"{command.to} has weights {digest}, and began {command}"
             raise Violation("generated_by_its_version", what, command.trajectory_id)

@@ -8,7 +8,7 @@ Raises  Violation
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -17,12 +17,15 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.run.directory import VERSION_FILE
-from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.boot import RUN_DIR
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 
 class TrainingChecks:
@@ -132,7 +135,7 @@ class TrainingChecks:
         if isinstance(told, cmd.RedoStep) and not self._redone.get(boot_id):
             raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
-    def told(self, process: Process, command: Command) -> None:
+    def told(self, process: SimProcess, command: Command) -> None:
         """It carries this out."""
         if isinstance(command, cmd.TrainStep | cmd.RedoStep):
             self._told.pop(process.boot_id, None)
@@ -141,7 +144,7 @@ class TrainingChecks:
         if isinstance(command, cmd.PullWeights):
             self._pulls.setdefault(process.boot_id, []).append(command)
 
-    def reported(self, process: Process, event: Event) -> None:
+    def reported(self, process: SimProcess, event: Event) -> None:
         """What the trainer says must be on the disk by now."""
         if isinstance(event, ev.TrainerReady):
             for found in event.checkpoints:
@@ -158,7 +161,7 @@ class TrainingChecks:
         if isinstance(event, ev.WeightsLoaded):
             self.loaded(process, event)
 
-    def _checkpoint(self, process: Process, event: ev.CheckpointSaved) -> None:
+    def _checkpoint(self, process: SimProcess, event: ev.CheckpointSaved) -> None:
         """saved_is_whole: what is under its name gives the weights of the version back, and what
         is kept is there."""
         path = self._saved[event.version] = str(process.current.run_dir / event.path)
@@ -190,7 +193,7 @@ class TrainingChecks:
         """What it hands over in their place."""
         self._made.setdefault(steps, set()).add(xxhash.xxh3_128_hexdigest(weights.data))
 
-    def loaded(self, process: Process, event: ev.WeightsLoaded) -> None:
+    def loaded(self, process: SimProcess, event: ev.WeightsLoaded) -> None:
         """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
         asked = any(
             event.version == pull.version if pull.exact else event.version >= pull.version

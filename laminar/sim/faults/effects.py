@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from laminar.core import relays
 from laminar.events.base import COORDINATOR
-from laminar.sim.interfaces import EXIT_KILLED, Process, World
-from laminar.sim.runtime.scheduler import MS
+from laminar.names import exit_codes
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds, stream
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 STALLED = 1e9
 NOTICED = 2
@@ -51,7 +56,7 @@ class Effects:
         self.sticks_next = False  #: the next transfer along the chain does
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
 
-    def may_lose_trainer(self, process: Process) -> bool:
+    def may_lose_trainer(self, process: SimProcess) -> bool:
         """It comes back: there is a checkpoint, or the first step is still known, and its node
         starts it again. A batch that is interrupted too often ends the run."""
         world, state = self.world, self.world.coordinator.state
@@ -66,7 +71,7 @@ class Effects:
         kept = bool(self.world.scenario.save_freq) and not self.world.checks.training.lost
         return kept and not self.dead and self.world.coordinator.up
 
-    def dies_at(self, process: Process, point: str) -> bool:
+    def dies_at(self, process: SimProcess, point: str) -> bool:
         """A process comes to this place in its code; some are come to only when all has healed."""
         if self.unheard_next and point == "trainer-book":
             self._cut(process.name, COORDINATOR, UNHEARD_S)
@@ -83,11 +88,11 @@ class Effects:
     def lease_of_s(self, role: str) -> float:
         return self.world.scenario.lease_of_ms(role) / 1000
 
-    def is_gone(self, node: Process) -> bool:
+    def is_gone(self, node: SimProcess) -> bool:
         """Nobody starts this node again."""
         return node.name in self.dead or node.name in self.gone
 
-    def restart_machine(self, node: Process) -> bool:
+    def restart_machine(self, node: SimProcess) -> bool:
         """It dies, and its processes with it; it is started again. False where that may not be."""
         if not node.alive or node.stopping or self.is_gone(node):
             return False
@@ -96,7 +101,7 @@ class Effects:
         if trainer is not None and not self._is_ending() and not self.may_lose_trainer(trainer):
             return False
         for process in (node, *children):
-            process.die(EXIT_KILLED)
+            process.die(exit_codes.KILLED)
         return True
 
     def _is_ending(self) -> bool:
@@ -106,7 +111,7 @@ class Effects:
             return False
         return relays.ending(coordinator.state) and self.world.checks.durability.is_whole()
 
-    def lose_node(self, node: Process) -> None:
+    def lose_node(self, node: SimProcess) -> None:
         """For good, and alone, once it has started its processes. One of a run.
 
         They go on, as those of a node that hangs do, or end by themselves, as those of one that
@@ -117,7 +122,7 @@ class Effects:
         if self.dead or not node.alive or node.stopping or not complete:
             return
         self.dead.add(node.name)
-        node.die(EXIT_KILLED)
+        node.die(exit_codes.KILLED)
         first = any(child.role == "store" for child in children)
         if not first and self.chance("node-killed").random() < KILLED:
             self.world.coverage.hit("fault:node-killed")
@@ -133,20 +138,20 @@ class Effects:
     def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
-    def stall(self, process: Process) -> None:
+    def stall(self, process: SimProcess) -> None:
         """It lives and samples nothing more; its node does not do as it is ordered when that is
         noticed, also if everything else has healed by then."""
         self.speed(process, STALLED)
         self.stalled[process.boot_id] = True
         self.wedged_for(NOTICED * self.world.scenario.settings.stall_ms)
 
-    def speed(self, process: Process, slow: float) -> None:
+    def speed(self, process: SimProcess, slow: float) -> None:
         if process.alive and process.slow != slow and process.boot_id not in self.stalled:
             process.model.pause()
             process.slow = slow
             process.model.resume()
 
-    def pause(self, process: Process, duration_s: float) -> None:
+    def pause(self, process: SimProcess, duration_s: float) -> None:
         process.pause()
         boot = process.boot
 

@@ -13,6 +13,7 @@ trainer, relay) is only disturbed for less than its lease, unless the run is one
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.groups import SCORE_TIMEOUT_MS
@@ -23,18 +24,22 @@ from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
+from laminar.names import exit_codes
 from laminar.names.ids import Purpose
 from laminar.sim.config import FaultConfig
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
-from laminar.sim.interfaces import EXIT_KILLED, Process, World
-from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.models.replica import Replica
+from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.runtime.network import Weather
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import ENGINE_START_MS, seconds, stream
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
 RATES = (
@@ -220,7 +225,7 @@ class Faults(Effects):
     def damages_chunk(self) -> bool:
         return self._strikes("chunk-damaged")
 
-    def ignores(self, process: Process, command: Command) -> bool:
+    def ignores(self, process: SimProcess, command: Command) -> bool:
         """The process lives and says so, but never carries out this command."""
         if process.role == "node" and isinstance(command, cmd.RestartActor):
             return self._keeps_stalled(command) or self._wedges(
@@ -244,7 +249,7 @@ class Faults(Effects):
             self.wedged_for(round(long_s * 1000))
         return long_s
 
-    def dead_for_good(self, process: Process) -> bool:
+    def dead_for_good(self, process: SimProcess) -> bool:
         """Its node gives up on it."""
         return process.name in self.dead
 
@@ -347,9 +352,9 @@ class Faults(Effects):
         node = self.chance("machine").choice(machines)
         self.gone.add(node.name)
         for process in (node, *self.world.children_of(node.name)):
-            process.die(EXIT_KILLED)
+            process.die(exit_codes.KILLED)
 
-    def doomed(self) -> list[Process]:
+    def doomed(self) -> list[SimProcess]:
         """Who is lost in a run that is to fail; a node goes with its machine."""
         process = self.world.processes[f"{self.fatal_role}-0"]
         return [process, *self.world.children_of(process.name)]
@@ -367,7 +372,7 @@ class Faults(Effects):
             lose(self, each, self.fatal_way)
 
 
-def _num_hanging(process: Process) -> int:
+def _num_hanging(process: SimProcess) -> int:
     """Sequences of this replica that are never sampled again."""
     if not process.alive or not process.welcomed:
         return 0

@@ -17,16 +17,16 @@ from collections.abc import Callable
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
-from laminar.names import ids, points
+from laminar.names import exit_codes, ids, points
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import HELD
-from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED, Process
 from laminar.sim.runtime.exits import ALWAYS
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import MS
 
 Strike = Callable[[Effects, random.Random], None]
-Blow = Callable[[Effects, random.Random, Process], None]
+Blow = Callable[[Effects, random.Random, SimProcess], None]
 SHORT = 0.3
 """Part of the short lease for which a process may be cut off that must not be lost."""
 STORE_FULL_S = 10.0
@@ -50,33 +50,33 @@ def _one(role: str, blow: Blow) -> Strike:
     return strike
 
 
-def _dies(faults: Effects, chance: random.Random, process: Process) -> None:
-    process.die(EXIT_KILLED)
+def _dies(faults: Effects, chance: random.Random, process: SimProcess) -> None:
+    process.die(exit_codes.KILLED)
 
 
-def _replaced(faults: Effects, chance: random.Random, process: Process) -> None:
+def _replaced(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """A new process joins before anybody has heard that the old one died."""
     process.replace()
 
 
-def _paused(faults: Effects, chance: random.Random, process: Process) -> None:
+def _paused(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
     faults.pause(process, faults.lease_s * chance.uniform(0.5, 3.0))
 
 
-def _slow(faults: Effects, chance: random.Random, process: Process) -> None:
+def _slow(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """For a while."""
     faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
     faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
 
 
-def _leaves(faults: Effects, chance: random.Random, process: Process) -> None:
+def _leaves(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     if process.welcomed and not process.paused:
         process.emit(ev.ActorLeft())
-        process.after(10 * MS, process.die, EXIT_FAILED)
+        process.after(10 * MS, process.die, exit_codes.FAILED)
 
 
-def _complains(faults: Effects, chance: random.Random, process: Process) -> None:
+def _complains(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     if process.welcomed and not process.paused:
         process.fail("out of memory")
 
@@ -88,7 +88,7 @@ def _rack_lost(faults: Effects, chance: random.Random) -> None:
     """A quarter of the replicas, in the same instant."""
     alive = [p for p in faults.world.rollouts if p.alive]
     for process in chance.sample(alive, len(alive) // 4):
-        process.die(EXIT_KILLED)
+        process.die(exit_codes.KILLED)
 
 
 def _single_paused(faults: Effects, chance: random.Random) -> None:
@@ -206,7 +206,7 @@ def _connection_breaks(faults: Effects, chance: random.Random) -> None:
 # --- who has a long lease -------------------------------------------------------------------------
 
 
-def _nodes(faults: Effects) -> list[Process]:
+def _nodes(faults: Effects) -> list[SimProcess]:
     return [p for p in faults.world.processes.values() if p.role == "node"]
 
 
@@ -305,7 +305,7 @@ def _store_full(faults: Effects, chance: random.Random) -> None:
     faults.later(chance.uniform(0.1, STORE_FULL_S), has_room)
 
 
-def _store_silent(faults: Effects, chance: random.Random, process: Process) -> None:
+def _store_silent(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """For longer than its lease: its node is told to end it and start another."""
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, LONGEST))
 
@@ -324,17 +324,17 @@ def _trainer(blow: Blow) -> Strike:
     return strike
 
 
-def _silent(faults: Effects, chance: random.Random, process: Process) -> None:
+def _silent(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, 2.0))
 
 
-def _dies_there(faults: Effects, chance: random.Random, process: Process) -> None:
+def _dies_there(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """At a named place in its code, when it comes there."""
     faults.dies_next, faults.unheard_next = chance.choice(points.TRAINER), False
 
 
-def _dies_unheard(faults: Effects, chance: random.Random, process: Process) -> None:
+def _dies_unheard(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """When a checkpoint has its name whose step the coordinator has not heard of."""
     faults.dies_next, faults.unheard_next = "trainer-checkpoint-named", True
 

@@ -18,11 +18,12 @@ from laminar.core.statuses import GroupStatus
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import events as ev
 from laminar.events.base import Event
+from laminar.names import exit_codes
 from laminar.names.ids import Purpose
 from laminar.sim.faults.effects import Effects
-from laminar.sim.interfaces import EXIT_FAILED, EXIT_KILLED, Process
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import MS
 
 WAYS = ("dies", "leaves", "complains", "replaced", "silent")
 """To lose a process; `silent`: it stands still for longer than its lease."""
@@ -38,7 +39,7 @@ SLOW = 20.0
 SLOW_REWARDS = 5.0
 
 
-def lose(faults: Effects, process: Process, way: str) -> None:
+def lose(faults: Effects, process: SimProcess, way: str) -> None:
     """The process is lost in this way, also if it stands still."""
     if not process.alive or process.stopping:
         return
@@ -50,12 +51,12 @@ def lose(faults: Effects, process: Process, way: str) -> None:
         process.emit(LAST_WORDS[way])
         faults.world.scheduler.after(10 * MS, _die, process, process.boot)
     else:
-        process.die(EXIT_KILLED)
+        process.die(exit_codes.KILLED)
 
 
-def _die(process: Process, boot: int) -> None:
+def _die(process: SimProcess, boot: int) -> None:
     if process.boot == boot:
-        process.die(EXIT_FAILED)
+        process.die(exit_codes.FAILED)
 
 
 def slow_down(faults: Effects, state: State, version: int) -> None:

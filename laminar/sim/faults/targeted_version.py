@@ -25,9 +25,9 @@ from laminar.sim.faults.targeted import (
     evaluated,
     hold_up_evaluation,
 )
-from laminar.sim.interfaces import Process
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
+from laminar.sim.scheduler import MS
 
 LOSS_HEARD_NS = 50 * MS
 """By then the coordinator mostly knows that a process died."""
@@ -70,7 +70,7 @@ class EvaluationOutOfReach(TargetedFault):
             elif here:
                 self._strike(state)
 
-    def _machine(self, state: State) -> list[Process]:
+    def _machine(self, state: State) -> list[SimProcess]:
         return self.world.children_of(state.relays[self._relay].node)
 
     def _hold_replicas(self, state: State, has_weights: bool) -> None:

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from laminar.sim.interfaces import World
-from laminar.sim.runtime.scheduler import MS, SECOND
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import stream
+from laminar.sim.scheduler import MS, SECOND
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
 from laminar.weights.chain.wire import Header, Kind
 from laminar.weights.version.table import VersionTable
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 RETRY_NS = 200 * MS
 """After which what was lost is sent again."""

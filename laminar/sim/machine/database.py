@@ -13,15 +13,18 @@ from __future__ import annotations
 import errno
 import sqlite3
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from laminar.actors.store import READS
 from laminar.names.ports import DiskFull
 from laminar.sim.machine.tables import WatchedTables
-from laminar.sim.interfaces import World
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import messages as m
 from laminar.storage.rows import NotTokenised, PromptKey
 from laminar.storage.transactions import Transactions
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 _KINDS = {m.AppendReply: "append", m.FinishReply: "finish", m.PutRewardsReply: "reward"}
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laminar.actors.weight_loader import NotReadable
-from laminar.sim.interfaces import Process, World
 from laminar.sim.machine.versions import CHUNK_BYTES
+from laminar.sim.runtime.process import SimProcess
 from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 DIGEST_S = 0.05
 """Of a whole version, and of some chunks that came in."""
@@ -42,7 +46,7 @@ class SimArena:
 class SimMemory:
     """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
         self._process = process
 
@@ -75,7 +79,7 @@ class SimMemory:
 class SimSlotWriter:
     """An arena that the trainer has mapped; `content` is what it hands over."""
 
-    def __init__(self, process: Process, content: Callable[[], Bytes], path: str) -> None:
+    def __init__(self, process: SimProcess, content: Callable[[], Bytes], path: str) -> None:
         self.path, self._process, self._content = path, process, content
         if path not in process.world.arenas:
             raise ArenaError(f"{path} is not there")

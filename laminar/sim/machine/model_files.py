@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.sim.interfaces import Process
 from laminar.sim.machine.memory import COPY_S
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
@@ -48,7 +48,7 @@ class Copied(NamedTuple):
 class TrainersDisk:
     """What the trainer's process writes to."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         self.process = process
         self._refused = False  #: the last write
 

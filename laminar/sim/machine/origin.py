@@ -7,13 +7,17 @@ Gives   lay_origin
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
-from laminar.sim.interfaces import World
 from laminar.sim.machine.model_files import ModelDirectory
 from laminar.sim.machine.versions import manifest_for, weights_of
 from laminar.sim.runtime.boot import RUN_DIR
 from laminar.training.resume import LearnerFacts, Resume, encode
 from laminar.weights.version.manifest import encode as encode_manifest
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 NAME = "of another run"
 """Of the weights, and of the moment of the optimizer."""

@@ -15,8 +15,8 @@ from collections import Counter
 from laminar.actors.host import Actor, Host
 from laminar.actors.node import Node
 from laminar.names import exit_codes
-from laminar.sim.interfaces import EXIT_KILLED, Process
 from laminar.sim.runtime.idle import Idle
+from laminar.sim.runtime.process import SimProcess
 
 LAUNCH_MAX_S = 0.3
 
@@ -24,7 +24,7 @@ LAUNCH_MAX_S = 0.3
 class Child:
     """One boot of a process: the ChildProcess of actors/node.py."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         self.pid, self.boot_id = process.current.pid, process.boot_id
         self.returncode: int | None = None
         self._boot = process.current
@@ -51,13 +51,13 @@ class Child:
 
     def kill(self) -> None:
         if self.alive:
-            self._boot.process.die(EXIT_KILLED)
+            self._boot.process.die(exit_codes.KILLED)
 
 
 class MachineProcesses(Idle):
     """Those of one machine, but its node."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         super().__init__(process)
         self._children: dict[str, Child] = {}  #: the last one of each actor
 

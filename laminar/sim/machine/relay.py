@@ -15,10 +15,10 @@ from contextlib import nullcontext
 
 from laminar.actors import relay
 from laminar.actors.host import Actor, Host
-from laminar.sim.interfaces import Process
 from laminar.sim.machine.bulk import End, Listening, Owner, View
 from laminar.sim.machine.memory import DIGEST_S, SimMemory
 from laminar.sim.runtime.idle import Idle
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
 from laminar.weights.chain.reports import Report
@@ -121,7 +121,7 @@ class SimMachine:
 
     memory_bytes = MEMORY_BYTES
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         self.process = process
         self.slots = SimMemory(process)
         self.versions = VersionTable(nullcontext())
@@ -156,7 +156,7 @@ def _at_once(work: Callable[[], None]) -> None:
 class Relay(Idle):
     """What one boot of it has of its machine."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         super().__init__(process)
         self.machine = SimMachine(process)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from laminar.engines.made_up_tokens import tokens_of
 from laminar.events.reasons import FinishReason
-from laminar.sim.interfaces import World
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import messages as m
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Span
 from laminar.storage.tables import Tables
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 
 class WatchedTables(Tables):

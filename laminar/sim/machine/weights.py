@@ -13,9 +13,9 @@ from pathlib import Path
 from laminar.actors.weight_loader import NotReadable
 from laminar.engines.protocol import WeightSource
 from laminar.run.directory import VERSION_FILE
-from laminar.sim.interfaces import Process
 from laminar.sim.machine.memory import MappedArena
 from laminar.sim.machine.versions import manifest_for
+from laminar.sim.runtime.process import SimProcess
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
 
@@ -34,7 +34,7 @@ class CheckpointCopy:
 class ReachableWeights:
     """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
 
-    def __init__(self, process: Process, chance: random.Random) -> None:
+    def __init__(self, process: SimProcess, chance: random.Random) -> None:
         self._process, self._world, self._chance = process, process.world, chance
         self._mapped: dict[str, MappedArena] = {}
         self._copy: CheckpointCopy | None = None

@@ -26,11 +26,11 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
-from laminar.sim.checks.prompts import answers_its_prompt
-from laminar.sim.interfaces import EXIT_KILLED, Process
+from laminar.names import exit_codes
 from laminar.sim.machine.versions import PROBE_LOGPROB
 from laminar.sim.machine.weights import ReachableWeights
 from laminar.sim.runtime.idle import Idle
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
 
@@ -59,12 +59,11 @@ class ReplicaEngine(ClockEngine):
         replica, scenario = self._replica, self._replica.scenario
         world, faults = replica.world, replica.world.faults
         command = replica.process.current.placed[request.request_id]
-        world.checks.generates(command, self.digest)
-        answers_its_prompt(command, request.prompt_ids)
+        world.checks.generates(command, self.digest, request.prompt_ids)
         response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
         if faults.poisonous(command):
             world.checks.poisoned(command, replica.process.node)
-            replica.process.after(seconds(DIES_S), replica.process.die, EXIT_KILLED)
+            replica.process.after(seconds(DIES_S), replica.process.die, exit_codes.KILLED)
         else:
             response.spoiled = faults.refuses(command)
             self.clock.add(response)
@@ -145,7 +144,7 @@ class Replica(Idle):
 
     stop_ids = frozenset({END_ID})
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         super().__init__(process)
         self.rewards, self.weights = Rewards(self), ReachableWeights(process, self.chance)
         self.engine: ReplicaEngine | None = None

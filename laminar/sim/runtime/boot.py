@@ -1,4 +1,4 @@
-"""One boot of a simulated process: the Process of actors/host.py in virtual time.
+"""One boot of a simulated process: the SimProcess of actors/host.py in virtual time.
 
 Reads   frames of the coordinator, replies of other processes
 Emits   frames, through a real ClientLink; commands to its host, which is the real one
@@ -13,22 +13,24 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.actors.host import Actor, Host
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Event, WireError
 from laminar.events.codec import decode_order, encode
+from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
 from laminar.net.session import ClientLink, LinkClosed, LinkState
 from laminar.net.session_boxes import NEVER_NS
-from laminar.sim.checks import held
-from laminar.sim.interfaces import EXIT_KILLED, Process
 from laminar.sim.runtime.loop import SimLoop
 from laminar.sim.runtime.rpc import Replies, SimClient, SimServer
-from laminar.sim.runtime.scheduler import Action
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import Action
 from laminar.training.resume import CheckpointError
+
+if TYPE_CHECKING:
+    from laminar.sim.runtime.process import SimProcess
 
 FLUSH_POLL_S = 0.05
 RUN_DIR = Path("run")
@@ -88,7 +90,6 @@ class Obedient:
         obeyed = []
         for order, command in orders:
             checks.obeyed(process, order, command)
-            held.obeyed(process, command)
             if not faults.ignores(process, command):
                 obeyed.append((order, command))
             if isinstance(command, cmd.GenerateTrajectory):
@@ -103,7 +104,7 @@ class Obedient:
 class Boot:
     """What a host has of the world; ends with its process."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         world = process.world
         self.process, self.number = process, process.boot
         self.name, self.role, self.node = process.name, process.role, process.node
@@ -196,7 +197,7 @@ class Boot:
 
     async def reached(self, point: str) -> None:
         if self.process.world.faults.dies_at(self.process, point):
-            self.process.die(EXIT_KILLED)
+            self.process.die(exit_codes.KILLED)
             await self.loop.create_future()
 
     @property
@@ -224,7 +225,6 @@ class Boot:
         self.flush()
 
     def send(self, event: Event) -> None:
-        held.reported(self.process, event)
         body = encode(event)
         self.link.send(body)
         self.process.world.checks.sent(self.process, event, body)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from laminar.coordinator.restarts import Over
 from laminar.coordinator.tick import Tick
@@ -32,12 +33,15 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.names.ports import AtOnce, Background, DiskError
 from laminar.net.session_boxes import MS, NEVER_NS, Limits
 from laminar.observe.warnings import Watch
-from laminar.sim.interfaces import Process, World
 from laminar.sim.runtime.disk import PowerCut, SimDisk
 from laminar.sim.runtime.exits import Exits
 from laminar.sim.runtime.network import Garbage
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import seconds, stream
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 SAFETY_NS = 250 * MS
 """A loop looks at its socket and its links at least so often."""
@@ -65,7 +69,7 @@ class SimCoordinator:
         self.state: State | None = None  #: of the last process, also after its death
         self._chance = stream(world.scenario.seed, "coordinator")
         self._strategy = stream(world.scenario.seed, "strategy")
-        self._routes: dict[bytes, Process] = {}
+        self._routes: dict[bytes, SimProcess] = {}
         self._introduced: dict[bytes, None] = {}  #: connections on which a hello came
         self._connections = 0
         self._inbox: list[tuple[bytes, bytes]] = []
@@ -207,7 +211,7 @@ class SimCoordinator:
 
     # --- connections --------------------------------------------------------------------------
 
-    def accept(self, process: Process) -> bytes:
+    def accept(self, process: SimProcess) -> bytes:
         """The routing id of a new connection; empty when no coordinator listens."""
         if self.tick is None:
             return b""

@@ -11,6 +11,7 @@ be left. Deaths from outside (a kill, a power cut) take the supervisor's count w
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from laminar.coordinator.ending import exit_code_of
 from laminar.coordinator.restarts import SERVED_S, Again, Over, Restarts
@@ -21,10 +22,12 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
-from laminar.sim.interfaces import World
 from laminar.sim.runtime.disk import PowerCut, SimDisk
-from laminar.sim.runtime.scheduler import SECOND
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.scheduler import SECOND
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 ALWAYS = 1 << 30
 SPARED = (ev.CoordinatorStarted, ev.EventGivenUp)

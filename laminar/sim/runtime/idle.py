@@ -6,15 +6,18 @@ Gives   Idle, the base of all of them
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 from laminar.actors.host import Actor, Host
-from laminar.sim.interfaces import Process
+
+if TYPE_CHECKING:
+    from laminar.sim.runtime.process import SimProcess
 
 
 class Idle:
     """What one boot of a process has of the world."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: SimProcess) -> None:
         self.process = process
         self.world = process.world
         self.scenario = process.world.scenario

@@ -8,10 +8,15 @@ A node that a fault has lost for good is not started again: its machine is gone,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from laminar.actors.restart_limit import RestartLimit, node_again
-from laminar.sim.interfaces import Process, World
-from laminar.sim.runtime.scheduler import SECOND
+from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds, stream
+from laminar.sim.scheduler import SECOND
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 START_S = (0.2, 2.0)
 """From the end of a node to its successor's beginning, without the pause."""
@@ -25,7 +30,7 @@ class Machines:
         self._limits: dict[str, RestartLimit] = {}
         self._chance = stream(world.scenario.seed, "machines")
 
-    def ended(self, node: Process, code: int) -> None:
+    def ended(self, node: SimProcess, code: int) -> None:
         """A node has ended."""
         world = self._world
         if world.finished or world.faults.is_gone(node):
@@ -36,7 +41,7 @@ class Machines:
             delay_s = pause_s + self._chance.uniform(*START_S)
             world.scheduler.after(seconds(delay_s), self._start, node)
 
-    def _start(self, node: Process) -> None:
+    def _start(self, node: SimProcess) -> None:
         world = self._world
         if world.machines is self and not (
             node.alive or world.finished or world.faults.is_gone(node)

@@ -17,7 +17,7 @@ from typing import Any
 
 from laminar.events.base import COORDINATOR, WireError
 from laminar.net.frames import decode_client, decode_server
-from laminar.sim.runtime.scheduler import MS, Scheduler
+from laminar.sim.scheduler import MS, Scheduler
 
 Deliver = Callable[[Any], None]
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.events.base import COORDINATOR, Event
+from laminar.names import exit_codes
 from laminar.net.session import ClientLink, LinkState
-from laminar.sim.interfaces import EXIT_KILLED, Model, World
 from laminar.sim.runtime.boot import Boot
-from laminar.sim.runtime.scheduler import Action
+from laminar.sim.runtime.idle import Idle
+from laminar.sim.scheduler import Action
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 
 class SimProcess:
@@ -68,7 +72,7 @@ class SimProcess:
         self.world.checks.process_started(self)
         self.current = Boot(self)
         self.world.boots.append(self.current)
-        self.model: Model = self.world.make_model(self)
+        self.model: Idle = self.world.make_model(self)
         self.current.begin(self.model.make_actor(self.current.host))
         self.connect()
 
@@ -89,7 +93,7 @@ class SimProcess:
         ended = self.boot_id
         self._end()
         self.start()
-        self.world.process_ended(self, EXIT_KILLED, ended)
+        self.world.process_ended(self, exit_codes.KILLED, ended)
 
     def _end(self) -> None:
         self.alive = self.paused = False

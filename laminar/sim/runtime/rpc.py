@@ -15,11 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError, Serving
 from laminar.net.session import LinkClosed
-from laminar.sim.interfaces import Boot
-from laminar.sim.runtime.scheduler import MS
+from laminar.sim.scheduler import MS
+
+if TYPE_CHECKING:
+    from laminar.sim.runtime.boot import Boot
 
 RETRY_NS = 400 * MS
 """Above a round trip, so that repeats are rare in good weather."""
