@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make test         set up, then run the tests"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
-	@echo "make lint         ruff, mypy --strict on the pure packages, import contracts"
+	@echo "make lint         ruff, mypy --strict, import contracts"
 
 setup: .venv/.installed
 

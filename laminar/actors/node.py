@@ -38,9 +38,18 @@ PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 10.0
 class ChildProcess(Protocol):
     """A child. A signal to one that has ended does nothing."""
 
-    pid: int
-    boot_id: str  #: NAME-BOOT, of no other process of the run
-    returncode: int | None  #: exit code, or minus the signal that ended it; None while it lives
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def boot_id(self) -> str:
+        """NAME-BOOT, of no other process of the run."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the signal that ended it; None while it lives."""
+        ...
 
     async def wait(self) -> int:
         """Its returncode, once it has ended."""

@@ -42,7 +42,7 @@ class Slots(Protocol):
     """The memory of a relay on this machine."""
 
     def offset(self, index: int) -> int:
-        """Where a slot begins in its file, bytes; NotReadable if there is no such slot."""
+        """Where a slot begins in its file, bytes."""
         ...
 
     def slot(self, index: int) -> Bytes:
@@ -53,9 +53,16 @@ class Slots(Protocol):
 class Copy(Protocol):
     """A version in memory of its own."""
 
-    manifest: mf.Manifest
-    view: Bytes
-    path: str  #: by which an engine can open it
+    @property
+    def manifest(self) -> mf.Manifest: ...
+
+    @property
+    def view(self) -> Bytes: ...
+
+    @property
+    def path(self) -> str:
+        """By which an engine can open it."""
+        ...
 
     def close(self) -> None:
         """Its memory is freed when nothing reads it any more."""

@@ -21,10 +21,13 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
+from laminar.events.reasons import DropReason, End, FinishReason
 from laminar.names.ids import GroupId, TrajectoryId
 
-TRUNCATED = "length"  #: finish reason of a response that was cut at its limit
+TRUNCATED = FinishReason.LENGTH
 ANY_REASON = "for any reason"
+ENDS = (End.TRAINED, End.EVALUATED, End.DROPPED)
+"""A group ended as the first of these that one of its trajectories did."""
 
 
 class Closed(NamedTuple):
@@ -127,7 +130,9 @@ class Account:
     def trained(self, step: int) -> list[TrajectoryId]:
         """Ids that were decided to end as trained by this step, sorted."""
         return sorted(
-            e.trajectory_id for e in self.commanded.values() if (e.end, e.step) == ("trained", step)
+            e.trajectory_id
+            for e in self.commanded.values()
+            if (e.end, e.step) == (End.TRAINED, step)
         )
 
 
@@ -178,13 +183,13 @@ def ledger_problems(state: State, account: Account) -> list[str]:
 def _group_book(account: Account) -> Book:
     """A group ends with its last sibling: trained if any was; reasons of drops are not kept."""
     book = Book(issued=len(account.groups))
-    ends: dict[GroupId, list[str]] = {}
+    ends: dict[GroupId, list[End]] = {}
     for closed in account.closed.values():
         ends.setdefault(closed.ending.group, []).append(closed.ending.end)
     for group, found in ends.items():
         if len(found) == account.groups.get(group):
-            first = min(found, key=("trained", "evaluated", "dropped").index)
-            book.end(first, ANY_REASON)
+            book.end(min(found, key=ENDS.index), DropReason.NONE)
+    book.dropped = _total(book.dropped)
     return book
 
 
@@ -201,7 +206,7 @@ def _token_book(state: State, account: Account) -> Book:
     for closed in account.closed.values():
         book.issued += closed.num_tokens + closed.tokens_lost
         book.end(closed.ending.end, closed.ending.reason, closed.num_tokens)
-        book.end("dropped", "restarted", closed.tokens_lost)
+        book.end(End.DROPPED, DropReason.RESTARTED, closed.tokens_lost)
     return book
 
 

@@ -15,7 +15,8 @@ from html import escape
 from laminar.analysis.charts import Chart, Line, draw, draw_shares
 from laminar.analysis.evaluations import is_shaped
 from laminar.analysis.headline import headline, troubles
-from laminar.analysis.page_data import PageData, Points
+from laminar.analysis.page_data import PageData
+from laminar.analysis.replica_series import Points
 from laminar.analysis.replicas_page import repack_section, replicas_charts
 from laminar.analysis.samples import Sample
 from laminar.run.program import typed

@@ -28,7 +28,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.run.directory import METRICS_FILE, STORE_FILE
 from laminar.storage import books
-from laminar.storage.tables import Response
+from laminar.storage.rows import Response
 
 STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
 RATE_BINS = 40  #: of the time of a run
@@ -207,10 +207,9 @@ def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
     if trained:
         chosen[f"Trained by step {trained[-1] + 1}"] = Choice(step=trained[-1] + 1)
         chosen[f"Trained by step {trained[0] + 1}"] = Choice(step=trained[0] + 1)
-    return {
-        f"{title}: the {order}": list(
-            find_samples(run_dir, choice._replace(**{order: SAMPLES}), decode)
-        )
-        for title, choice in chosen.items()
-        for order in ("worst", "best")
-    }
+    found: dict[str, list[Sample]] = {}
+    for title, choice in chosen.items():
+        worst, best = choice._replace(worst=SAMPLES), choice._replace(best=SAMPLES)
+        found[f"{title}: the worst"] = list(find_samples(run_dir, worst, decode))
+        found[f"{title}: the best"] = list(find_samples(run_dir, best, decode))
+    return found

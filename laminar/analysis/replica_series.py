@@ -8,6 +8,7 @@ Few replicas have a line each; of many there are the lowest, the mean and the hi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -78,5 +79,9 @@ def _summed_up(seconds: dict[str, Column], values: dict[str, Column]) -> Lines:
     means = np.array(rows)
     some = ~np.isnan(means).all(axis=0)
     middles = ((edges[:-1] + edges[1:]) / 2)[some].tolist()
-    of = {"lowest": np.nanmin, "mean": np.nanmean, "highest": np.nanmax}
+    of: dict[str, Callable[..., Column]] = {
+        "lowest": np.nanmin,
+        "mean": np.nanmean,
+        "highest": np.nanmax,
+    }
     return {name: (middles, taken(means[:, some], axis=0).tolist()) for name, taken in of.items()}

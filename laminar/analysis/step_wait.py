@@ -23,6 +23,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
+from laminar.names.roles import Role
 
 LAST_GROUPS = 3  #: of a batch that are shown
 
@@ -180,7 +181,7 @@ def _rewarded_seq(life: Life) -> int:
 
 def _trainer_waits_for(state: State) -> str:
     """What the trainer, being ready and not training, waits for; empty while it trains."""
-    trainer = live_actor(state, "trainer")
+    trainer = live_actor(state, Role.TRAINER)
     if trainer is None or not trainer.ready or state.batch is not None:
         return ""
     if state.phase == Phase.STARTING:

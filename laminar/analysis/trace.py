@@ -43,6 +43,7 @@ from laminar.analysis.timeline import read_spans
 from laminar.analysis.trace_engines import HAND_OVER, EngineTracks
 from laminar.analysis.tracks import FLAGS, Span, Tracks
 from laminar.config import ConfigError
+from laminar.core.keys import CommandKey
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -144,7 +145,7 @@ class Trace:
         self._phase = ""
         self._evaluation: Span | None = None
         self._held: dict[str, list[int]] = {}  #: versions by relay
-        self._orders: dict[Span, str] = {}  #: open work and pulls, by key in state.commands
+        self._orders: dict[Span, CommandKey] = {}  #: open work and pulls, by key in state.commands
         self._publishing: dict[int, Span] = {}  #: by version
         self._scoring: dict[str, Span] = {}  #: by trajectory
         self._refused: dict[str, str] = {}  #: reason by replica
@@ -270,8 +271,8 @@ class Trace:
         elif isinstance(command, cmd.PullWeights):
             span: Span = (command.to, PULL, f"pull:{command.to}")
             name = f"pull v{command.version}" + ("" if command.exact else " or newer")
-            facts = {"purpose": command.purpose, "checkpoint": command.checkpoint}
-            self._begin_order(span, seq, us, name, facts)
+            source = {"purpose": command.purpose, "checkpoint": command.checkpoint}
+            self._begin_order(span, seq, us, name, source)
             version = state.replicas[command.to].relay, VERSION, str(command.version)
             if not command.checkpoint and version in self._tracks:
                 self._tracks.arrow("pull", us, version, span)
@@ -280,7 +281,7 @@ class Trace:
         self, span: Span, seq: int, us: float, name: str, facts: dict[str, Any]
     ) -> None:
         """The key of the span is the key of the command in the state."""
-        self._orders[span] = span[2]
+        self._orders[span] = CommandKey(span[2])
         self._tracks.begin(span, us, name, event=seq, **facts)
 
     def _unpublished(self, trainer: str, version: int, us: float, state: State) -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from laminar.analysis.evaluations import held_out
 from laminar.analysis.start import start_parts
 from laminar.config import ConfigError
-from laminar.observe.telemetry import DRAIN_S, PartlyWritten, Telemetry
+from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
 from laminar.run.directory import STATUS_FILE
 
 PACE_STEPS = 20
@@ -49,8 +49,10 @@ class Progress:
         self._notes.say = lambda name, lost, reason: self.note(
             f"lines lost here: {lost} ({reason})"
         )
-        self._due = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
-        self._end = telemetry.outlet("end of the panel", lambda _: self._stop(), kept=1)
+        self._due: Outlet[None] = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
+        self._end: Outlet[None] = telemetry.outlet(
+            "end of the panel", lambda _: self._stop(), kept=1
+        )
         self._pace = Pace()
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said

@@ -22,8 +22,14 @@ from rich.console import Console
 from laminar.config import ConfigError, RewardConfig
 from laminar.tasks.prompts import PromptRow, restore
 from laminar.tasks.reward_functions import described, open_scorer
-from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
-from laminar.tasks.rewards import FAILURES, RewardCall, RewardResult, RewardSpec
+from laminar.tasks.reward_pool import RewardPool
+from laminar.tasks.rewards import (
+    FAILURES,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    RewardWorkerLost,
+)
 
 ROWS = 3
 SHOWN_CHARS = 60

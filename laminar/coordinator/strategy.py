@@ -89,7 +89,7 @@ class StrategyWorker:
             await process.wait()
 
     async def _ask(self, command: cmd.ProposeBatch) -> None:
-        detail, groups = "", ()
+        detail, groups = "", tuple[GroupId, ...]()
         try:
             groups = await self._exchange(command)
         except ValueError as error:  # the function's own, or an answer that is none

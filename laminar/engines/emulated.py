@@ -127,7 +127,7 @@ class EmulatedEngine(ClockEngine):
 
 def fingerprint(weights: FileBytes) -> str:
     """Of all bytes of a version."""
-    return xxhash.xxh3_128_hexdigest(weights)
+    return xxhash.xxh3_128_hexdigest(weights.data)
 
 
 def made_up_scores(weights: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

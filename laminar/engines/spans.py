@@ -95,7 +95,8 @@ class Spans:
             return None
         self._lost = 0
         self.rows_changed()
-        return np.argsort(-lengths, kind="stable").tolist()
+        rows: list[int] = np.argsort(-lengths, kind="stable").tolist()
+        return rows
 
     def _plan(self, lengths: Lengths) -> None:
         self._firsts, self._excess = plan(lengths, self._call_cost), 0

@@ -41,7 +41,7 @@ class LaminarWorker:
         compute_logits = model.compute_logits
 
         def masked(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-            logits = compute_logits(*args, **kwargs)
+            logits: torch.Tensor | None = compute_logits(*args, **kwargs)
             if logits is not None:  # only the first rank gathers them
                 logits[..., vocab_limit:] = -torch.inf
             return logits

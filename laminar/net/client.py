@@ -23,8 +23,9 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.events.base import WireError
 from laminar.net.calls import FLUSH_S
-from laminar.net.frames import BAD_BYTES, WireError
+from laminar.net.frames import BAD_BYTES
 from laminar.net.session import ClientLink, LinkState
 from laminar.net.session_boxes import MS
 from laminar.net.transport import ClientSocket
@@ -73,7 +74,7 @@ class ClientShell:
         link: ClientLink,
         find_address: Callable[[], str | None],
         heartbeat_ms: int,
-        on_body: Callable[[bytes], None],
+        on_body: Callable[[bytes], object],
         on_frame: Callable[[], None],
     ) -> None:
         """`on_frame` is called after each frame, before the body that it may have completed."""
@@ -187,7 +188,7 @@ class ControlClient:
         boot_id: str,
         info: dict[str, str],
         heartbeat_ms: int,
-        on_body: Callable[[bytes], None],
+        on_body: Callable[[bytes], object],
         on_welcome: Callable[[int], None],
         on_refused: Callable[[str], None],
     ) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from laminar.events.base import WireError
 from laminar.net.calls import Handler, Reply, Request, RpcError, Serving
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
@@ -26,7 +27,6 @@ from laminar.net.frames import (
     FRAME_BYTES_MAX,
     Hello,
     Refused,
-    WireError,
     decode_client,
     encode,
 )

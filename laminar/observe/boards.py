@@ -43,9 +43,8 @@ class Boards:
         try:
             page = Prometheus(run_dir, config.run.name, host, port)
         except OSError as error:  # free when the run was checked, and taken since
-            return self._log.error(
-                "prometheus-not-served", address=f"{host}:{port}", reason=str(error)
-            )
+            self._log.error("prometheus-not-served", address=f"{host}:{port}", reason=str(error))
+            return
         self._log.info("prometheus-served", address=page.address)
         self.scalars.append(thread.outlet("prometheus", page.show_step))
         self.status.append(thread.outlet("prometheus-status", page.show_status, kept=1))

@@ -52,12 +52,14 @@ def _is_byte_level_bpe(backend: Any) -> bool:
     return all(backend.token_to_id(c) is not None for c in pre_tokenizers.ByteLevel.alphabet())
 
 
-def _keeps_all(cut: dict[str, Any]) -> bool:
+def _keeps_all(cut: dict[str, object]) -> bool:
     return cut["type"] == "Split" and cut["behavior"] != "Removed"
 
 
-def _parts(component: Any) -> list[dict[str, Any]]:
+def _parts(component: Any) -> list[dict[str, object]]:
     """The steps of a component, as tokenizer.json has them."""
     state = json.loads(component.__getstate__())
-    steps: list[dict[str, Any]] = state.get("pretokenizers") or state.get("normalizers") or [state]
+    steps: list[dict[str, object]] = (
+        state.get("pretokenizers") or state.get("normalizers") or [state]
+    )
     return steps

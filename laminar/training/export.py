@@ -16,7 +16,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from laminar.training.checkpoint import MODEL_FILE, save_tensors
+from laminar.training.checkpoint import save_tensors
+from laminar.training.file_digests import MODEL_FILE
 from laminar.training.model import named_weights
 
 TOKENIZER_FILES = (

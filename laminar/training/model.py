@@ -59,7 +59,8 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
             "use a causal LM of transformers that has it"
         )
     width = model.get_output_embeddings().weight.shape[0]
-    return LoadedPolicy(model.to(device).eval(), min(width, tokenizer_size))
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
+    return LoadedPolicy(model.eval(), min(width, tokenizer_size))
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:

@@ -48,12 +48,16 @@ class ArenaMemory:
         """In a thread of its own, which is not waited for when the process ends."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
-        work = partial(self._fill, partial(loop.call_soon_threadsafe, _end, ended))
+
+        def end(error: ArenaError | None) -> None:
+            loop.call_soon_threadsafe(_end, ended, error)
+
+        work = partial(self._fill, end)
         self._filler = threading.Thread(target=work, name="arena-filler", daemon=True)
         self._filler.start()
         await ended
 
-    def _fill(self, end: Callable[[ArenaError | None], object]) -> None:
+    def _fill(self, end: Callable[[ArenaError | None], None]) -> None:
         error = None
         try:
             self._made.fill_all()
@@ -103,7 +107,11 @@ class RelayMachine:
     def plane(
         self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
     ) -> Plane:
-        in_loop = partial(asyncio.get_running_loop().call_soon_threadsafe, notify)
+        loop = asyncio.get_running_loop()
+
+        def in_loop(report: Report) -> None:
+            loop.call_soon_threadsafe(notify, report)
+
         self._plane = Plane(identity, self.slots.region, in_loop, options, self.versions)
         return self._plane
 
