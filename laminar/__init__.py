@@ -1,0 +1,27 @@
+"""Asynchronous GRPO-family RL post-training of language models.
+
+    import laminar
+
+    run = laminar.train({"model.name": "...", "data.train_files": ["rows.jsonl"]})
+    run = laminar.open_run("runs/mine")
+
+docs/python.md explains the names below. They are imported when they are first used: a program that
+only reads a run loads neither torch nor what a run is made of.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+NAMES = ("ConfigError", "Run", "RunFailed", "open_run", "train")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module 'laminar' has no attribute {name!r}")
+    return getattr(importlib.import_module("laminar.api"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *NAMES]

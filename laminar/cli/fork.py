@@ -55,7 +55,7 @@ def fork(arguments: argparse.Namespace) -> int:
         *(f"changed    {change}" for change in _changes(before, config)),
     ]
     forked = Beginning(step, lines, lambda to: _take(directory, origin, to))
-    return begin(config, run_dir, arguments, forked)
+    return begin(config, run_dir, arguments, forked).code
 
 
 def _checkpoint(run: Path, step: int) -> Path:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import laminar
-
-CONFIGS = Path(laminar.__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 """A link to configs/ in a checkout; a copy of it in a wheel."""
 REFERENCE_CONFIG = CONFIGS / "reference.toml"
 QUICKSTART_CONFIG = CONFIGS / "quickstart.toml"

@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -224,7 +225,10 @@ class Asked:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Asked:
-        """From here on signals ask; afterwards they do what they did before."""
+        """From here on signals ask; afterwards they do what they did before. Only the main thread
+        of a program may say what signals do: in another one they do what they did."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (*stop_signals(), signal.SIGINT, signal.SIGQUIT):
             self._before[number] = signal.signal(number, self._signalled)
         return self

@@ -20,8 +20,9 @@ from laminar.cli.endings import discard_stdout, say
 class Terminal(Console):
     """rich's console, which knows when its reader has gone."""
 
-    def __init__(self) -> None:
-        super().__init__(soft_wrap=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: nothing is printed. In a notebook, lines are lines and no HTML."""
+        super().__init__(soft_wrap=True, quiet=quiet, force_jupyter=False)
         self.gone = False
         self._last_word = ""
 

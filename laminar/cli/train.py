@@ -82,14 +82,18 @@ class Beginning(NamedTuple):
 def train(arguments: argparse.Namespace) -> int:
     """A run from its first step, or one that was cut off; its exit code."""
     config, run_dir = _asked_for(arguments)
-    return begin(config, run_dir, arguments)
+    return begin(config, run_dir, arguments).code
 
 
 def begin(
-    config: Config, run_dir: Path, arguments: argparse.Namespace, forked: Beginning | None = None
-) -> int:
-    """Check, start, watch, report; returns the run's exit code."""
-    console = Terminal()
+    config: Config,
+    run_dir: Path,
+    arguments: argparse.Namespace,
+    forked: Beginning | None = None,
+    console: Terminal | None = None,
+) -> Over:
+    """Check, start, watch, report; how it ended, with the reason where it failed."""
+    console = console or Terminal()
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
@@ -110,7 +114,7 @@ def begin(
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
         if arguments.dry_run:
-            return _shown(console)
+            return Over(_shown(console))
         with Asked() as asked:  # before there is a directory: nothing is left half made
             if not arguments.resume and run_dir.exists():
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
@@ -120,7 +124,7 @@ def begin(
                 _take(forked, run_dir)
             if arguments.prepare:
                 console.lines(_daemons(plan.config, run_dir))
-                return _shown(console)
+                return Over(_shown(console))
             console.when_gone(
                 "nobody reads the output any more; the run goes on, and "
                 f"`{typed('stop', run_dir)}` ends it"
@@ -129,9 +133,8 @@ def begin(
             over = Supervisor(plan.config, lock, console, asked, early, resume=resume).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
-        else:
-            _conclude(run_dir, console, over)
-    return over.code
+            return over
+        return _conclude(run_dir, console, over)
 
 
 def _shown(console: Terminal) -> int:
@@ -177,10 +180,13 @@ def place_of(config: Config, move_old: bool) -> Path:
     return run_dir
 
 
-def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
-    """The closing lines. The run has ended, and they change nothing of how it did."""
+def _conclude(run_dir: Path, console: Terminal, over: Over) -> Over:
+    """The closing lines. The run has ended, and they change nothing of how it did; why it failed
+    stands in the log, where its coordinator has said it."""
+    reason = over.reason
     try:
         summary = summary_of(run_dir)
+        reason = summary["failure"] or reason
         lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]
@@ -192,6 +198,7 @@ def _conclude(run_dir: Path, console: Terminal, over: Over) -> None:
     console.end()
     if console.gone:
         say("laminar", f"{run_dir} has ended with code {over.code}; `{typed('report', run_dir)}`")
+    return Over(over.code, reason)
 
 
 def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:

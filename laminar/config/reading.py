@@ -46,14 +46,20 @@ def is_key(key: str) -> bool:
     return key in keys or bool(ours(key)) or any(k.startswith(key + ".") for k in keys)
 
 
-def load(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
-    """Read TOML files left to right, apply `key=value` overrides, check everything."""
+def load(
+    files: Iterable[str | Path],
+    overrides: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """Read TOML files left to right, apply `key=value` overrides, check everything. `settings`:
+    nested or dotted, with values of their own types, in the place of overrides."""
     flat: dict[str, Any] = {}
     for file in files:
         flat.update(_flatten(read_toml(Path(file)), str(file)))
     for text in overrides:
         key, value = _parse_override(text)
         flat[key] = value
+    flat.update(_flatten(settings or {}, ""))
     return resolve(flat)
 
 
@@ -112,7 +118,8 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
             if is_table and any(k.startswith(key + ".") for k in keys):
                 walk(value, key + ".")
             elif key not in keys:
-                raise ConfigError(f"{source}: {_unknown_key(key, keys)}")
+                where = f"{source}: " if source else ""
+                raise ConfigError(f"{where}{_unknown_key(key, keys)}")
             else:
                 flat[key] = value
 
