@@ -38,8 +38,6 @@ from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage import rules
 from tests.kit.sim_worlds import PACKED, calm, config, ran
-from tools.rows import planted_handover
-from tools.rows.planted import Planter
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
 
@@ -410,29 +408,3 @@ def test_processes_that_only_wake_up() -> None:
     world.scheduler.after(1, wake)
     with pytest.raises(Violation, match="calls led to"):
         world.run()
-
-
-@pytest.mark.parametrize(
-    ("plant", "policy", "promise"),
-    [
-        (planted_handover.late_release_is_believed, "best-fit", "late_release_has_no_effect"),
-        (planted_handover.moves_what_has_seen_a_replica_die, "best-fit", "moved_may_be_moved"),
-        (planted_handover.empties_replicas_that_get_nothing_new, "gain", "emptied_has_new_work"),
-    ],
-)
-def test_moves_that_must_not_be(
-    plant: Callable[[Planter], None], policy: str, promise: str
-) -> None:
-    faults = ("replica-dies", "store-cut-in-hand-over")
-    swarm = config(*faults, **{**PACKED, "policy": policy}, prefill_tokens_per_step=5_000)
-    with Planter() as planter:
-        plant(planter)
-        assert promise in {run_seed(swarm, seed).invariant for seed in range(1, 4)}
-
-
-def test_replica_that_is_given_more_than_its_share() -> None:
-    """Where the staleness bound has less for each replica than it has room for."""
-    swarm = calm(**{**PACKED, "policy": "gain", "max_staleness": 1})
-    with Planter() as planter:
-        planted_handover.replica_takes_the_share_of_others(planter)
-        assert run_seed(swarm, 1).invariant == "share_is_kept"

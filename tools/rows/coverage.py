@@ -38,7 +38,6 @@ TESTS = (
         "tests/core",
         f"--ignore={TABLE}",
         "--ignore=tests/core/test_cost_at_size.py",
-        "--ignore=tests/core/test_planted_bugs.py",
     ),
     (
         "tests/events",

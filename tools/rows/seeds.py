@@ -1,0 +1,43 @@
+"""Simulator seeds until one breaks a promise: what looks for a bug in a changed package.
+
+Usage: python -m tools.rows.seeds FIRST LAST [FAULT ...]
+Prints one JSON object: the seed and the promise that it broke (seed 0: none did), and the package
+that ran. With FAULT these and no others, often; without, all that configs/sim_small.toml has.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import laminar
+from laminar.sim.config import load
+from laminar.sim.faults.faults import KINDS
+from laminar.sim.run import run_seed
+from tests.kit.sim_worlds import config
+
+PACKAGE = Path(laminar.__file__).parent
+EVENTS_MAX = 8_000  #: several times what a run with few kinds of faults needs
+
+
+def main() -> None:
+    first, last, *faults = sys.argv[1:]
+    swarm = (
+        config(*faults, events_max=EVENTS_MAX)
+        if faults
+        else load(PACKAGE / "configs" / "sim_small.toml", KINDS)
+    )
+    gc.freeze()
+    found = {"seed": 0, "broke": "", "package": str(PACKAGE)}
+    for seed in range(int(first), int(last) + 1):
+        outcome = run_seed(swarm, seed)
+        if outcome.invariant:
+            found |= {"seed": seed, "broke": outcome.invariant}
+            break
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
