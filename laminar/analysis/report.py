@@ -246,6 +246,22 @@ def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
 # --- times ------------------------------------------------------------------------------------
 
 
+def _trainer_shares(
+    windows: Windows, trainers: dict[str, list[Span]], cut: list[str]
+) -> dict[str, dict[str, float]]:
+    working = union(np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)]))
+    return {
+        name: figures.trainer_shares(
+            intersect(windows["live", name], _kept(name in cut, spans)),
+            spans,
+            windows["trainer-free",],
+            windows["phase", Phase.FINAL_EVALUATION],
+            working,
+        )
+        for name, spans in trainers.items()
+    }
+
+
 def _timing(
     account: Account,
     windows: Windows,
@@ -257,18 +273,7 @@ def _timing(
 ) -> dict[str, Any]:
     """`cut`: processes whose first spans are gone."""
     trainer_spans = [span for spans in trainers.values() for span in spans]
-    working = union(np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)]))
-    kept = {name: _kept(name in cut, spans) for name, spans in trainers.items()}
-    time_shares = {
-        name: figures.trainer_shares(
-            intersect(windows["live", name], kept[name]),
-            spans,
-            windows["trainer-free",],
-            windows["phase", Phase.FINAL_EVALUATION],
-            working,
-        )
-        for name, spans in trainers.items()
-    }
+    time_shares = _trainer_shares(windows, trainers, cut)
     pulling = {name: in_state(spans, "pulling") for name, spans in pulls.items()}
     for name in steps:
         time_shares[name] = figures.replica_shares(

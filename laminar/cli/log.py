@@ -44,6 +44,13 @@ def add_parser(subparsers: Any) -> None:
     log = subparsers.add_parser("log", help="replay and read the event log of a run")
     commands = log.add_subparsers(required=True, metavar="COMMAND")
 
+    _add_records(commands)
+    _add_questions(commands)
+    _add_tables(commands)
+
+
+def _add_records(commands: Any) -> None:
+    """The log itself, record by record."""
     replay = _command(commands, "replay", "decide everything again and compare", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
@@ -62,6 +69,9 @@ def add_parser(subparsers: Any) -> None:
     stats = _command(commands, "stats", "counts by type, bytes, time span", run_stats)
     stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
 
+
+def _add_questions(commands: Any) -> None:
+    """What became of one thing, and why."""
     parser = _command(commands, "story", "everything about one thing, in order", run_story)
     parser.add_argument(
         "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
@@ -75,6 +85,9 @@ def add_parser(subparsers: Any) -> None:
     when = "of a replica: seconds since the run's first event, or an event as '#1234'"
     asked.add_argument("--at", default="", metavar="T", help=when)
 
+
+def _add_tables(commands: Any) -> None:
+    """The log in the form of another program."""
     traced = _command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
     traced.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "trace file (RUN/trace.json)"

@@ -199,6 +199,10 @@ class Coordinator:
             given_up=given_up(crashes(disk)),
             background=self._background,
         )
+        self._tell_start(restored, text, settings)
+
+    def _tell_start(self, restored: Restored, text: str, settings: Settings) -> None:
+        machine = restored.replay.machine
         self.log.info(
             "started",
             incarnation=self._incarnation,

@@ -1,6 +1,7 @@
 """Row 7: the table of events is complete, and no branch of the pure core is untested.
 
-Reads   the tests that are about these files and no others
+Reads   the list of pure modules in pyproject.toml; the tests that are about these modules and no
+        others
 Gives   ROWS; as a program, what keeps pytest from running these tests once more
 
 The tests run in two processes under coverage, whose data files are combined, the table of events
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -22,14 +24,8 @@ from tests.kit.event_cells import CELLS, STATUS_CELLS
 from tools.rows.base import Figure, Gate, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What is measured, by the name that the figure gives it.
-PARTS = {
-    "core": "laminar/core/",
-    "eventlog": "laminar/eventlog/",
-    "session": "laminar/net/session*.py",
-    "frames": "laminar/net/frames.py",
-    "events": "laminar/events/",
-}
+CONTRACT = "Pure code cannot reach the world"  #: in pyproject.toml: the list of pure modules
+FOLDERS = ("core", "eventlog", "events", "net")  #: whose pure modules are measured
 #: The table of events is tried in so many situations that it would take minutes under coverage.
 TABLE = "tests/core/test_event_table.py"
 #: The tests that cover, and no others; two processes share them.
@@ -79,6 +75,21 @@ class Part(NamedTuple):
     missing: tuple[str, ...]  #: "file: lines ..., branches ..."
 
 
+def parts() -> dict[str, list[str]]:
+    """What is measured: the files of each pure module or folder, by its name without `laminar`."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (pure,) = (c["source_modules"] for c in linter["contracts"] if c["name"] == CONTRACT)
+    modules = [module for module in pure if module.split(".")[1] in FOLDERS]
+    return {module.removeprefix("laminar."): _files_of(module) for module in modules}
+
+
+def _files_of(module: str) -> list[str]:
+    """A module's one file, or all files of a folder."""
+    path = ROOT / module.replace(".", "/")
+    found = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    return [str(file.relative_to(ROOT)) for file in found]
+
+
 def table(gate: Gate) -> Figure:
     """The same at both gates: it is complete or it is not."""
     with TemporaryDirectory() as folder:
@@ -89,9 +100,9 @@ def table(gate: Gate) -> Figure:
         if failed:
             return Figure("the tests fail", False, "\n".join(failed))
         print(*(text for text, _ in printed), sep="\n", file=sys.stderr)
-        parts = _measure(Path(folder))
-    figures = ", ".join(f"{name} {part.percent:.1f} %" for name, part in parts.items())
-    missing = [line for part in parts.values() for line in part.missing]
+        measured = _measure(Path(folder))
+    figures = ", ".join(f"{name} {part.percent:.1f} %" for name, part in measured.items())
+    missing = [line for part in measured.values() for line in part.missing]
     cells = len(CELLS) + len(STATUS_CELLS)
     return Figure(
         f"{cells} of {cells} pairs have a verdict; lines and branches: {figures}",
@@ -111,7 +122,7 @@ def files() -> list[str]:
 
 def _start(data_file: Path | None, tests: tuple[str, ...]) -> subprocess.Popen[str]:
     """Under coverage, or, without a file for what it finds, as they are."""
-    sources = [f"{path}*" if path.endswith("/") else path for path in PARTS.values()]
+    sources = [path for paths in parts().values() for path in paths]
     traced = ["coverage", "run", "--branch", f"--include={','.join(sources)}", "-m"]
     pytest = ["pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", *tests]
     return _python(*(traced if data_file else []), *pytest, data_file=data_file)
@@ -142,13 +153,11 @@ def _measure(folder: Path) -> dict[str, Part]:
         if code:
             raise RuntimeError(f"coverage {arguments[0]}: {text}")
     files = msgspec.json.decode(report.read_bytes(), type=Report).files
-    return {name: _part(path, files) for name, path in PARTS.items()}
+    return {name: _part(paths, files) for name, paths in parts().items()}
 
 
-def _part(path: str, files: dict[str, File]) -> Part:
-    """All files of a folder, or of a pattern; what no test imports counts as not covered."""
-    found = sorted(ROOT.glob(f"{path}*.py" if path.endswith("/") else path))
-    names = [str(file.relative_to(ROOT)) for file in found]
+def _part(names: list[str], files: dict[str, File]) -> Part:
+    """The files of one part; what no test imports counts as not covered."""
     all_, covered, missing = 0, 0, []
     for name in names:
         if name not in files:
