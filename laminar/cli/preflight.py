@@ -10,34 +10,29 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from laminar.cli.emulated import EMULATED
 from laminar.cli.reward_trial import trial_calls
-from laminar.config import Config, ConfigError, DataConfig
+from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
 from laminar.engines.check import check_engine
 from laminar.net.descriptors import check_room
 from laminar.net.transport import loopback
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.chat import check_all, encode_prompt, is_templated
+from laminar.tasks.chat import check_all, encode_prompt
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
-from laminar.tasks.prompts import PromptRow, load_prompts
+from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
+from laminar.tasks.row_checks import row_warnings
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-ROWS_LOOKED_AT = 64
 LONGEST_PROMPTS = 64
 """Only the longest texts are tokenised here; the store does all of them, and says the same."""
 
@@ -109,23 +104,8 @@ def look_at_data(config: Config) -> Plan:
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         ),
         data_digest=prompts.digest,
-        warnings=_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], config.data),
+        warnings=row_warnings(tokenizer, prompts, spec, config.data),
     )
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
-) -> dict[str, str]:
-    """A warning, where most prompts have been through the chat template."""
-    count = sum(is_templated(tokenizer, row, data) for row in rows)
-    if 2 * count <= len(rows):
-        return {}
-    return {
-        "template": f"{count} of the first {len(rows)} prompts have already what the chat template "
-        "puts around a message, and get it again: give what the user says alone, or set "
-        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` is what the "
-        "model sees"
-    }
 
 
 def emulated_plan(config: Config) -> Plan:

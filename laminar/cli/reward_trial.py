@@ -2,11 +2,12 @@
 
 Reads   the first training rows, the resolved scorer
 Writes  the terminal: what each call returned
-Gives   a warning, when the right answers score less than empty ones
-Raises  ConfigError when the scorer cannot be loaded; whatever it returns ends nothing
+Gives   a warning, when right answers score as empty ones do, or less
+Raises  ConfigError when the scorer cannot be loaded, or no call of it gives a score
 
 A reward that fails on everything, or gives every answer the same, is a mistake of an hour's run; so
-the user sees its scores first. A user's function runs in a worker process with its time-out, as in
+the user sees its scores first, and a run without any is refused unless reward.trial = false insists
+on it. A user's function runs in a worker process with its time-out, as in
 the run; what it prints is dropped here. The scorers of this project need neither. How a user's
 function wants its answers is not known, so it gets them in the usual forms; the one is shown that
 makes a difference to an empty answer.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 
 from laminar.config import ConfigError, RewardConfig
-from laminar.tasks.prompts import PromptRow, restore
+from laminar.tasks.prompts import PromptRow, columns_of, restore
 from laminar.tasks.reward_functions import described, open_scorer
 from laminar.tasks.reward_pool import RewardPool
 from laminar.tasks.rewards import (
@@ -77,21 +78,49 @@ def show_trial(
             text, _ = call.completions[index]
             show(f"  row {call.row.index:<5}  {_short(text)}: {_outcome(found[index])}")
         if found[1:]:  # else the data has no answer
-            pairs.append((found[_telling(found)].score, found[-1].score))
-    if results and all(failed(result) for result in results):
-        show(f"  NO CALL GAVE A SCORE. {_consequence(reward)}")
-    return _backward(pairs)
+            pairs.append((_score(found[_telling(found)]), _score(found[-1])))
+    if results and all(_score(result) is None for result in results):
+        raise ConfigError(_no_score(spec, calls, results[0]))
+    return _flat(pairs, calls) or _backward(pairs)
+
+
+def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
+    """Why a run is refused whose reward has scored nothing."""
+    row = calls[0].row
+    without = row.ground_truth is None
+    cause = f"; row {row.index} has no answer column ({columns_of(row)})" if without else ""
+    return (
+        f"{_name(spec)} gave no score for any of the answers it was tried on ({_outcome(first)})"
+        f"{cause}; correct it{', or set data.answer_key' if without else ''}, or start without the "
+        "trial by reward.trial = false"
+    )
+
+
+def _flat(
+    pairs: Sequence[tuple[float | None, float | None]], calls: Sequence[RewardCall]
+) -> dict[str, str]:
+    """Of (right answer, empty answer): on no row is there any difference."""
+    if not pairs or any(right is None or right != empty for right, empty in pairs):
+        return {}
+    row = next(call.row for call in calls if call.row.ground_truth is not None)
+    return {
+        "reward-flat": f"the reward gives {pairs[0][0]:g} to the answer in the data and the same "
+        f"to an empty one, and so on each of the {len(pairs)} rows tried; where every answer gets "
+        "the same, nothing is learned: look at what the function compares the response with (row "
+        f"{row.index} has the answer {_short_repr(restore(row.ground_truth))}), and whether it "
+        "takes the response as text or as messages"
+    }
 
 
 def _telling(found: Sequence[RewardResult]) -> int:
     """Which call shows what a right answer is worth: the best score that an empty one has not."""
-    empty = found[-1].score
-    scored = [i for i, r in enumerate(found) if r.score is not None and r.score != empty]
-    return max(scored, key=lambda i: (found[i].score, -i), default=0)
+    scores = [_score(result) for result in found]
+    scored = [(score, -i) for i, score in enumerate(scores) if score not in (None, scores[-1])]
+    return -max(scored)[1] if scored else 0
 
 
 def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:
-    """Of (right answer, empty answer): every right one is worth less."""
+    """Likewise: every right one is worth less."""
     known = [(right, empty) for right, empty in pairs if right is not None and empty is not None]
     if not known or not all(right < empty for right, empty in known):
         return {}
@@ -105,6 +134,11 @@ def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, s
 
 def failed(result: RewardResult) -> bool:
     return result.reason in (*FAILURES, "worker-lost", NOT_TRIED.reason)
+
+
+def _score(result: RewardResult) -> float | None:
+    """What the function gave; a response on which it failed has reward.error_score there."""
+    return None if failed(result) else result.score
 
 
 def _results(
@@ -165,6 +199,11 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
 
 
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+
+
 def _outcome(result: RewardResult) -> str:
     if failed(result):
         return f"FAILED, {result.reason}: {result.detail}"
@@ -174,11 +213,3 @@ def _outcome(result: RewardResult) -> str:
 
 def _short_value(value: float | str) -> str:
     return _short(value) if isinstance(value, str) else f"{value:g}"
-
-
-def _consequence(reward: RewardConfig) -> str:
-    score = f"each answer would get reward.error_score = {reward.error_score:g}"
-    if reward.max_error_share == 1:
-        return f"If that goes on, {score}."
-    share = f"reward.max_error_share = {reward.max_error_share:g}"
-    return f"If that goes on, {score}, and {share} would end the run."

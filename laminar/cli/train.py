@@ -109,7 +109,7 @@ def begin(
         console.lines(plan_lines(plan))
         console.lines(forked.lines if forked is not None else [])
         found = dict(plan.warnings)
-        if not config.is_emulated:
+        if plan.config.reward.trial and not config.is_emulated:
             found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])

@@ -124,6 +124,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     #: failed share of the last attempts to score, 4 x train_batch_size x group_size of them,
     #: above which the run ends; 1: never
     max_error_share: float = 0.5
+    trial: bool = True  #: false: start without calling the reward on three rows first
 
 
 class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):

@@ -84,7 +84,8 @@ def check_all(
 def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> bool:
     """Whether the row's text has what the chat template puts around it, and is to get it again.
 
-    Such text has one of the template's special tokens, or all that stands around a message.
+    Such text has one of the template's special tokens, or all that stands around a message; white
+    space is no sign of it.
     """
     if not _has_template(tokenizer, data):
         return False
@@ -94,7 +95,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     texts = [m["content"] for m in messages if isinstance(m.get("content"), str)]
     if any(mark in text for text in texts for mark in marks):
         return True
-    wrapped = bool(before + after)
+    wrapped = bool((before + after).strip())
     return wrapped and any(text.startswith(before) and text.endswith(after) for text in texts)
 
 

@@ -267,6 +267,12 @@ def _answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
     return None
 
 
+def columns_of(row: PromptRow) -> str:
+    """What a row has besides its prompt, in words."""
+    names = ", ".join(row.columns)
+    return f"it has {names}" if names else "it has only its prompt"
+
+
 def _lookup(columns: dict[str, Any], key: str) -> Any:
     """A column by its name, or a field below a column by a dotted path; None when absent."""
     if key in columns:

@@ -23,7 +23,7 @@ import msgspec
 
 from laminar.config import Config, ConfigError, WeightedFunctionConfig
 from laminar.tasks.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
-from laminar.tasks.prompts import PromptRow, restore
+from laminar.tasks.prompts import ANSWER_KEYS, PromptRow, columns_of, restore
 from laminar.tasks.rewards import (
     FunctionSpec,
     RewardCall,
@@ -146,7 +146,15 @@ def _check_row(function: FunctionSpec, row: PromptRow) -> None:
             f"row {row.index} of {row.data_source} is no item of the dataset "
             f"{function.dataset}, so its scorer cannot score it; set reward.kind"
         )
-    if function.kind in ("math", "exact") and not _is_answer(row.ground_truth):
+    if function.kind not in ("math", "exact"):
+        return
+    if row.ground_truth is None:
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} has no answer ({columns_of(row)}), and "
+            f"{described(function)} compares with one: name its column by data.answer_key; without "
+            f"it {', '.join(ANSWER_KEYS)} are looked for"
+        )
+    if not _is_answer(row.ground_truth):
         raise ConfigError(
             f"row {row.index} of {row.data_source} has the answer {row.ground_truth!r}, but "
             f"reward.kind = {function.kind!r} needs text or a number; set data.answer_key"

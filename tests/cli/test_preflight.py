@@ -93,13 +93,16 @@ def test_a_run_directory_that_is_taken(
 
 
 def test_what_a_run_is_warned_of_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A dry run says it; a run leaves it to the coordinator, in a file that is else not there."""
-    rows = [{"prompt": f"say {n}\n", "answer": f"{n}"} for n in range(20)]
+    template = "{% for m in messages %}Q: {{ m['content'] }}\nA:{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": f"Q: say {n}\nA:", "answer": f"{n}"} for n in range(20)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"data.train_files={data}", "data.dataset=", "data.val_size=4", "reward.kind=exact"]
+    words.append(f"model.name={model}")
     words.append(f"run.output_dir={tmp_path / 'runs'}")
     plan = look_at_data(check_settings(config(tmp_path, *words)))
     assert list(plan.warnings) == ["template"] and "16 of the first 16" in plan.warnings["template"]

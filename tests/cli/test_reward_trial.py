@@ -1,4 +1,4 @@
-"""What is shown of the reward before a run starts; nothing that it returns ends the start."""
+"""What is shown of the reward before a run starts, and what ends the start."""
 
 from __future__ import annotations
 
@@ -96,30 +96,63 @@ def test_right_answers_that_score_less_than_empty_ones(tmp_path: Path, value: st
 @pytest.mark.parametrize(
     "value",
     [
-        "1.0",  # the same for all
         "-1.0 if not found else 1.0",  # a wrong form costs, the right one does not
         "-1.0 if found == ['1'] else 0.0",  # of one row only
-        "None if found else 0.0",
-        "1 / 0",
     ],
 )
 def test_other_rewards_are_not_warned_of(tmp_path: Path, value: str) -> None:
     assert tried(tmp_path, TAGGED.format(value))[1] == {}
 
 
-def test_a_failure_is_shown_with_the_line_of_the_users_file(tmp_path: Path) -> None:
-    """The run is not ended: it might fail only here. But it is said what will come of it."""
+@pytest.mark.parametrize("value", ["1.0", "0.0", "None if found else 0.0"])
+def test_right_answers_that_score_as_empty_ones_do(tmp_path: Path, value: str) -> None:
+    _, warnings = tried(tmp_path, TAGGED.format(value))
+    assert list(warnings) == ["reward-flat"]
+    said = warnings["reward-flat"]
+    assert "each of the 3 rows" in said and "row 0 has the answer '0'" in said
+
+
+def test_a_list_as_the_answer_makes_no_difference_to_text(tmp_path: Path) -> None:
+    rows = [PromptRow(i, "2+2?", [str(i), "x"], {"answer": [str(i), "x"]}, "sums") for i in (0, 1)]
+    source = "def f(completion, answer): return float(completion == answer)"
+    _, warnings = tried(tmp_path, source, rows)
+    assert list(warnings) == ["reward-flat"]
+    assert "row 0 has the answer ['0', 'x']" in warnings["reward-flat"]
+
+
+def refused(tmp_path: Path, source: str, rows: list[PromptRow] = ROWS, **reward: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tried(tmp_path, source, rows, **reward)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_score_at_all_ends_the_start_with_the_line_of_the_users_file(tmp_path: Path) -> None:
     source = "def f(completions):\n    return [{}[c] for c in completions]"
-    _, *lines = shown(tmp_path, source, error_score=-1)
-    assert lines[0].endswith("'0': FAILED, error: KeyError: '0' (reward.py:2)")
-    assert len(lines) == 7 and lines[-1].startswith("  NO CALL GAVE A SCORE")
-    assert "reward.error_score = -1" in lines[-1] and "reward.max_error_share" in lines[-1]
+    said = refused(tmp_path, source)
+    assert "f of " in said and "gave no score" in said and "reward.trial = false" in said
+    assert "FAILED, error: KeyError: '0' (reward.py:2)" in said and "answer column" not in said
+
+
+def test_a_function_that_applies_to_nothing_ends_the_start(tmp_path: Path) -> None:
+    assert "None (it does not apply)" in refused(tmp_path, "def f(completion): return None")
+
+
+def test_without_an_answer_the_columns_are_named(tmp_path: Path) -> None:
+    rows = [PromptRow(7, "2+2?", None, {"solution": "4", "level": 3}, "sums")]
+    source = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return ground_truth.strip() in solution_str
+    """
+    said = refused(tmp_path, source, rows)
+    assert "row 7 has no answer column (it has solution, level)" in said
+    assert "set data.answer_key" in said
 
 
 def test_one_failure_of_several_is_no_reason_for_alarm(tmp_path: Path) -> None:
-    lines = shown(tmp_path, "def f(completion): return 1 / len(completion)")
+    lines, warnings = tried(tmp_path, "def f(completion): return 1 / len(completion)")
     assert sum("ZeroDivisionError" in line for line in lines) == 3
-    assert not any("NO CALL" in line for line in lines)
+    assert len(lines) == 7 and warnings == {}
 
 
 def test_a_function_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
@@ -133,9 +166,10 @@ def test_a_function_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     assert len(lines) == 6
 
 
-def test_a_worker_that_dies_is_no_end_of_the_start(tmp_path: Path) -> None:
-    lines = shown(tmp_path, "import os\ndef f(completion): os._exit(3)", ROWS[:1])
-    assert "FAILED, worker-lost" in lines[1] and "exit code 3" in lines[1]
+def test_a_worker_that_dies_on_one_answer_is_no_end_of_the_start(tmp_path: Path) -> None:
+    source = "import os\ndef f(completion): return 1.0 if completion else os._exit(3)"
+    lines = shown(tmp_path, source, ROWS[:1])
+    assert "FAILED, worker-lost" in lines[2] and "exit code 3" in lines[2]
 
 
 def test_a_file_that_loads_here_and_not_in_a_worker_is_an_error(tmp_path: Path) -> None:

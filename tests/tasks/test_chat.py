@@ -136,6 +136,7 @@ CHATML = (
         (TEMPLATE, [], [{"role": "user", "content": "u:hi;a:"}], True),
         (TEMPLATE, [], "say u: and a:", False),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [], "hi", False),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", [], "hi\n", False),
         (CHATML, ["<|im_start|>", "<|im_end|>"], "hi", False),
         (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_start|>user\nhi<|im_end|>\n", True),
         (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_start|>system\nBe short.<|im_end|>", True),

@@ -1,0 +1,124 @@
+"""What is wrong with the rows of a run, found before it starts.
+
+Reads   the rows of load_prompts, the tokenizer, the reward functions, DataConfig
+Gives   warnings by kind, each with a row and its value; which prompts are blank
+Raises  ConfigError for rows that no run can make sense of
+
+A row that cannot be encoded is found by chat.py, one that cannot be scored by reward_functions.py.
+Here is what can be done and is mostly a mistake.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from laminar.config import ConfigError, DataConfig
+from laminar.tasks.chat import encode_prompt, is_templated
+from laminar.tasks.prompts import PromptRow, PromptSet
+from laminar.tasks.rewards import RewardSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_LOOKED_AT = 64
+HELD_OUT_SHARE = 5
+"""More than a fifth of the rows held out is mostly the default on a small file."""
+
+
+def row_warnings(
+    tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, spec: RewardSpec, data: DataConfig
+) -> dict[str, str]:
+    """Of all rows; raises ConfigError."""
+    rows = [*prompts.train, *prompts.held_out]
+    _check_roles(rows)
+    if (messages := _first_messages(rows)) is not None:
+        encode_prompt(tokenizer, messages, data)  # without a chat template it cannot be
+    return {
+        **_blank(rows),
+        **_answer_lists(rows, spec),
+        **_held_out(prompts, data),
+        **_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], data),
+    }
+
+
+def _first_messages(rows: Sequence[PromptRow]) -> PromptRow | None:
+    return next((row for row in rows if not isinstance(row.prompt, str)), None)
+
+
+def _check_roles(rows: Sequence[PromptRow]) -> None:
+    """What the model is to say is not in its prompt."""
+    for row in rows:
+        if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
+            raise ConfigError(
+                f"{_place(row)} has a prompt that ends with a message of the assistant, "
+                f"{reprlib.repr(row.prompt[-1]['content'])}: the model would be asked to answer "
+                "after its own answer; leave that message out, so that the last one is the user's"
+            )
+
+
+def _blank(rows: Sequence[PromptRow]) -> dict[str, str]:
+    """Prompts that say nothing; without any other the run is refused."""
+    found = [row for row in rows if not _said(row).strip()]
+    if not found:
+        return {}
+    where = f"{_place(found[0])} has the prompt {_said(found[0])!r}"
+    if len(found) == len(rows):
+        raise ConfigError(
+            f"all {len(rows)} prompts are blank ({where}); set data.prompt_key to the column with "
+            "the prompts, or correct the file"
+        )
+    return {
+        "blank-prompts": f"{len(found)} of {len(rows)} prompts are blank: {where}; drop such rows, "
+        "or fill them"
+    }
+
+
+def _said(row: PromptRow) -> str:
+    """The prompt's text, of messages the last one's."""
+    return row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1]["content"])
+
+
+def _answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
+    """Scorers that come with this project refuse lists."""
+    found = [row for row in rows if isinstance(row.ground_truth, list)]
+    if not found or not spec.custom:
+        return {}
+    return {
+        "answer-lists": f"{len(found)} of {len(rows)} answers are lists: {_place(found[0])} has "
+        f"{reprlib.repr(found[0].ground_truth)}, and the reward function gets the list; if it "
+        "compares with text, write the answer as text or name another column by data.answer_key"
+    }
+
+
+def _held_out(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
+    """Rows held out of the training data, where no file of their own was given."""
+    held_out = len(prompts.held_out)
+    total = len(prompts.train) + held_out + prompts.overlap
+    if data.val_files or HELD_OUT_SHARE * held_out <= total:
+        return {}
+    return {
+        "held-out": f"data.val_size = {data.val_size} holds out {held_out} of {total} rows, "
+        f"{held_out / total:.0%} of the data, and {len(prompts.train)} are left for training; "
+        f"lower it to {max(total // 10, 1)}, say, or give data.val_files"
+    }
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
+) -> dict[str, str]:
+    """Most prompts have been through the chat template."""
+    count = sum(is_templated(tokenizer, row, data) for row in rows)
+    if 2 * count <= len(rows):
+        return {}
+    return {
+        "template": f"{count} of the first {len(rows)} prompts have already what the chat template "
+        "puts around a message, and get it again: give what the user says alone, or set "
+        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` is what the "
+        "model sees"
+    }
+
+
+def _place(row: PromptRow) -> str:
+    return f"row {row.index} of {row.data_source}"
