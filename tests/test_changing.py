@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "changing.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 CHANGES = {
-    "Add an event", "Change a decision", "Add a command", "Add a role", "Add an engine",
-    "Add a batch strategy", "Add a reward signature", "Add a metric",
+    "Add an event", "Change a decision", "Add a setting", "Add a command", "Add a role",
+    "Add an engine", "Add a batch strategy",
+    "Add a reward signature", "Add a metric",
 }  # fmt: skip
 
 

@@ -111,8 +111,8 @@ class Trainer:
 
     async def start(self) -> None:
         layout = await self.learner.load()
-        dtype = self.config.weights.dtype
-        dtype = layout.engine_dtype if dtype == "auto" else dtype
+        wanted = self.config.weights.dtype
+        dtype = layout.engine_dtype if wanted == "auto" else wanted
         self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
         specs = self._specs = mf.layout(layout.shapes, dtype)
         await self.store.start()

@@ -1,11 +1,12 @@
 """The config tree: every setting of a run, its default, its check, and how files combine.
 
-tree.py says what there is, rules.py what is allowed, reading.py makes a tree from files and
-overrides. Nothing here touches torch or the network, so `--dry-run` and the coordinator stay light.
+tree.py declares each key and what it takes, keys.py checks a value by that, rules.py several values
+together, reading.py makes a tree from files and overrides. Nothing here touches torch or the
+network, so `--dry-run` and the coordinator stay light.
 """
 
-from laminar.config.reading import dumps, is_key, known_keys, load, read_toml, resolve
-from laminar.config.rules import CHOICES, ConfigError
+from laminar.config.keys import ConfigError, known_keys
+from laminar.config.reading import dumps, is_key, load, read_toml, resolve
 from laminar.config.tree import (
     AlgorithmConfig,
     Config,
@@ -16,7 +17,6 @@ from laminar.config.tree import (
 )
 
 __all__ = [
-    "CHOICES",
     "AlgorithmConfig",
     "Config",
     "ConfigError",

@@ -13,31 +13,15 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 import tomli_w
 
 from laminar.config.foreign_keys import ours
-from laminar.config.rules import CONFIG_CHARS_MAX, ConfigError, check_together, checked
+from laminar.config.keys import ConfigError, checked, known_keys, takes_words
+from laminar.config.rules import CONFIG_CHARS_MAX, check_together
 from laminar.config.tree import Config
-
-
-def known_keys() -> dict[str, Any]:
-    """Every dotted key with its annotated type, in the order of the tree."""
-    found: dict[str, Any] = {}
-
-    def walk(struct: type[msgspec.Struct], prefix: str) -> None:
-        hints = get_type_hints(struct)
-        for field in msgspec.structs.fields(struct):
-            key, kind = prefix + field.encode_name, hints[field.name]
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                walk(kind, key + ".")
-            else:
-                found[key] = kind
-
-    walk(Config, "")
-    return found
 
 
 def is_key(key: str) -> bool:
@@ -148,6 +132,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return key, raw
-    if known_keys().get(key) is str and not isinstance(value, str):
+    declared = known_keys().get(key)
+    if declared and takes_words(declared.kind) and not isinstance(value, str):
         return key, raw  # a name that looks like a number or a date is still a name
     return key, value

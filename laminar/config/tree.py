@@ -1,16 +1,43 @@
-"""Every setting of a run, by section: its key, its type, its default, and what it means.
+"""Every setting of a run, by section: its key, its type and bounds, its default, and what it means.
 
 Gives   Config, a tree of frozen structs
 
-What values are allowed is in rules.py.
+A key that takes a few words has a Literal; a number has its bounds in a Meta; `says` holds the text
+that stands beside the key in configs/reference.toml, which `python -m tools.reference_toml` makes.
+What keys.py checks of one value follows from these; rules over several keys are in rules.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+
+def says(text: str) -> Meta:
+    """What a key means, for configs/reference.toml."""
+    return Meta(description=text)
+
+
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0.01)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+RepackPolicy = Literal["gain", "best-fit", "off"]
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+GROUP_SIZE_MAX = 4_096
+"""A group that is rewarded together is one request to the store."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,88 +45,149 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    name: str = "run"  #: directory below output_dir
-    output_dir: str = "runs"  #: run directories are made here
-    nodes: int = 1  #: machines that `laminar train` plays on this one, 127.0.0.1, 127.0.0.2, ...
+    """The run directory is output_dir/name."""
+
+    name: Annotated[str, says("the run directory's name")] = "run"
+    output_dir: Annotated[str, says("the directory of run directories")] = "runs"
+    #: 127.0.0.1, 127.0.0.2, ... 127.0.0.254
+    nodes: Annotated[Count, Meta(le=254), says("machines that `laminar train` emulates here")] = 1
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    name: str = ""  #: a Hugging Face directory, or ORG/NAME[@REVISION] on the hub
+    name: Annotated[str, says("a Hugging Face directory, or ORG/NAME[@REVISION] on the hub")] = ""
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
-    dataset: str = ""  #: a reasoning-gym dataset by name (exclusive with train_files)
-    dataset_config: dict[str, Any] = {}  #: the dataset's own settings
-    dataset_size: int = 20_000  #: items generated from the reasoning-gym dataset
-    dataset_seed: int = 42  #: of the items of the reasoning-gym dataset
-    train_files: list[str] = []  #: .jsonl or .parquet; hf://datasets/ORG/NAME/FILE of the hub
-    val_files: list[str] = []  #: empty: val_size rows are held out of the training data
-    val_size: int = 128  #: held-out prompts; 0 switches evaluation off
-    prompt_key: str = "prompt"  #: column with a string or a list of chat messages
-    answer_key: str = ""  #: empty: answer, label, ground_truth or reward_model.ground_truth
-    system_prompt: str = ""  #: put in front of every prompt by the chat template
-    apply_chat_template: bool = True  #: false: a prompt string is tokenised as it stands
-    apply_chat_template_kwargs: dict[str, Any] = {}  #: e.g. { enable_thinking = false }
-    max_prompt_length: int = 512  #: tokens
-    max_response_length: int = 512  #: tokens
-    filter_overlong_prompts: bool = False  #: false: an overlong prompt is an error at start
-    train_batch_size: int = 16  #: prompts (groups) per step; with group_size at most 524288 answers
-    drop_last: bool = False  #: false: what is left when the data ends is one short batch
-    shuffle: bool = True  #: a new order in every pass over the data
+    """Give either dataset or train_files."""
+
+    dataset: Annotated[str, says("a reasoning-gym dataset by its name")] = ""
+    dataset_config: Annotated[dict[str, Any], says("that dataset's own settings")] = {}
+    dataset_size: Annotated[Count, says("items made by that dataset, held-out ones included")] = (
+        20_000
+    )
+    dataset_seed: Annotated[int, says("the seed of these items")] = 42
+    train_files: Annotated[
+        list[str], says("training data: .jsonl, .parquet, or hf://datasets/ORG/NAME/FILE")
+    ] = []
+    val_files: Annotated[
+        list[str], says("held-out data; empty: val_size rows of the training data are held out")
+    ] = []
+    val_size: Annotated[Natural, says("held-out prompts; 0: no evaluation")] = 128
+    prompt_key: Annotated[
+        str, says("the column of the prompt: a string or a list of chat messages")
+    ] = "prompt"
+    answer_key: Annotated[
+        str,
+        says(
+            "the column of the right answer; empty: answer, label, ground_truth or "
+            "reward_model.ground_truth"
+        ),
+    ] = ""
+    system_prompt: Annotated[str, says("a system message in front of every prompt")] = ""
+    apply_chat_template: Annotated[
+        bool, says("false: a prompt string is tokenised without the chat template")
+    ] = True
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any], says("arguments of the chat template, such as { enable_thinking = false }")
+    ] = {}
+    max_prompt_length: Annotated[Count, says("tokens of a prompt, at most")] = 512
+    max_response_length: Annotated[Count, says("tokens of a response, at most")] = 512
+    filter_overlong_prompts: Annotated[
+        bool, says("true: leave longer prompts out; false: the run does not start with one")
+    ] = False
+    train_batch_size: Annotated[
+        Count, says("prompts of one training step, each with group_size responses")
+    ] = 16
+    drop_last: Annotated[
+        bool, says("false: prompts left over at the end of the data are a last, smaller batch")
+    ] = False
+    shuffle: Annotated[bool, says("true: a new order in every epoch")] = True
 
 
 class VllmConfig(Section, frozen=True, kw_only=True):
-    """Only read when rollout.engine is "vllm"; docs/engines.md."""
+    """Only read with rollout.engine = "vllm"; see docs/engines.md."""
 
-    tensor_parallel_size: int = 1  #: GPUs of one replica, all on its machine
-    kv_cache_bytes: int = 0  #: 0: what gpu_memory_utilization leaves; on CPU 1 GiB
-    gpu_memory_utilization: float = 0.85  #: share of a GPU for weights, activations and cache
-    enforce_eager: bool = False  #: true: no CUDA graphs, a faster start; on CPU always
-    max_num_batched_tokens: int = 0  #: tokens of one step, prefill included; 0: vLLM's choice
-    extra: dict[str, Any] = {}  #: further arguments of vLLM's engine by their own names
+    tensor_parallel_size: Annotated[Count, says("GPUs of one replica, all on its machine")] = 1
+    kv_cache_bytes: Annotated[
+        Natural, says("0: what gpu_memory_utilization leaves; on a CPU 1 GiB")
+    ] = 0
+    gpu_memory_utilization: Annotated[
+        float, Meta(ge=0.01, le=1), says("share of a GPU for weights, activations and cache")
+    ] = 0.85
+    enforce_eager: Annotated[
+        bool, says("true: no CUDA graphs, a faster start; always so on a CPU")
+    ] = False
+    max_num_batched_tokens: Annotated[
+        Natural, says("tokens of one engine step, prefill included; 0: vLLM's choice")
+    ] = 0
+    extra: Annotated[dict[str, Any], says("further arguments of vLLM's engine, by its names")] = {}
 
 
 class ValKwargsConfig(Section, frozen=True, kw_only=True):
-    """How held-out prompts are answered."""
+    """Sampling of the held-out prompts."""
 
-    n: int = 1  #: answers to each held-out prompt
-    temperature: float = 0.0  #: of their sampling; 0: greedy
+    n: Annotated[
+        Count, Meta(le=1_024), says("responses to each prompt; several need a temperature")
+    ] = 1
+    temperature: Annotated[NonNegative, says("0: greedy")] = 0.0
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    engine: str = (
-        "torch"  #: torch: embedded, for Qwen2, Qwen3, Llama | vllm | emulated: docs/engines.md
-    )
-    replicas: int = 2  #: engines of each machine; each is a process
-    group_size: int = 8  #: responses to one prompt
-    max_num_seqs: int = 64  #: trajectories that one replica runs at a time
-    max_model_len: int = 0  #: 0: max_prompt_length + max_response_length
-    groups_per_version: int = 0  #: 0: max_num_seqs / group_size
-    temperature: float = 1.0  #: of training responses
-    top_p: float = 1.0  #: only 1: the trainer could not mirror a filter
-    top_k: int = 0  #: only 0, likewise
-    min_p: float = 0.0  #: only 0, likewise
-    repetition_penalty: float = 1.0  #: only 1, likewise
-    progress_interval_ms: int = 500  #: between two reports; tokens are durable in this rhythm
-    device: str = "auto"  #: auto | cpu | cuda
-    dtype: str = "auto"  #: auto: weights.dtype
-    threads: int = 1  #: torch threads of one replica on CPU
-    start_timeout_s: float = 900.0  #: for an engine to be ready once its process has joined
-    #: of a decode step when work is packed; how many sequences that allows is measured
-    decode_budget_ms: int | Literal["none"] = "none"
-    #: sequences of a decode step when work is packed; auto: by decode_budget_ms, else max_num_seqs
-    max_batch: int | Literal["auto"] = "auto"
+    engine: Annotated[
+        Literal["torch", "vllm", "emulated"],
+        says("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
+    ] = "torch"
+    replicas: Annotated[Count, says("engines on each machine, each a process")] = 2
+    group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), says("responses to one prompt")] = 8
+    max_num_seqs: Annotated[Count, says("responses that one replica generates at a time")] = 64
+    max_model_len: Annotated[int, says("0: max_prompt_length + max_response_length")] = 0
+    groups_per_version: Annotated[
+        Natural,
+        says("prompts that a replica starts on one version; 0: max_num_seqs / group_size"),
+    ] = 0
+    temperature: Annotated[float, says("sampling temperature of training responses")] = 1.0
+    top_p: Annotated[float, says("only 1: the trainer could not mirror a filter")] = 1.0
+    top_k: Annotated[int, says("only 0, for the same reason")] = 0
+    min_p: Annotated[float, says("only 0, for the same reason")] = 0.0
+    repetition_penalty: Annotated[float, says("only 1, for the same reason")] = 1.0
+    progress_interval_ms: Annotated[
+        int, Meta(ge=10), says("from one report of a replica, with the tokens to save, to the next")
+    ] = 500
+    device: Annotated[Device, says("where the replicas compute")] = "auto"
+    dtype: Annotated[Dtype, says("the replicas' type; auto: weights.dtype")] = "auto"
+    threads: Annotated[Count, says("torch threads of one replica on a CPU")] = 1
+    start_timeout_s: Annotated[
+        Seconds, says("longest time for an engine to get ready; then its process is restarted")
+    ] = 900.0
+    decode_budget_ms: Annotated[
+        Count | Literal["none"],
+        says("with repack: the longest decode step of a packed replica"),
+    ] = "none"
+    max_batch: Annotated[
+        Count | Literal["auto"],
+        says(
+            "with repack: sequences of a packed replica; auto: as many as decode_budget_ms allows "
+            "by measurement, else max_num_seqs"
+        ),
+    ] = "auto"
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):
-    max_staleness: int = 2  #: completed steps; 0 is on-policy
+    max_staleness: Annotated[
+        Natural,
+        says("training steps by which a sample's weights may be behind; 0: on-policy"),
+    ] = 2
 
 
 class RewardFunctionConfig(Section, frozen=True, kw_only=True):
-    path: str = ""  #: a Python file; empty: the dataset's own scorer or math-verify
-    name: str = ""  #: empty: compute_score, else the file's only public function
+    path: Annotated[str, says("a Python file; empty: the dataset's own scorer, or math-verify")] = (
+        ""
+    )
+    name: Annotated[
+        str, says("the function; empty: compute_score, else the file's only public function")
+    ] = ""
 
 
 class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
@@ -111,140 +199,261 @@ class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
+    kind: Annotated[
+        Literal["auto", "dataset", "math", "exact", "custom"],
+        says("the scorer; auto: your function, else the dataset's scorer, else math-verify"),
+    ] = "auto"
+    functions: Annotated[
+        list[WeightedFunctionConfig],
+        says(
+            "several scorers and their weights: "
+            '[{ path = "a.py" }, { name = "math", weight = 0.5 }]'
+        ),
+    ] = []
+    scope: Annotated[
+        Literal["auto", "trajectory", "group"],
+        says("what one call scores: one response, or all responses to a prompt"),
+    ] = "auto"
+    workers: Annotated[Count, says("worker processes of each replica")] = 1
+    timeout_s: Annotated[Seconds, says("the longest call of the reward function")] = 30.0
+    error_score: Annotated[
+        float, says("the score where the function raises, times out or gives no number")
+    ] = 0.0
+    max_retries: Annotated[Natural, says("calls repeated after a worker process died")] = 2
+    max_error_share: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        says(
+            "the run ends when a larger share of the last 4 x train_batch_size x group_size calls "
+            "failed; 1: never"
+        ),
+    ] = 0.5
+    trial: Annotated[bool, says("false: start without calling the reward on three rows first")] = (
+        True
+    )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
-    kind: str = "auto"  #: auto | dataset | math | exact | custom
-    #: instead of these: several, each with path, name and weight; the reward is the weighted sum
-    functions: list[WeightedFunctionConfig] = []
-    scope: str = "auto"  #: auto | trajectory | group
-    workers: int = 1  #: worker processes per replica
-    timeout_s: float = 30.0  #: of one call of the reward function
-    #: for a response on which the function raises, times out or gives no number
-    error_score: float = 0.0
-    max_retries: int = 2  #: after a worker process died by itself
-    #: failed share of the last attempts to score, 4 x train_batch_size x group_size of them,
-    #: above which the run ends; 1: never
-    max_error_share: float = 0.5
-    trial: bool = True  #: false: start without calling the reward on three rows first
 
 
 class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
-    bypass_mode: bool = False  #: true: ratio to the behaviour policy, no second weight
-    rollout_is: str = "token"  #: token | none
-    rollout_is_threshold: float = 2.0  #: cap of the importance weight
-    #: nats per token at equal weights; rows of a replica and version whose log-probs differ from
-    #: the trainer's by more, age allowed for, are left out; 0: 1e-3 for float32, 0.15 for bfloat16
-    mismatch_limit: float = 0.0
+    bypass_mode: Annotated[
+        bool, says("true: the PPO ratio is to the behaviour policy, without importance weights")
+    ] = False
+    rollout_is: Annotated[
+        Literal["token", "none"], says("importance weights from engine to trainer")
+    ] = "token"
+    rollout_is_threshold: Annotated[float, says("cap of the importance weight")] = 2.0
+    mismatch_limit: Annotated[
+        NonNegative,
+        says(
+            "samples of a replica and version are masked when their log-probs differ from the "
+            "trainer's by more nats per token, staleness allowed for; 0: 1e-3 for float32, 0.15 "
+            "for bfloat16; see docs/training.md"
+        ),
+    ] = 0.0
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    adv_estimator: str = "grpo"  #: grpo | rloo
-    norm_adv_by_std_in_grpo: bool = True  #: false: Dr.GRPO
-    clip_ratio_low: float = 0.2  #: PPO clip below 1; acts only with several mini-batches
-    clip_ratio_high: float = 0.28  #: PPO clip above 1, likewise (clip-higher)
-    clip_ratio_c: float = 3.0  #: dual clip for negative advantages
-    loss_agg_mode: str = "token-mean"  #: verl's names; see docs/training.md
-    ppo_mini_batch_size: int = 0  #: prompts; 0: train_batch_size
-    use_kl_loss: bool = False  #: penalty towards model.name
-    kl_loss_coef: float = 0.001  #: weight of the KL penalty
-    kl_loss_type: str = "low_var_kl"  #: low_var_kl (k3) | k2
-    entropy_coeff: float = 0.0  #: weight of the entropy bonus
-    truncated: str = "train"  #: train | mask
-    min_scored: int = 0  #: 0: max(2, ceil(group_size / 2))
-    batch_strategy: str = "deadline"  #: deadline | priority | a function as path.py:name
+    adv_estimator: Annotated[Literal["grpo", "rloo"], says("see docs/training.md")] = "grpo"
+    norm_adv_by_std_in_grpo: Annotated[bool, says("false: Dr. GRPO")] = True
+    clip_ratio_low: Annotated[
+        NonNegative, says("the PPO ratio is clipped below 1 - this; needs several mini-batches")
+    ] = 0.2
+    clip_ratio_high: Annotated[NonNegative, says("the same above 1 + this (clip-higher)")] = 0.28
+    clip_ratio_c: Annotated[float, Meta(ge=1), says("dual clip for negative advantages")] = 3.0
+    loss_agg_mode: Annotated[LossAggMode, says("see docs/training.md")] = "token-mean"
+    ppo_mini_batch_size: Annotated[Natural, says("prompts; 0: train_batch_size")] = 0
+    use_kl_loss: Annotated[bool, says("true: a KL penalty towards model.name")] = False
+    kl_loss_coef: Annotated[float, says("weight of the KL penalty")] = 0.001
+    kl_loss_type: Annotated[Literal["low_var_kl", "k2"], says("low_var_kl is k3")] = "low_var_kl"
+    entropy_coeff: Annotated[float, says("weight of the entropy bonus")] = 0.0
+    truncated: Annotated[
+        Literal["train", "mask"], says("what happens to a response cut off at its longest")
+    ] = "train"
+    min_scored: Annotated[
+        int, says("scored responses below which a prompt is dropped; 0: max(2, group_size / 2)")
+    ] = 0
+    batch_strategy: Annotated[
+        str,
+        says(
+            "deadline | priority | your function as path.py:name: which prompts make a batch; see "
+            "docs/training.md"
+        ),
+    ] = "deadline"
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
 class OptimConfig(Section, frozen=True, kw_only=True):
-    lr: float = 1e-6  #: of AdamW with float32 parameters and state
-    weight_decay: float = 0.01  #: decoupled
-    betas: tuple[float, float] = (0.9, 0.999)  #: of AdamW
-    eps: float = 1e-8  #: of AdamW
-    clip_grad: float = 1.0  #: largest gradient norm; 0: no clipping
-    lr_scheduler_type: str = "constant"  #: constant | linear | cosine
-    lr_warmup_steps: int = 0  #: training steps of linear warm-up
+    """AdamW; parameters and state are float32."""
+
+    lr: Annotated[NonNegative, says("learning rate")] = 1e-6
+    weight_decay: Annotated[NonNegative, says("decoupled")] = 0.01
+    betas: Annotated[
+        tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]],
+        says("decay of the two moments"),
+    ] = (0.9, 0.999)
+    eps: Annotated[NonNegative, says("added to the root of the second moment")] = 1e-8
+    clip_grad: Annotated[NonNegative, says("largest gradient norm; 0: no clipping")] = 1.0
+    lr_scheduler_type: Annotated[
+        Literal["constant", "linear", "cosine"], says("the learning rate after warm-up")
+    ] = "constant"
+    lr_warmup_steps: Annotated[Natural, says("training steps of linear warm-up")] = 0
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    total_training_steps: int = 0  #: 0: total_epochs passes over the data
-    total_epochs: int = 1  #: passes over the data when total_training_steps is 0
-    test_freq: int = 0  #: evaluate every so many steps; 0: only first and last
-    save_freq: int = 20  #: write a checkpoint every so many steps; 0: none
-    max_ckpt_to_keep: int = 2  #: the newest so many checkpoints; 0: all
-    val_before_train: bool = True  #: evaluate version 0
-    micro_batch_tokens: int = 16_384  #: padded tokens of one forward/backward
-    batch_wait_s: float = 600.0  #: an idle trainer acts on the group that it waits for
-    #: besides metrics.jsonl, which is always written: tensorboard | wandb | prometheus
-    logger: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
-    project_name: str = "laminar"  #: of the run in Weights & Biases
-    device: str = "auto"  #: auto | cpu | cuda
-    dtype: str = "auto"  #: compute type: float32 on CPU, bfloat16 autocast on GPU
-    threads: int = 1  #: torch threads on CPU
+    total_training_steps: Annotated[Natural, says("0: total_epochs passes over the data")] = 0
+    total_epochs: Annotated[Count, says("used when total_training_steps is 0")] = 1
+    test_freq: Annotated[
+        Natural, says("steps from one evaluation to the next; 0: only the first and the last")
+    ] = 0
+    save_freq: Annotated[Natural, says("steps from one checkpoint to the next; 0: none")] = 20
+    max_ckpt_to_keep: Annotated[Natural, says("newest checkpoints that are kept; 0: all")] = 2
+    val_before_train: Annotated[bool, says("evaluate the model before the first step")] = True
+    micro_batch_tokens: Annotated[
+        Count, says("tokens of one forward and backward pass, padding included")
+    ] = 16_384
+    batch_wait_s: Annotated[
+        float,
+        Meta(ge=0.1),
+        says(
+            "longest wait for a batch: then the trajectory it lacks is resumed elsewhere, or "
+            "given up"
+        ),
+    ] = 600.0
+    logger: Annotated[
+        list[Literal["tensorboard", "wandb", "prometheus"]],
+        says("besides metrics.jsonl; [] for none"),
+    ] = msgspec.field(default_factory=lambda: ["tensorboard"])
+    project_name: Annotated[str, says("the project in Weights & Biases")] = "laminar"
+    device: Annotated[Device, says("where the trainer computes")] = "auto"
+    dtype: Annotated[
+        Dtype, says("compute type; auto: float32 on a CPU, bfloat16 autocast on a GPU")
+    ] = "auto"
+    threads: Annotated[Count, says("torch threads of the trainer on a CPU")] = 1
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
-    #: of tokens and log-probs that are kept, in 10^9 bytes: beyond it the oldest go that every kept
-    #: checkpoint covers; 0: all are kept
-    payload_gb: float = 0.0
+    payload_gb: Annotated[
+        NonNegative,
+        says(
+            "10^9 bytes of tokens and log-probs kept on disk; beyond it the oldest are removed "
+            "that every kept checkpoint covers; 0: all are kept"
+        ),
+    ] = 0.0
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    dtype: str = "auto"  #: published type: float32 on CPU, bfloat16 on GPU
-    slots: int = 3  #: versions that the relay has room for
-    max_bytes: int = 0  #: limit of the relay's shared memory; 0: half of the machine's memory
-    delta: bool = True  #: relays send what changed, where that is less than a whole version
-    rate_mbit: int = 0  #: of one relay to the next, in Mbit/s at most; 0: no limit
-    probe_tolerance: float = 0.0  #: nats per token on average; 0: 1e-4 float32, 0.25 bfloat16
+    dtype: Annotated[Dtype, says("published type; auto: float32 on a CPU, bfloat16 on a GPU")] = (
+        "auto"
+    )
+    slots: Annotated[int, Meta(ge=3), says("versions that a relay holds in memory")] = 3
+    max_bytes: Annotated[
+        Natural, says("shared memory of a relay; 0: half of the machine's memory")
+    ] = 0
+    delta: Annotated[
+        bool, says("true: relays send the change of a version where it is smaller")
+    ] = True
+    rate_mbit: Annotated[
+        Natural, says("Mbit/s from one relay to the next, at most; 0: no limit")
+    ] = 0
+    probe_tolerance: Annotated[
+        float,
+        says(
+            "mean log-prob difference, in nats per token, beyond which a replica refuses loaded "
+            "weights; 0: 1e-4 for float32, 0.25 for bfloat16"
+        ),
+    ] = 0.0
 
 
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
-    host: str = "127.0.0.1"  #: loopback only, until connections are authenticated
-    port: int = 0  #: 0: any free port, written to the run directory
-    prometheus_port: int = 0  #: for logger "prometheus"; 0: any free one, see prometheus.json
-    heartbeat_ms: int = 1_000  #: of every process
-    lease_ms: int = 5_000  #: silence after which a replica or relay counts as lost
-    node_lease_ms: int = 30_000  #: the same for a node, the store and the trainer
-    coordinator_absent_ms: int = 600_000  #: a process without a coordinator ends after this
-    start_timeout_s: float = 300.0  #: until every actor has joined
-    log_keep_mb: int = 0  #: of the event log; 0: all, as report and audit need it
-    disk_wait_s: float = 300.0  #: a run waits so long for room on a full disk, then it ends
+    host: Annotated[
+        str, says("an address of this machine only: connections are not authenticated")
+    ] = "127.0.0.1"
+    port: Annotated[Port, says("0: any free port, written to the run directory")] = 0
+    prometheus_port: Annotated[
+        Port, says("for logger prometheus; 0: any free port, written to prometheus.json")
+    ] = 0
+    heartbeat_ms: Annotated[
+        int, Meta(ge=50), says("from one sign of life of a process to the next")
+    ] = 1_000
+    lease_ms: Annotated[
+        int, Meta(ge=150), says("silence after which a replica or relay counts as lost")
+    ] = 5_000
+    node_lease_ms: Annotated[
+        int, Meta(ge=150), says("the same for a node, the store and the trainer")
+    ] = 30_000
+    coordinator_absent_ms: Annotated[
+        int, says("a process without a coordinator ends after this")
+    ] = 600_000
+    start_timeout_s: Annotated[
+        float, Meta(ge=1), says("the run ends when a process has not joined after this")
+    ] = 300.0
+    log_keep_mb: Annotated[
+        Natural,
+        says("0: the whole event log, as audit, report, retrain, fork and log why need it"),
+    ] = 0
+    disk_wait_s: Annotated[
+        NonNegative, says("the run waits so long for room on a full disk, then it ends")
+    ] = 300.0
 
 
 class RepackConfig(Section, frozen=True, kw_only=True):
-    """Stragglers of several replicas go on on few, the others take the newest weights."""
+    """The last responses of several replicas are packed on few; the others take new weights."""
 
-    policy: str = "off"  #: gain: where it pays | best-fit: wherever it fits | off
-    interval_ms: int = 5_000  #: between two looks; besides, whenever weights are published
-    release_ms: int = (
-        2_000  #: to hand tokens over; after that a trajectory moves without the newest
-    )
-    prefill_tokens_per_step: int = 512  #: tokens prefilled in the time of one decode step
-
-
-class EmulationConfig(Section, frozen=True, kw_only=True):
-    """Only read when rollout.engine is "emulated": what takes how long there."""
-
-    replicas_per_process: int = 1  #: each with its own sockets
-    step_us: float = 8_000.0  #: of one decode step, whatever the batch
-    sequence_us: float = 60.0  #: added to a step by each sequence in it
-    token_us: float = 0.0  #: added to a step by each token in the cache
-    prefill_tokens_per_s: float = 20_000.0  #: of prompts, and of what is resumed; all others wait
-    kv_capacity_tokens: int = 1_000_000  #: of a replica's cache
-    median_response: int = 100  #: tokens; the 99th percentile is ten times that
-    train_s: float = 3.0  #: of one training step
-    weights_mb: int = 8  #: MiB of one version, which are really published and read
+    policy: Annotated[
+        RepackPolicy,
+        says("gain: where it saves time; best-fit: wherever it fits"),
+    ] = "off"
+    interval_ms: Annotated[
+        Count, says("from one plan to the next; a plan is also made for each new version")
+    ] = 5_000
+    release_ms: Annotated[
+        Count,
+        says("a replica hands its trajectories over in this time, or they move from saved tokens"),
+    ] = 2_000
+    prefill_tokens_per_step: Annotated[
+        Count, says("tokens prefilled in the time of one decode step")
+    ] = 512
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
-    resume_wait_ms: int = 10_000  #: lost work waits so long for its version, then starts over
-    max_restarts: int = 3  #: of one process within restart_window_s, by who started it
-    restart_window_s: float = 3_600.0
-    coordinator_restart_ms: int = 1_000  #: pause before a coordinator that died is started again
+    resume_wait_ms: Annotated[
+        Natural, says("a lost trajectory waits so long for its version, then starts over")
+    ] = 10_000
+    max_restarts: Annotated[Natural, says("restarts of one process within restart_window_s")] = 3
+    restart_window_s: Annotated[
+        float,
+        Meta(ge=1),
+        says("the first restart in it is immediate, the next wait 1, 2, 4 ... 60 s"),
+    ] = 3_600.0
+    coordinator_restart_ms: Annotated[
+        Natural, says("pause before a coordinator that died is started again")
+    ] = 1_000
+
+
+class EmulationConfig(Section, frozen=True, kw_only=True):
+    """Only read with rollout.engine = "emulated": no model, its times are waited for."""
+
+    replicas_per_process: Annotated[Count, says("each has its own connections")] = 1
+    step_us: Annotated[float, Meta(ge=1), says("one decode step, for any batch")] = 8_000.0
+    sequence_us: Annotated[NonNegative, says("added to a step by each sequence in it")] = 60.0
+    token_us: Annotated[NonNegative, says("added to a step by each token in the cache")] = 0.0
+    prefill_tokens_per_s: Annotated[
+        float, Meta(ge=1), says("speed of prefill, for which all sequences of a replica wait")
+    ] = 20_000.0
+    kv_capacity_tokens: Annotated[Count, says("tokens in a replica's cache")] = 1_000_000
+    median_response: Annotated[
+        Count, says("tokens of the median response; the 99th percentile is ten times that")
+    ] = 100
+    train_s: Annotated[NonNegative, says("one training step")] = 3.0
+    weights_mb: Annotated[Count, says("MiB of one version, really published and read")] = 8
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree. `async` is a Python keyword: key `async`, attribute `async_`."""
 
-    seed: int = 0  #: of every random choice: prompts, sampling, batches
+    seed: Annotated[
+        Natural, says("the seed of every random choice: prompts, sampling, batches")
+    ] = 0
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

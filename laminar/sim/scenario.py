@@ -10,7 +10,7 @@ the others, and two versions of the product meet the same world.
 from __future__ import annotations
 
 import random
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from laminar.config.tree import (
     DataConfig,
     RecoveryConfig,
     RepackConfig,
+    RepackPolicy,
     RolloutConfig,
     StoreConfig,
     TrainerConfig,
@@ -268,7 +269,7 @@ def actor_config(scenario: Scenario) -> Config:
             progress_interval_ms=scenario.progress_ns // MS,
             max_batch=scenario.max_batch or "auto",
         ),
-        repack=RepackConfig(policy=settings.repack_policy or "off"),
+        repack=RepackConfig(policy=cast(RepackPolicy, settings.repack_policy or "off")),
         recovery=RecoveryConfig(
             max_restarts=scenario.max_restarts, restart_window_s=scenario.restart_window_s
         ),

@@ -11,18 +11,19 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from laminar.config import CHOICES, Config
+from laminar.config import Config
+from laminar.config.tree import LossAggMode
 from laminar.training.learner import Learner
 from laminar.training.steps import TrainSample
 
-MODES = CHOICES["algorithm.loss_agg_mode"]
+MODES = get_args(LossAggMode)
 Make = Callable[..., Any]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from laminar.config import CHOICES
+from laminar.config.tree import LossAggMode
 from laminar.training.losses import (
     BatchCounts,
     entropy_of,
@@ -110,7 +111,7 @@ def verl_aggregate(mode: str, loss: Tensor, mask: Tensor, counts: BatchCounts) -
     return per_sequence.sum() / counts.sequences / 40
 
 
-@pytest.mark.parametrize("mode", CHOICES["algorithm.loss_agg_mode"])
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
 def test_coefficients_give_the_aggregates_of_verl(mode: str) -> None:
     lengths = torch.tensor([3, 11, 1, 7])
     mask = (torch.arange(11)[None] < lengths[:, None]).double()
