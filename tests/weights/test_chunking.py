@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from laminar.weights.chain.next_version import next_version
+from laminar.weights.chain.sender import next_version
 from laminar.weights.version import chunking
 from laminar.weights.version.chunking import broadcast_seconds, chunk_bytes
 

@@ -12,13 +12,12 @@ the successor holds the version, because it may ask for any chunk again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from laminar.weights.arena.region import Region
-from laminar.weights.chain.next_version import next_version
 from laminar.weights.chain.reports import Report, Trouble
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
@@ -357,3 +356,20 @@ class Sender:
 
     def _trouble(self, kind: str, version: int, detail: str) -> None:
         self._emit(Trouble(kind, version, self._peer, detail))
+
+
+def next_version(
+    mine: Collection[int],
+    held: Collection[int],
+    partial: Collection[int],
+    declined: Collection[int],
+) -> int | None:
+    """What to send to a successor that holds `held` and has begun `partial`.
+
+    The version it has begun, if that is among `mine` (complete here or on its way), so that what
+    it has is not thrown away; else the newest, whatever lies between. None: nothing it needs.
+    """
+    newest_held = max(held, default=-1)
+    wanted = [version for version in mine if version > newest_held and version not in declined]
+    begun = [version for version in wanted if version in partial]
+    return max(begun or wanted, default=None)
