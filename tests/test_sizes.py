@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "laminar"
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
     "actors/rollout.py Rollout": 297,
-    "cli/train.py begin": 46,
+    "cli/train.py begin": 50,
     "config/rules.py check_together": 47,
     "coordinator/tick.py Tick": 347,
     "coordinator/tick.py __init__": 41,

@@ -16,7 +16,7 @@ state it is, and without a report: the coordinator has moved on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +26,6 @@ from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
 from laminar.actors.openings import Openings, Ordered, temperature_of
-from laminar.actors.release import release
 from laminar.actors.running import Running, request_id
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
@@ -366,3 +365,34 @@ class Rollout:
 
     async def _engine_ends(self) -> None:
         await asyncio.shield(self.engine.failed)
+
+
+async def release(
+    host: Host,
+    engine: ReplicaEngine,
+    running: dict[str, Running],
+    flush: Callable[[], Awaitable[None]],
+    order: cmd.Order,
+    command: cmd.ReleaseTrajectories,
+) -> None:
+    """Let go of trajectories that go on on another replica, without losing a token.
+
+    `flush`: the store has all tokens, and what has ended is reported, when it returns. The engine
+    stops before it: what it sampled later would be sampled again elsewhere. Meanwhile the
+    coordinator may go on without waiting: what it takes back, or orders anew under another
+    placement, is then left as it is, and the report comes too late to count.
+    """
+    leaving = [
+        found
+        for item in command.items
+        if (found := running.get(item.trajectory_id)) is not None
+        and found.command.placement <= item.placement
+    ]
+    await asyncio.gather(*(engine.abort(request_id(item.command)) for item in leaving))
+    await flush()
+    for item in leaving:
+        trajectory = item.command.trajectory_id
+        if running.get(trajectory) is item:  # or else it has ended, or was taken back
+            del running[trajectory]
+    released = ev.TrajectoriesReleased(command_id=order.command_id)
+    host.emit(released, event_seq=order.cause, trajectories=len(command.items))

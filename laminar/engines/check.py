@@ -9,11 +9,14 @@ Without torch, except where a machine's GPUs have to be counted: it is asked bef
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from laminar.config import Config, ConfigError, dumps
-from laminar.engines.checkpoint_files import check_weight_files
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 
@@ -21,6 +24,8 @@ ASK_S = 180.0
 """For vLLM's import and a look at the model, on a machine that is busy."""
 TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_engine(config: Config) -> None:
@@ -86,3 +91,34 @@ def ask_vllm(config: Config) -> None:
         raise ConfigError(f'rollout.engine = "vllm", but vLLM does not start here: {last}')
     if asked.stdout != TAKEN:
         raise ConfigError(asked.stdout.decode(errors="replace"))
+
+
+def check_weight_files(directory: str | Path) -> None:
+    """Check that every weight file of a model has a header that fits its length.
+
+    Only headers are read, so that a model of any size is looked at in a moment. They tell a
+    download that was cut short, and a file that Git LFS has left as a pointer.
+    """
+    directory = Path(directory)
+    for file in _files(directory):
+        try:
+            with safe_open(directory / file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise EngineError(
+                f"{directory / file} cannot be read as safetensors ({error}); download it again"
+            ) from None
+
+
+def _files(directory: Path) -> list[str]:
+    if (directory / ONE_FILE).exists():
+        return [ONE_FILE]
+    index = directory / INDEX
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except FileNotFoundError:
+        raise EngineError(
+            f"{directory} has no weights: neither {ONE_FILE} nor {INDEX} is there"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{index} cannot be read ({error!r}); download it again") from None

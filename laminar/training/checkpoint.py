@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from laminar.config import ConfigError
 from laminar.run.directory import RESUME_FILE
@@ -33,8 +33,11 @@ from laminar.training.file_digests import (
 )
 from laminar.training.learner import Learner
 from laminar.training.model import named_weights
-from laminar.training.moments import restore_moments
 from laminar.training.resume import CheckpointError, ForeignError, Resume
+
+KINDS = ("exp_avg", "exp_avg_sq", "step")
+"""Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
+them: a step after a restart gives the bytes that it would have given."""
 
 
 def save(directory: Path, moments: Mapping[str, Tensor]) -> None:
@@ -88,3 +91,39 @@ def _load_weights(path: Path, learner: Learner) -> None:
                 )
             with torch.no_grad():
                 tensor.copy_(saved)
+
+
+def named_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's state by the names of the file, as it is now and not copied."""
+    for name, parameter in model.named_parameters():
+        if state := optimizer.state.get(parameter):
+            for kind in KINDS:
+                yield f"{kind}.{name}", state[kind]
+
+
+def restore_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    """In the place of whatever state there is; what is not in the file has had no update."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        parameter = parameters.get(name)
+        if kind not in KINDS or parameter is None:
+            raise ForeignError(f"its optimizer has {key!r}, which this model does not")
+        if kind != "step" and tensor.shape != parameter.shape:
+            raise ForeignError(
+                f"its optimizer has {key!r} of shape {tuple(tensor.shape)}, and this model's "
+                f"parameter has {tuple(parameter.shape)}"
+            )
+        device = "cpu" if kind == "step" else parameter.device
+        found.setdefault(name, {})[kind] = tensor.to(device, copy=True)
+    torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
+    if torn:
+        raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")
+    optimizer.state.clear()
+    for name, state in found.items():
+        optimizer.state[parameters[name]] = state

@@ -9,21 +9,21 @@ Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar.config import Config
 from laminar.training import checkpoint, export
+from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
-from laminar.training.kept_copies import KeptCopies
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
-from laminar.training.moments import named_moments
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 
@@ -139,3 +139,27 @@ def _device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class KeptCopies:
+    """One copy of each tensor in the host's memory, which the next copy of that name replaces.
+
+    Memory that is asked for again each time costs more than the copy: the system clears every page
+    of it at the first touch. The trainer stands still for a copy, so it is made into pages that are
+    there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """They are as they were given until the next call."""
+        return {name: self._memory(name, tensor).copy_(tensor) for name, tensor in tensors}
+
+    def _memory(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._kept[name] = kept
+        return kept

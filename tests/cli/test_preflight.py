@@ -14,7 +14,7 @@ from laminar.cli import preflight, train
 from laminar.cli.commands import run
 from laminar.cli.preflight import check_settings, look_at_data
 from laminar.config import Config, ConfigError, load
-from laminar.engines.checkpoint_files import check_weight_files
+from laminar.engines.check import check_weight_files
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
 

@@ -13,9 +13,9 @@ from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
 from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint, resume
+from laminar.training.checkpoint import named_moments
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy
-from laminar.training.moments import named_moments
 from laminar.training.resume import CheckpointError, Resume
 from laminar.training.threaded import ThreadedFiles
 

@@ -48,8 +48,8 @@ from laminar.events import events as ev  # noqa: E402
 from laminar.names.ids import TrajectoryId  # noqa: E402
 from laminar.storage.rules import Span  # noqa: E402
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size  # noqa: E402
+from laminar.training.checkpoint import named_moments  # noqa: E402
 from laminar.training.model import named_weights  # noqa: E402
-from laminar.training.moments import named_moments  # noqa: E402
 from laminar.training.steps import TrainSample  # noqa: E402
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner  # noqa: E402
 from laminar.weights import messages as m  # noqa: E402
