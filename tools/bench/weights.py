@@ -1,12 +1,8 @@
-"""What the weight plane costs: copies, one hop, chains, and the other ways to broadcast.
+"""What the weight plane costs: one hop, chains, and the other ways to broadcast.
 
-Usage: python tools/bench/weights.py [--quick] [--parts copies hop cpu topologies chunks delta]
+Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks]
 Prints one JSON line per figure; one that has a limit says whether it is met.
 
-copies      plain_copy_gb_s        one copy of 2 GiB into shared memory
-            publish_stall_ratio    CPU time for which a publish blocks the trainer / one copy of the
-                                   same bytes, during a broadcast
-            pull_ratio             one copy / the pull of a replica, CPU time, during a broadcast
 hop         hop_gb_s               2 GiB through one socket, network unlimited
 cpu         over plain loopback, without emulated cards, per hop:
             hop_cpu_s_per_gb, hop_checked_cpu_s_per_gb (the receiver makes a relay's two hashes),
@@ -24,7 +20,6 @@ topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4
             star_seconds_N, gloo_seconds_N, gloo_chunked_seconds_N, chainN_vs_...
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
 chunks      chain_seconds_4_chunk_M  the same for chunks of M MiB, beside the formula
-delta       see weights_delta.py
 
 The chain is the product's plane, a process for each relay. Topologies are compared with one
 emulated network card per machine (weights_net.py), 200 MB/s each up to 4 relays and 100 MB/s for 8,
@@ -40,7 +35,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +48,6 @@ sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.actors.system.warm import COPY_TUNABLE  # noqa: E402
 from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
-from tools.bench import weights_copies, weights_delta  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402
 from tools.bench.weights_baselines import Group, buffers, gloo, star  # noqa: E402
 from tools.bench.weights_relay import RelayProcess  # noqa: E402
@@ -67,8 +60,6 @@ SWEEP_MIB = (1, 4, 16, 64)
 RELAYS = {1: 1600, 2: 1600, 4: 1600, 8: 800}  #: Mbit/s of a card, by relays in the chain
 COMPARED = (4, 8)  #: chains that are compared with a star and with gloo
 GATES = {
-    "publish_stall_ratio": ("<=", 1.25),
-    "pull_ratio": (">=", 0.85),
     "chain4_vs_hop": (">=", 0.90),
     "chain8_vs_hop": (">=", 0.88),
     "chain4_vs_gloo": (">=", 3.5),
@@ -76,9 +67,6 @@ GATES = {
     "chain_cpu_per_gb_vs_hop": ("<=", 1.2),
     "last_relay_vs_wire_time": ("<=", 1.10),
     "checksum_cpu_share": ("<=", 0.35),
-    "delta_bytes_ratio": (">=", 100.0),
-    "delta_speedup_1600mbit": (">=", 4.0),
-    "delta_speedup_200mbit": (">=", 20.0),
 }
 
 Figure = dict[str, Any]
@@ -88,16 +76,14 @@ Figure = dict[str, Any]
 class Scale:
     """How large and how often."""
 
-    large: int  #: bytes of the one copy and the one hop
+    large: int  #: bytes of the one hop
     size: int  #: bytes of a version
-    layers: int  #: of the model that is published and pulled
     rounds: int  #: gloo's time scatters by a fifth, so that few say little
     rounds_of_8: int  #: a star to 8 relays takes 8 times as long as one hop
-    rounds_of_copies: int
 
 
-FULL = Scale(2048 * MIB, 256 * MIB, 6, 9, 3, 15)
-QUICK = Scale(256 * MIB, 32 * MIB, 2, 2, 1, 5)
+FULL = Scale(2048 * MIB, 256 * MIB, 9, 3)
+QUICK = Scale(256 * MIB, 32 * MIB, 2, 1)
 
 
 def figure(name: str, value: float, unit: str, **extra: Any) -> Figure:
@@ -152,18 +138,6 @@ def _stamp(version: int, view: np.ndarray) -> None:
 
 
 # --- one machine, one hop -----------------------------------------------------------------------
-
-
-def copies(scale: Scale) -> Iterator[Figure]:
-    source, target = (np.frombuffer(b, np.uint8) for b in buffers(2, scale.large))
-    times = []
-    for _ in range(scale.rounds):
-        begun = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - begun)
-    yield figure("plain_copy_gb_s", scale.large / statistics.median(times) / 1e9, "GB/s")
-    del source, target
-    yield from weights_copies.figures(scale.layers, scale.rounds_of_copies)
 
 
 def hop(scale: Scale) -> Iterator[Figure]:
@@ -341,17 +315,11 @@ def _median_ratio(above: Any, below: Any) -> float:
 # --- all ----------------------------------------------------------------------------------------
 
 
-def delta(scale: Scale) -> Iterator[Figure]:
-    yield from weights_delta.figures(scale is QUICK)
-
-
 PARTS: dict[str, Callable[[Scale], Iterator[Figure]]] = {
-    "copies": copies,
     "hop": hop,
     "cpu": cpu,
     "topologies": topologies,
     "chunks": chunks,
-    "delta": delta,
 }
 
 
