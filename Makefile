@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart test test-vllm lint setup clean
+.PHONY: help quickstart wheel test test-vllm lint setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make test         set up, then run the tests"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
+	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make lint         ruff, mypy --strict, import contracts"
 
 setup: .venv/.installed
@@ -56,6 +57,12 @@ test-vllm: .venv-vllm/.installed
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# dist/laminar_rl-VERSION-py3-none-any.whl, which holds the quickstart's config and model.
+wheel: setup
+	@rm -rf build/lib
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/laminar_rl-*.whl
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,4 +70,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-vllm build *.egg-info
+	rm -rf .venv .venv-vllm build dist *.egg-info

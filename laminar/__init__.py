@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
 NAMES = ("ConfigError", "Run", "RunFailed", "open_run", "train")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,16 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("laminar 0.")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_no_text_installs_the_package_of_that_name_of_somebody_else() -> None:
+    """`laminar` of PyPI is another project; the distribution here is laminar-rl."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "laminar-rl"
+    files = [ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    files += [*(ROOT / "docs").glob("*.md"), *(ROOT / "laminar").rglob("*.py")]
+    wrong = re.compile(r"\blaminar\[(vllm|wandb|dev)|pip install [\"']?laminar[\"'\s]")
+    assert [file.name for file in files if wrong.search(file.read_text())] == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
+import laminar
 from laminar.cli import (
     audit,
     clean,
@@ -31,7 +31,7 @@ from laminar.cli.endings import exit_code
 
 def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
-    made.add_argument("--version", action="version", version=f"laminar {_version()}")
+    made.add_argument("--version", action="version", version=f"laminar {laminar.__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         quickstart,
@@ -49,13 +49,6 @@ def parser() -> Parser:
     ):
         module.add_parser(subparsers)
     return made
-
-
-def _version() -> str:
-    try:
-        return metadata.version("laminar")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def run(words: Sequence[str] | None = None) -> int:

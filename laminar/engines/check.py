@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from laminar.config import Config, ConfigError, dumps
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
+from laminar.run.program import with_extra
 
 ASK_S = 180.0
 """For vLLM's import and a look at the model, on a machine that is busy."""
@@ -52,8 +53,8 @@ def check_vllm(config: Config) -> None:
     """It is installed, and has enough GPUs, if there are any."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            'rollout.engine = "vllm", but vLLM is not installed here: pip install "laminar[vllm]", '
-            "or see docs/engines.md for a machine without a GPU"
+            'rollout.engine = "vllm", but vLLM is not installed here: '
+            f"{with_extra('vllm')}; docs/engines.md has the way for a machine without a GPU"
         )
     size = config.rollout.vllm.tensor_parallel_size
     if size > 1:

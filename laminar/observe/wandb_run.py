@@ -26,6 +26,7 @@ import psutil
 
 from laminar.config import Config, ConfigError
 from laminar.observe.board import Scalars
+from laminar.run.program import with_extra
 
 WANDB_DIR = "wandb"
 LIBRARY_PROCESS = "wandb-core"
@@ -101,7 +102,7 @@ def check_wandb() -> None:
     """Raises ConfigError when the library is missing, or has no key for a run that is online."""
     wrong = "trainer.logger names wandb, but "
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(f'{wrong}it is not installed: pip install "laminar[wandb]"')
+        raise ConfigError(f"{wrong}it is not installed: {with_extra('wandb')}")
     if not (os.environ.get("WANDB_MODE") in OFFLINE or any(map(os.environ.get, KEYS)) or _login()):
         raise ConfigError(
             f"{wrong}it has no API key: call `wandb login`, set WANDB_API_KEY, or set "

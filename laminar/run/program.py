@@ -1,7 +1,7 @@
-"""The command as it can be typed: hints name `laminar` as the shell of their reader finds it.
+"""Commands as they can be typed: hints name `laminar` as the shell of their reader finds it.
 
 Reads   PATH, the working directory, where this Python lies
-Gives   typed
+Gives   typed; with_extra, how an extra is installed
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ NAME = "laminar"
 def typed(*words: object, at: Path = Path()) -> str:
     """The command line that these words make, to be pasted in the directory `at`."""
     return " ".join([_program(at), *(shlex.quote(str(word)) for word in words)])
+
+
+def with_extra(name: str) -> str:
+    """How Laminar is installed with an extra: it is on no package index."""
+    return f'pip install -e ".[{name}]" in the checkout, or pip install "laminar_rl-*.whl[{name}]"'
 
 
 @cache

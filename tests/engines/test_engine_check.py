@@ -38,7 +38,7 @@ def test_without_vllm_the_command_that_installs_it_is_named(
     arguments = [f"run.output_dir={tmp_path / 'runs'}", "rollout.engine=vllm"]
     assert run(["train", "-c", QUICKSTART, *dry, *arguments]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and 'pip install "laminar[vllm]"' in said
+    assert said.count("\n") == 1 and 'pip install -e ".[vllm]"' in said
     assert not (tmp_path / "runs").exists()
 
 

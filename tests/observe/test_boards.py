@@ -165,5 +165,5 @@ def test_what_wandb_needs_is_asked_for_before_a_run(
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb_run.check_wandb()
     monkeypatch.setattr(wandb_run.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "laminar\[wandb\]"'):
+    with pytest.raises(ConfigError, match=r'pip install -e "\.\[wandb\]"'):
         wandb_run.check_wandb()
