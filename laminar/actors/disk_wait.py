@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from laminar.config import Config
-from laminar.storage.room import no_room
+from laminar.names.ports import no_room
 
 PAUSE_S, PAUSE_MAX_S = 0.25, 5.0
 QUIET_S = 10.0

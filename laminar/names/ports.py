@@ -8,8 +8,11 @@ others. A Disk is one directory of append-only files.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Protocol
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskError(OSError):
@@ -18,6 +21,14 @@ class DiskError(OSError):
 
 class DiskFull(DiskError):
     """The same, because there was no room: what can be done without may be left out."""
+
+
+def no_room(error: BaseException) -> bool:
+    """The disk, or a quota on it, is full: waiting may mend that, and no other error.
+
+    What was being written is undone or was never begun.
+    """
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 class AppendFile(Protocol):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from laminar.names.ports import DiskError, DiskFull
-from laminar.storage.room import no_room
+from laminar.names.ports import DiskError, DiskFull, no_room
 from laminar.storage.rows import DamageError
 
 INLINE_LIMIT = 64 * 2**10  #: bytes of a payload that still lies in the database

@@ -9,10 +9,10 @@ import textwrap
 import pytest
 import uvloop
 
+from laminar.actors.system.replica import OutputLog
 from laminar.config import ConfigError, DataConfig, resolve
 from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_output import OutputLog
 from laminar.tasks.reward_pool import RewardPool, RewardWorkerLost
 from laminar.tasks.rewards import FunctionSpec, RewardCall, RewardSpec
 

@@ -8,7 +8,8 @@ Gives   RealParts, the ReplicaParts of actors/rollout.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from laminar.actors.host import Host
 from laminar.actors.system.engine_steps import EngineSteps
@@ -18,10 +19,14 @@ from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.directory import reward_log
 from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_output import PIECES_KEPT_MAX, OutputLog
 from laminar.tasks.reward_pool import RewardPool
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 from laminar.weights.version import checkpoint
+
+OUTPUT_BYTES_MAX = 8 << 20
+"""Of one replica: more is not read, and a thousand replicas may share a file system."""
+PIECES_KEPT_MAX = 256
+"""Waiting for the file; each is what a pipe holds, 64 KiB."""
 
 
 def reward_workers(host: Host) -> RewardPool:
@@ -63,3 +68,28 @@ class RealParts:
 
     def keep_steps(self, rows: bytes) -> None:
         self._steps.put(rows)
+
+
+class OutputLog:
+    """What reward functions print, in a file of limited size; one process writes it at a time.
+
+    What user code prints belongs on no terminal, and may go on for days. What came first is kept:
+    there is the beginning of whatever went wrong.
+    """
+
+    def __init__(self, path: Path, bytes_max: int = OUTPUT_BYTES_MAX) -> None:
+        self._path, self._bytes_max = path, bytes_max
+        self._full = False
+
+    def write(self, pieces: Sequence[bytes]) -> None:
+        if self._full:
+            return
+        data = b"".join(pieces)
+        with open(self._path, "ab") as file:
+            room = self._bytes_max - file.tell()
+            self._full = len(data) > room
+            if room > 0:
+                file.write(data[:room] + (self._end() if self._full else b""))
+
+    def _end(self) -> bytes:
+        return f"\n... what is printed beyond {self._bytes_max} bytes is not kept\n".encode()

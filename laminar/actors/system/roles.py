@@ -49,15 +49,15 @@ _EMULATED_MODULES = {
     "store": (
         "laminar.actors.store",
         "laminar.storage.database",
-        "laminar.actors.system.emulated_prompts",
+        "laminar.actors.system.emulated",
     ),
     "relay": _MODULES["relay"],
     "trainer": (
         "laminar.actors.trainer",
-        "laminar.actors.system.emulated_trainer",
+        "laminar.actors.system.emulated",
         "laminar.weights.version.slot_writer",
     ),
-    "rollout": ("laminar.actors.rollout", "laminar.actors.system.emulated_replica"),
+    "rollout": ("laminar.actors.rollout", "laminar.actors.system.emulated"),
 }
 
 ROLES = tuple(_MODULES)
@@ -113,7 +113,7 @@ def _store(host: Host) -> Actor:
 
     open_database = partial(Database, host.run_dir / STORE_FILE)
     if host.config.is_emulated:
-        from laminar.actors.system.emulated_prompts import EmulatedPrompts
+        from laminar.actors.system.emulated import EmulatedPrompts
 
         return Store(host, open_database, EmulatedPrompts(host.config))
     from laminar.tasks.run_prompts import RunPrompts
@@ -125,7 +125,7 @@ def _rollout(host: Host) -> Actor:
     from laminar.actors.rollout import Rollout
 
     if host.config.is_emulated:
-        from laminar.actors.system.emulated_replica import EmulatedParts
+        from laminar.actors.system.emulated import EmulatedParts
 
         return Rollout(host, EmulatedParts(host))
     from laminar.actors.system.replica import RealParts
@@ -141,8 +141,11 @@ def _trainer(host: Host) -> Actor:
 
     book = DurableLines(host.run_dir / TRAINER_BOOK_FILE)
     if host.config.is_emulated:
-        from laminar.actors.system.emulated_trainer import EmulatedLearner
-        from laminar.actors.system.emulated_weights import EmulatedFiles, EmulatedWeights
+        from laminar.actors.system.emulated import (
+            EmulatedFiles,
+            EmulatedLearner,
+            EmulatedWeights,
+        )
 
         weights = EmulatedWeights(host.config)
         learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)

@@ -1,0 +1,233 @@
+"""What the actors of an emulated run have in the place of models: they only take time.
+
+Reads   emulation.*, seed, weights.dtype; arenas, samples and directories, which are real
+Writes  slots of the relay's arena; directories with the bytes of a version; timeline/NAME.steps
+Gives   EmulatedPrompts, the Prompts of actors/store.py; EmulatedParts, the ReplicaParts of
+        actors/rollout.py; EmulatedLearner, the Learner of actors/trainer.py; EmulatedFiles, the
+        ModelFiles of actors/model_files.py, with EmulatedWeights and read_checkpoint
+
+Weights are bytes of a configured size, of which every step changes a part. They are published,
+sent, mapped and checked like a model's. A directory has them as they lie in a slot, in a file whose
+name says what they are: no program can take it for a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from laminar.actors.host import Host
+from laminar.actors.system.engine_steps import EngineSteps
+from laminar.actors.system.weight_files import ReplicaFiles
+from laminar.config import Config
+from laminar.engines.emulated import EmulatedEngine, fingerprint, made_up_scores
+from laminar.engines.made_up_tokens import END_ID, tokens_of
+from laminar.engines.protocol import ReplicaEngine, TokenDelta
+from laminar.names.ids import hash64
+from laminar.run.directory import RESUME_FILE
+from laminar.storage import messages as m
+from laminar.storage.rows import LoadedPrompts, PromptKey
+from laminar.tasks.rewards import RewardCall, RewardResult
+from laminar.training import steps
+from laminar.training.directories import ThreadedDirectories
+from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.restored import Restored, restore
+
+WEIGHTS_FILE = "emulated_weights.bin"
+TENSORS = 8
+"""Of equal size; a step changes one of them."""
+
+
+class EmulatedRewards:
+    """Right or wrong by the tokens of the answer: the same on every replica."""
+
+    workers_lost = workers_killed = 0
+
+    async def start(self) -> None:
+        """There are no workers."""
+
+    async def close(self) -> None:
+        """Likewise."""
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        return [RewardResult(float(sum(tokens) % 2)) for _, tokens in call.completions]
+
+
+class EmulatedParts:
+    """The parts of one emulated replica."""
+
+    stop_ids = frozenset({END_ID})
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.rewards = EmulatedRewards()
+        self.weights = ReplicaFiles(read_checkpoint)
+        file = EngineSteps(host.run_dir, host.name)
+        self._steps = host.outlet("engine steps", file.write)
+
+    async def start_engine(
+        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
+    ) -> ReplicaEngine:
+        return EmulatedEngine(self._host.config, on_deltas)
+
+    def decode(self, tokens: list[int]) -> str:
+        return f"{len(tokens)} emulated tokens"
+
+    def keep_steps(self, rows: bytes) -> None:
+        self._steps.put(rows)
+
+
+class EmulatedPrompts:
+    """data.dataset_size prompts of data.max_prompt_length tokens; the last are held out."""
+
+    def __init__(self, config: Config) -> None:
+        self._data = config.data
+
+    async def load(self) -> LoadedPrompts:
+        data = self._data
+        rows = [_payload(index) for index in range(data.dataset_size)]
+        num_train = data.dataset_size - data.val_size
+        digest = f"emulated, {data.dataset_size} of {data.max_prompt_length} tokens"
+        return LoadedPrompts(rows[:num_train], rows[num_train:], 0, digest)
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        length = self._data.max_prompt_length
+        return {
+            key: tokens_of(hash64("prompt", str(m.decode_prompt(payload).prompt)), 0, length)
+            for key, payload in prompts.items()
+        }
+
+
+def _payload(index: int) -> m.PromptPayload:
+    return m.PromptPayload(
+        prompt=f"emulated prompt {index}",
+        ground_truth="",
+        columns={},
+        data_source="emulated",
+        prompt_ids=b"",
+    )
+
+
+class EmulatedLearner:
+    """A learner whose step takes its time, changes some of the weights, and learns nothing."""
+
+    def __init__(self, config: Config, weights: EmulatedWeights) -> None:
+        self._train_s, self.weights = config.emulation.train_s, weights
+
+    async def load(self) -> steps.ModelLayout:
+        return self.weights.layout
+
+    async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
+        await asyncio.sleep(self._train_s)
+        await asyncio.to_thread(self.weights.change, step)
+        return steps.StepResult(
+            step=step,
+            updates=(steps.Update(tuple(s.sample_id for s in samples), None, 0.0, 0.0, None),),
+            metrics={
+                "emulated": 1.0,
+                "reward/mean": fmean(s.reward for s in samples),
+                "response_length/mean": fmean(len(s.response_ids) for s in samples),
+            },
+            mismatch={},
+            suspects={},
+            left_out={},
+            num_tokens=sum(len(s.response_ids) for s in samples),
+            digest=steps.ids_digest(samples),
+        )
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        weights = await asyncio.to_thread(fingerprint, self.weights.data)
+        return made_up_scores(weights, sequences)
+
+    async def reload(self, directory: Path) -> None:
+        await asyncio.to_thread(self.weights.read, directory)
+
+    async def restore(self, directory: Path) -> Resume:
+        """There is no optimizer: its weights are all that a step depends on."""
+        try:
+            found = decode((directory / RESUME_FILE).read_bytes())
+            await self.reload(directory)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
+        return found
+
+    def facts(self) -> LearnerFacts:
+        return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
+
+
+class EmulatedWeights:
+    """The present weights of an emulated run."""
+
+    def __init__(self, config: Config) -> None:
+        self._seed = config.seed
+        self._dtype = "float32" if config.weights.dtype == "auto" else config.weights.dtype
+        self.data: Bytes = np.empty(config.emulation.weights_mb << 20, np.uint8)
+        for index in range(TENSORS):
+            self.change(-1 - index)
+
+    @property
+    def layout(self) -> steps.ModelLayout:
+        count = len(self.data) // TENSORS // mf.ITEM_BYTES[self._dtype]
+        shapes = tuple((f"emulated.{index}", (count,)) for index in range(TENSORS))
+        return steps.ModelLayout(shapes, self._dtype)
+
+    def change(self, step: int) -> None:
+        """What this step does to them."""
+        size = len(self.data) // TENSORS
+        start = step % TENSORS * size
+        draw = np.random.Generator(np.random.PCG64(hash64(self._seed, "weights", step)))
+        self.data[start : start + size] = np.frombuffer(draw.bytes(size), np.uint8)
+
+    def fill(self, view: Bytes, specs: tuple[mf.TensorSpec, ...]) -> None:
+        """Put them into a slot."""
+        view[: len(self.data)] = self.data
+
+    def read(self, directory: Path) -> None:
+        """Take those of a directory instead."""
+        self.data[:] = np.fromfile(directory / WEIGHTS_FILE, np.uint8)
+
+
+class EmulatedFiles(ThreadedDirectories):
+    """The directories of an emulated run."""
+
+    def __init__(self, weights: EmulatedWeights) -> None:
+        self._weights = weights
+
+    async def copy(self) -> Bytes:
+        return self._weights.data.copy()
+
+    async def describe(
+        self, weights: Bytes, *, specs: tuple[mf.TensorSpec, ...], **facts: Any
+    ) -> mf.Manifest:
+        return await asyncio.to_thread(partial(manifest_of, weights, tensors=specs, **facts))
+
+    async def write(
+        self, directory: Path, weights: Bytes | None, extra: Mapping[str, bytes]
+    ) -> None:
+        content = self._weights.data if weights is None else weights
+        await asyncio.to_thread(_write, directory, {WEIGHTS_FILE: content.tobytes(), **extra})
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+
+
+def read_checkpoint(directory: Path, version: int) -> Restored:
+    """A version that was saved; CheckpointError."""
+
+    def fill(view: Bytes, manifest: mf.Manifest) -> None:
+        content = np.fromfile(directory / WEIGHTS_FILE, np.uint8)
+        if len(content) != len(view):
+            raise mf.ManifestError(f"{WEIGHTS_FILE} has {len(content)} bytes, not {len(view)}")
+        view[:] = content
+
+    return restore(directory, version, fill)
