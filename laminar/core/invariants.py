@@ -173,12 +173,6 @@ def _weights_are_on_their_way(state: State) -> None:
         _require(_relay_is_awaited(state), what)
 
 
-def _relay_is_awaited(state: State) -> bool:
-    """It may not have joined yet; its name begins with its role."""
-    timers = map(keys.parse_timer, state.timers)
-    return any(t.kind == TimerKind.REJOIN and t.subject.startswith(Role.RELAY) for t in timers)
-
-
 def trainer_comes_back(state: State) -> None:
     """A trainer that is away has a time to come back; one that is back is led to where the log is.
 
@@ -234,27 +228,39 @@ def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
 
 
 def no_standstill(state: State) -> None:
-    """While the run runs, the trainer works, or something that it needs is under way.
+    """In every phase something is under way that ends it: a command or a timer that somebody has.
+
+    That a command has a deadline, and work in an engine somebody who watches it, other invariants
+    see to. In a run that has ended nothing is waited for.
+    """
+    if state.phase != Phase.ENDED:
+        _WAYS_ON[state.phase](state)
+
+
+def _starting_ends(state: State) -> None:
+    _require(keys.START in state.timers, "no clock runs for the start")
+
+
+def _running_ends(state: State) -> None:
+    """The trainer works, or is awaited, or something that it needs is under way.
 
     Fewer than G unchosen groups => the newest version admits; else all are finished, or have an
-    owner and a deadline. Without a live replica the way on is a restart, which has a timer.
+    owner and a deadline. Without a replica that serves, one is awaited, or loads.
     """
-    if (
-        state.phase != Phase.RUNNING
-        or state.draining
-        or not trainer_idle(state)
-        or steps_done(state)
-    ):
+    if state.draining or not trainer_idle(state) or steps_done(state):
+        _require(_trainer_is_at_it(state), "the trainer has no order and is not awaited")
         return
     _require(keys.BATCH_WAIT in state.timers or state.owed >= 0, "no clock runs for the batch")
     live = [r for r in state.live_replicas() if serving(state, r)]
-    under_way = any(r.running or r.loading for r in state.live_replicas())
     answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
-    under_way = under_way or any(isinstance(o.command, answered) for o in state.commands.values())
+    under_way = _replicas_work(state) or any(
+        isinstance(o.command, answered) for o in state.commands.values()
+    )
     #: replicas that have nothing to do may be waiting for new weights
-    under_way = under_way or keys.WEIGHTS in state.timers or _relay_is_awaited(state)
-    under_way = under_way or any(keys.receive(name) in state.timers for name in state.relays)
-    if not live or under_way or state.lost:
+    if under_way or _weights_are_awaited(state) or state.lost:
+        return
+    if not live:
+        _require(_replica_is_awaited(state), "no replica serves, and none is awaited")
         return
     _require(not batch_size(state), "a batch is finished and nobody trains it")
     unchosen = sum(state.deadlines.values())
@@ -263,6 +269,92 @@ def no_standstill(state: State) -> None:
         _require(any(admits(state, r) for r in newest), "the newest version does not admit")
         _require(False, "an empty replica that admits was given nothing")
     _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
+
+
+def _exporting_ends(state: State) -> None:
+    """The trainer exports, or what it needs for that is on its way."""
+    way_on = _trainer_is_at_it(state) or keys.WEIGHTS in state.timers or _relay_is_awaited(state)
+    _require(way_on, "nobody exports the model, and nothing for it is awaited")
+
+
+def _final_evaluation_ends(state: State) -> None:
+    """The export is evaluated, or due to be, and a replica answers or gets what it needs."""
+    evaluation = state.evaluation
+    binds = evaluation is not None and evaluation.final and evaluation.version == state.exported
+    due = state.evaluation_due == state.exported
+    _require(state.exported >= 0 and (binds or due), "the export will not be evaluated")
+    scored = any(isinstance(o.command, cmd.ScoreTrajectories) for o in state.commands.values())
+    answers = _replicas_work(state) or scored or bool(state.lost)
+    fed = _weights_are_awaited(state) or _trainer_is_at_it(state)
+    way_on = answers or fed or _replica_is_awaited(state)
+    _require(way_on, "nobody answers the last evaluation, and nothing for it is awaited")
+
+
+def _ending_ends(state: State) -> None:
+    writing = any(
+        isinstance(outstanding.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
+        for key, outstanding in state.commands.items()
+    )
+    _require(writing or store_restarts.awaited(state), "nobody writes the last ends")
+
+
+def _stopping_ends(state: State) -> None:
+    stopping = any(
+        isinstance(outstanding.command, cmd.StopActor) and keys.deadline(key) in state.timers
+        for key, outstanding in state.commands.items()
+    )
+    _require(stopping, "nobody is stopping")
+
+
+_WAYS_ON = {
+    Phase.STARTING: _starting_ends,
+    Phase.RUNNING: _running_ends,
+    Phase.EXPORTING: _exporting_ends,
+    Phase.FINAL_EVALUATION: _final_evaluation_ends,
+    Phase.ENDING: _ending_ends,
+    Phase.STOPPING: _stopping_ends,
+}
+
+
+def _trainer_is_at_it(state: State) -> bool:
+    """It has an order, or is about to be there."""
+    orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.LOAD, keys.REDO)
+    return any(key in state.commands for key in orders) or _is_awaited(state, Role.TRAINER)
+
+
+def _replicas_work(state: State) -> bool:
+    return any(r.running or r.loading for r in state.live_replicas())
+
+
+def _weights_are_awaited(state: State) -> bool:
+    if keys.WEIGHTS in state.timers or _relay_is_awaited(state):
+        return True
+    return any(keys.receive(name) in state.timers for name in state.relays)
+
+
+def _replica_is_awaited(state: State) -> bool:
+    """One is started again, or its engine starts; or the start still waits for the first one."""
+    starts = any(
+        a.role == Role.ROLLOUT and a.alive and not a.ready and keys.progress(a.name) in state.timers
+        for a in state.actors.values()
+    )
+    return starts or keys.START in state.timers or _is_awaited(state, Role.ROLLOUT)
+
+
+def _relay_is_awaited(state: State) -> bool:
+    return _is_awaited(state, Role.RELAY)
+
+
+def _is_awaited(state: State, role: Role) -> bool:
+    """A process of this role has a time to come back, or is about to be restarted.
+
+    It may not have joined yet; its name begins with its role.
+    """
+    timers = map(keys.parse_timer, state.timers)
+    if any(t.kind == TimerKind.REJOIN and t.subject.startswith(role) for t in timers):
+        return True
+    actors = (a.name for a in state.actors.values() if a.role == role)
+    return any(keys.restart(name) in state.commands for name in actors)
 
 
 def lost_work_takes_room(state: State) -> None:

@@ -226,7 +226,10 @@ def _publishes(ctx: Context) -> bool:
 
 def _final_evaluation(ctx: Context) -> bool:
     state = ctx.state
-    finished = any(result.final for result in state.evaluations)
+    if state.exported < 0:
+        move_run(state, "export again")
+        return True
+    finished = any(r.final and r.version == state.exported for r in state.evaluations)
     if not finished and not state.draining:
         _publishes(ctx)  # the machine of the trainer may have lost its copy
         return False

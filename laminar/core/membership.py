@@ -191,7 +191,6 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
         _gone_for_good(ctx, event.actor, f"{event.actor}: {reason}")
     elif not _missed_by_its_node(ctx, event.actor, reason) and _is_needed(state, actor):
         ctx.restart(event.actor, reason, again=True)
-        ctx.set_timer(keys.rejoin(event.actor), state.settings.start_timeout_ms)
 
 
 @handles(ev.NodeSilent, valid=anything, leads_to=ENDS_RUN)
@@ -244,8 +243,7 @@ def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
     if ctx.state.actor_alive(name):  # who is lost already has a time to come back
         reason = f"{order.reason}; {order.to} did not restart it"
         actor_lost(ctx, name, reason)
-        if not _missed_by_its_node(ctx, name, reason):
-            ctx.set_timer(keys.rejoin(name), ctx.state.settings.start_timeout_ms)
+        _missed_by_its_node(ctx, name, reason)
 
 
 def on_rejoin_expired(ctx: Context, name: str) -> None:
@@ -294,6 +292,8 @@ def actor_lost(
         return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
+        if not relays.ending(state):
+            ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
     elif redo.may_be_lost(state, name):
         redo.trainer_lost(ctx, name, reason, blame=blame)
     elif actor.role == Role.RELAY:

@@ -1,12 +1,16 @@
 """Publishing: what the trainer has made, what of it the relay lacks, and when it is made good.
 
-Reads   PublishSkipped, state.batch, state.exported, state.newest
-Writes  state.owed, the timer "weights"
+Reads   PublishSkipped, state.batch, state.exported, state.newest, state.trained
+Writes  state.owed, state.exported, the timer "weights"
 Emits   PublishWeights (again)
 
 A version must be published again ("is owed") when the trainer skipped it for want of a slot, or
 when the relay that took it is gone. That is done when the trainer is idle, and in any case before
 it waits for a batch.
+
+A trainer that was lost after the export may have other bytes than were exported. It publishes
+nothing while the relay of its machine has the export, since that is what is evaluated last. When
+that copy is lost too, its present weights are published and exported instead.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from laminar.core.registry import handles
 from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.validation import of_a_version
-from laminar.core.versions import step_of
+from laminar.core.versions import new_version, step_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 
@@ -62,9 +66,37 @@ def owe_republish(ctx: Context) -> None:
     master = master_relay(state)
     if state.newest < 0 or (master is not None and master.newest >= made):
         return
+    if made == state.exported and working_trainer(state) is not None and has_other_bytes(state):
+        export_again(ctx)
+        made = new_version(state, state.completed)
     state.owed, state.owed_step = made, state.completed
     ctx.done(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
+
+
+def has_other_bytes(state: State) -> bool:
+    """The trainer has come to other weights than those published of the last step."""
+    if not state.trained or state.newest_step != state.completed:
+        return False
+    return state.trained[-1].digest not in ("", state.newest_digest)
+
+
+def export_again(ctx: Context) -> None:
+    """Once what training has come to is published; what was due on the old export is not."""
+    if ctx.state.evaluation_due == ctx.state.exported:
+        ctx.state.evaluation_due = -1
+    forget_export(ctx)
+
+
+def forget_export(ctx: Context) -> None:
+    """What was exported, or was to be, is a version like others."""
+    state = ctx.state
+    if state.exported >= 0:
+        ctx.done(keys.EXPORT)
+        state.numbered[state.exported] = state.completed
+        state.exported = -1
+    if state.evaluation is not None:
+        state.evaluation.final = False
 
 
 @handles(ev.PublishSkipped, valid=of_a_version)

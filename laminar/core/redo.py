@@ -1,7 +1,7 @@
 """Redo: a trainer that was lost comes back, and does again what its checkpoint does not have.
 
 Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
-Writes  state.redone, state.differs, state.numbered, batch.deaths, batch.version, state.owed
+Writes  state.redone, state.numbered, batch.deaths, batch.version, state.owed
 Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
 
 The log decides what was trained, and a checkpoint counts only if the log has its step, under its
@@ -63,8 +63,7 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     ctx.clear_timer(keys.WEIGHTS)
     ctx.clear_timer(keys.BATCH_WAIT)
     if keys.EXPORT in state.commands:  # it is made again, under another number
-        state.numbered[state.exported] = state.completed
-        state.exported = -1
+        publishing.export_again(ctx)
     batch = state.batch
     if blame and batch is not None and keys.TRAIN in state.commands:
         batch.deaths += 1
@@ -169,7 +168,6 @@ def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
     trained = _trained(state, state.redone)
     state.redone += 1
     if trained.digest:
-        state.differs = event.digest != trained.digest
         trained.digest = event.digest
 
 
@@ -214,9 +212,8 @@ def _go_on(ctx: Context) -> None:
     if state.batch is not None:
         state.batch.version = new_version(state, state.batch.step_index + 1)
         buffering.order_batch(ctx, state.batch)
-    elif state.differs:
+    elif state.exported < 0 and publishing.has_other_bytes(state):
         state.owed, state.owed_step = new_version(state, state.completed), state.completed
     else:
         state.owed = state.owed_step = -1
         publishing.owe_republish(ctx)
-    state.differs = False

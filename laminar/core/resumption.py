@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from laminar.core import buffering, keys, membership, relays, store_restarts
+from laminar.core import buffering, keys, membership, publishing, relays, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import end_actor, indexes_of
 from laminar.core.keys import TimerKind
@@ -94,14 +94,8 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 def _train_on(ctx: Context) -> None:
     """It was to end, and goes on now: what was exported is a version like others."""
-    state = ctx.state
-    move_run(state, "go on")
-    if state.exported >= 0:
-        ctx.done(keys.EXPORT)
-        state.numbered[state.exported] = state.completed
-        state.exported = -1
-    if state.evaluation is not None:
-        state.evaluation.final = False
+    move_run(ctx.state, "go on")
+    publishing.forget_export(ctx)
 
 
 def _in_order(state: State, lost: list[Actor]) -> list[str]:

@@ -267,7 +267,6 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     #: TRAINER_RESUMES none
     trained: list[Trained] = []
     redone: int = -1  #: completed steps that a trainer that came back has by now; -1: all
-    differs: bool = False  #: the last of them that was redone has other weights than were published
     proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
     proposal_failed: bool = False  #: fall back to the default for this batch
 

@@ -94,6 +94,7 @@ RUN = Table(
         (Phase.STARTING, "publish"): Phase.RUNNING,
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
+        (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # it is lost, and other bytes
         (Phase.RUNNING, "stop at once"): Phase.STOPPING,  # to be resumed
         (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
         (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,

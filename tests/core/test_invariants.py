@@ -11,7 +11,9 @@ import pytest
 from laminar.core import invariants
 from laminar.core.held_out import HeldOut, Prompt
 from laminar.core.state import Evaluation, State
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 from tests.core.test_handover import moving
 from tests.kit.bench import Bench
@@ -270,4 +272,52 @@ def test_standstill_is_found_and_named(situation: Callable[[State], str]) -> Non
     state = idle()
     reason = situation(state)
     with pytest.raises(AssertionError, match=re.escape(reason)):
+        invariants.no_standstill(state)
+
+
+def at_the_end(phase: Phase) -> State:
+    """A run of one step that is in this phase."""
+    bench = Bench(capacity=4, groups_per_step=1, max_staleness=0, total_steps=1, num_eval=1)
+    if phase == Phase.STARTING:
+        return bench.state
+    bench.start()
+    bench.complete(bench.open_groups()[0])
+    if phase == Phase.RUNNING:
+        return bench.state  # the batch is trained
+    bench.train()
+    if phase != Phase.EXPORTING:
+        bench.say("trainer-0", ev.ModelExported(version=2, path="export"))
+        bench.publish(2, 1)
+    if phase in (Phase.ENDING, Phase.STOPPING):
+        bench.own(ev.DrainRequested(reason="SIGINT"))
+    if phase == Phase.STOPPING:
+        bench.write_ends()
+    assert bench.state.phase == phase
+    return bench.state
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase != Phase.ENDED])
+def test_a_run_in_which_nothing_is_under_way_stands_still_in_every_phase(phase: Phase) -> None:
+    state = at_the_end(phase)
+    invariants.no_standstill(state)
+    state.commands.clear()
+    state.timers.clear()
+    for replica in state.replicas.values():
+        replica.loading = False
+    with pytest.raises(AssertionError):
+        invariants.no_standstill(state)
+
+
+def test_a_last_evaluation_of_other_weights_than_the_export_is_a_standstill() -> None:
+    state = at_the_end(Phase.FINAL_EVALUATION)
+    state.evaluation_due = -1
+    evaluation_of_two(state)
+    with pytest.raises(AssertionError, match="the export will not be evaluated"):
+        invariants.no_standstill(state)
+
+
+def test_without_a_replica_one_is_awaited() -> None:
+    state = idle()
+    state.replicas.clear()
+    with pytest.raises(AssertionError, match="no replica serves, and none is awaited"):
         invariants.no_standstill(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
-from laminar.core.rules import END_NEEDS_NO_TRAINER, NEW_RUN, START_NEEDS_REPLICA
+from laminar.core.rules import END_NEEDS_NO_TRAINER, NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.kit.bench import Bench, only
@@ -165,13 +165,6 @@ def test_start_waits_for_one_replica() -> None:
     bench = small()
     published_without_a_replica(bench)
     bench.join("rollout-0")
-    assert "start" not in bench.state.timers
-
-
-def test_start_without_a_replica_is_not_noticed_by_the_old_rule() -> None:
-    old = tuple(name for name in NEW_RUN if name != START_NEEDS_REPLICA.name)
-    bench = small(rules=old)
-    published_without_a_replica(bench)
     assert "start" not in bench.state.timers
 
 

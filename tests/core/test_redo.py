@@ -411,3 +411,120 @@ def test_drained_while_it_is_away_the_batch_is_completed() -> None:
     come_back(bench)
     assert only(cmd.TrainStep, redone(bench))
     assert [e.version for e in only(cmd.ExportModel, bench.train())] == [4]
+
+
+def evaluate(bench: Bench) -> None:
+    """Every held-out answer that is under way is finished and scored."""
+    for trajectory in list(bench.state.trajectories.values()):
+        if trajectory.id.startswith("e") and trajectory.status in ("dispatched", "running"):
+            bench.finish(trajectory.id)
+            bench.reward(trajectory.id)
+    bench.write_ends()
+
+
+def publish_owed(bench: Bench, step: int, digest: str) -> None:
+    """The trainer hands over what it was ordered to, and the relay keeps nothing older."""
+    order = only(cmd.PublishWeights, bench.commands)[-1]
+    bench.step_of[order.version] = step
+    held = (order.version,)
+    bench.say(
+        "relay-0",
+        ev.WeightsPublished(
+            version=order.version, step=step, digest=digest, num_bytes=4, held=held
+        ),
+    )
+
+
+def export_other(bench: Bench, digest: str) -> None:
+    """The export that was ordered last is made, of these bytes."""
+    order = only(cmd.ExportModel, bench.commands)[-1]
+    bench.step_of[order.version] = order.step
+    bench.say(
+        "relay-0",
+        ev.WeightsPublished(
+            version=order.version,
+            step=order.step,
+            digest=digest,
+            num_bytes=4,
+            held=(order.version,),
+        ),
+    )
+    bench.say(NAME, ev.ModelExported(version=order.version, path="export"))
+
+
+def exported_run() -> Bench:
+    """The only step is trained, its export is published and about to be loaded."""
+    bench = run(1, total_steps=1, num_eval=2)
+    bench.say(NAME, ev.ModelExported(version=2, path="export"))
+    bench.publish(2, 1)
+    assert bench.state.phase == "final-evaluation"
+    return bench
+
+
+def finals(bench: Bench) -> list[tuple[int, bool]]:
+    return [(result.version, result.final) for result in bench.state.evaluations]
+
+
+def test_what_is_redone_after_the_export_is_published_to_nobody() -> None:
+    """Other bytes than the exported ones: the relay still has those, and they are evaluated."""
+    bench = exported_run()
+    bench.kill(NAME)
+    come_back(bench)
+    assert not only(cmd.PublishWeights, redone(bench, "other bytes"))
+    bench.load_all()
+    evaluate(bench)
+    assert finals(bench) == [(2, True)]
+    assert bench.state.phase == "stopping" and not bench.state.failure
+
+
+def test_an_export_that_is_lost_and_cannot_be_made_again_is_followed_by_another() -> None:
+    """The relay of the trainer's machine is lost too, and the trainer has other bytes."""
+    bench = exported_run()
+    bench.kill(NAME)
+    come_back(bench)
+    redone(bench, "other bytes")
+    bench.kill("relay-0")
+    bench.join("relay-0", "b")
+    (publish,) = only(cmd.PublishWeights, bench.ready("relay-0"))
+    assert bench.state.phase == "exporting" and (publish.version, publish.step) == (3, 1)
+    publish_owed(bench, 1, "other bytes")
+    export_other(bench, "other bytes")
+    assert bench.state.phase == "final-evaluation" and bench.state.exported == 4
+    if bench.pull_of("rollout-0") is not None:
+        bench.load_all()
+    evaluate(bench)
+    assert finals(bench)[-1] == (4, True)
+    assert bench.state.phase == "stopping" and not bench.state.failure
+
+
+def test_an_export_that_never_reached_its_relay_is_made_again_of_other_bytes() -> None:
+    """It was reported, and its hand-over died with the trainer."""
+    bench = run(1, total_steps=1, num_eval=2)
+    bench.say(NAME, ev.ModelExported(version=2, path="export"))
+    bench.kill(NAME)
+    come_back(bench)
+    (publish,) = only(cmd.PublishWeights, redone(bench, "other bytes"))
+    assert (publish.version, bench.state.exported) == (3, -1)
+    publish_owed(bench, 1, "other bytes")
+    export_other(bench, "other bytes")
+    bench.load_all()
+    evaluate(bench)
+    assert finals(bench)[-1] == (4, True) and bench.state.phase == "stopping"
+
+
+def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() -> None:
+    """The trainer is lost between handing the export over and reporting it."""
+    bench = run(1, total_steps=1, num_eval=2)
+    bench.publish(2, 1)
+    bench.load_all()
+    assert bench.state.evaluation is not None and bench.state.evaluation.final
+    bench.kill(NAME)
+    come_back(bench)
+    redone(bench)
+    evaluate(bench)
+    assert finals(bench) == [(2, False)]
+    assert [order.version for order in only(cmd.ExportModel, bench.commands)] == [2, 3]
+    export_other(bench, "d1")
+    bench.load_all()
+    evaluate(bench)
+    assert finals(bench) == [(2, False), (3, True)] and bench.state.phase == "stopping"

@@ -62,6 +62,7 @@ class World(Actors):
         self.step_of: dict[int, int] = {}
         #: checkpoints on the disk: what has made them, by version
         self.saved: dict[int, tuple[tuple[str, ...], ...]] = {}
+        self.rounding_of: dict[int, str] = {}
         self.rows: dict[str, Row] = {}  #: the store's book
         self.consumed: dict[int, list[str]] = {}  #: the trainer's book: what each step trained last
         self._make_processes(nodes, replicas)

@@ -282,7 +282,7 @@ class Actors(Trainers):
 
     def _happen(self, process: Process, item: Any) -> None:
         if isinstance(item, Publish):
-            self._publish(item.version, item.step)
+            self._publish(item)
         elif isinstance(item, Load):
             self._load(process, item.command)
         elif isinstance(item, Save):

@@ -124,7 +124,7 @@ class FaultyProcesses:
         process.work.clear()
         process.gauge_due = False
         process.held.clear()
-        process.batches, process.kept = [], []
+        process.batches, process.kept, process.rounding = [], [], ""
         process.pinned, process.unfinished, process.successor = -1, (), ""
         return dead
 

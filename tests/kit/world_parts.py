@@ -141,6 +141,7 @@ class Process:
     #: of a trainer: what has made its weights, and the versions of the checkpoints that it keeps
     batches: list[tuple[str, ...]] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    rounding: str = ""  #: what makes its weights differ from those of the processes before it
 
     @property
     def boot_id(self) -> str:
@@ -210,6 +211,7 @@ class Publish:
 
     version: int
     step: int
+    rounding: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,18 @@ class Trainers(FaultyProcesses):
     settings: Settings
     step_of: dict[int, int]
     saved: dict[int, tuple[tuple[str, ...], ...]]
+    rounding_of: dict[int, str]
     consumed: dict[int, list[str]]
 
     def _do_PublishWeights(self, process: Process, command: cmd.PublishWeights, _: int) -> None:
-        self._publish(command.version, command.step)
+        self._publish(Publish(command.version, command.step, process.rounding))
 
-    def _publish(self, version: int, step: int) -> None:
+    def _publish(self, item: Publish) -> None:
         """Into the relay of the trainer's machine, if it runs; what it had is lost with it."""
+        version, step = item.version, item.step
         self.step_of[version] = step
-        event = ev.WeightsPublished(
-            version=version, step=step, digest=f"d{step}", num_bytes=4, held=()
-        )
+        digest = f"d{step}{item.rounding}"
+        event = ev.WeightsPublished(version=version, step=step, digest=digest, num_bytes=4, held=())
         self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
 
     def _checkpoints(self) -> tuple[ev.Checkpoint, ...]:
@@ -51,6 +52,7 @@ class Trainers(FaultyProcesses):
     def _do_LoadCheckpoint(self, process: Process, command: cmd.LoadCheckpoint, _: int) -> None:
         process.batches = list(self.saved[command.version])
         assert len(process.batches) == command.step, command
+        process.rounding = self.rounding_of[command.version]
         process.kept = list(command.kept)
         self.saved = {version: self.saved[version] for version in command.kept}
         loaded = ev.CheckpointLoaded(version=command.version, step=command.step)
@@ -63,11 +65,12 @@ class Trainers(FaultyProcesses):
         rows = [t for t in command.trajectories if t not in left_out]
         assert rows == self.consumed[command.step_index], command
         process.batches.append(command.trajectories)
-        differs = self.random.random() < self.faults.redo_differs
+        if self.random.random() < self.faults.redo_differs:
+            process.rounding = f" of {process.boot_id}"
         redone = ev.StepRedone(
             step_index=command.step_index,
             version=command.version,
-            digest="other bytes" if differs else f"d{command.step_index + 1}",
+            digest=f"d{command.step_index + 1}{process.rounding}",
             published=command.digest,
         )
         self.later(process, self.faults.train_s * self.random.uniform(0.5, 1.5), redone)
@@ -85,7 +88,8 @@ class Trainers(FaultyProcesses):
             self.later(process, seconds, skipped)
         else:
             ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
-            self.later(process, seconds - ahead, Publish(command.version, command.step_index + 1))
+            made = Publish(command.version, command.step_index + 1, process.rounding)
+            self.later(process, seconds - ahead, made)
         done = step_completed(command.step_index, command.version, left_out)
         self.later(process, seconds, done)
         if self.random.random() < self.faults.save:
@@ -101,6 +105,7 @@ class Trainers(FaultyProcesses):
     def _save(self, process: Process, item: Save) -> None:
         """The last two are kept; it is on the disk a little before that is said."""
         self.saved[item.version] = item.batches
+        self.rounding_of[item.version] = process.rounding
         process.kept.append(item.version)
         for old in process.kept[:-2]:
             self.saved.pop(old, None)
@@ -115,5 +120,5 @@ class Trainers(FaultyProcesses):
         self.later(process, 0.1, saved)
 
     def _do_ExportModel(self, process: Process, command: cmd.ExportModel, _: int) -> None:
-        self.later(process, 1.0, Publish(command.version, command.step))
+        self.later(process, 1.0, Publish(command.version, command.step, process.rounding))
         self.later(process, 1.0, ev.ModelExported(version=command.version, path="export"))
