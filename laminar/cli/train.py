@@ -22,6 +22,7 @@ from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.arguments import run_config
 from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
+from laminar.cli.memory import check_memory, memory_lines
 from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
 from laminar.cli.resume import check_data, check_unchanged, resumed_config, take_up
@@ -100,13 +101,14 @@ def begin(
         early = []
         for index in range(config.run.nodes if starts else 0):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
+        places = check_memory(config, 1 if arguments.prepare else config.run.nodes)
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
             check_data(run_dir, plan.data_digest)
         if not starts:
             ask_vllm(plan.config)
-        console.lines(plan_lines(plan))
+        console.lines([*plan_lines(plan), *memory_lines(places)])
         console.lines(forked.lines if forked is not None else [])
         found = dict(plan.warnings)
         if plan.config.reward.trial and not config.is_emulated:

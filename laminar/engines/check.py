@@ -12,7 +12,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -27,6 +29,10 @@ TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "embed_tokens.weight"
+"""How the name of the embedding ends in the models of transformers."""
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 def check_engine(config: Config) -> None:
@@ -39,7 +45,7 @@ def check_engine(config: Config) -> None:
             positions = hf_config.get("max_position_embeddings")
         else:
             positions = parse_hf_config(hf_config).max_positions
-        check_weight_files(name)
+        check_vocabulary(hf_config, weight_shapes(name))
     except EngineError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     if positions and config.max_model_len > positions:
@@ -94,21 +100,35 @@ def ask_vllm(config: Config) -> None:
         raise ConfigError(asked.stdout.decode(errors="replace"))
 
 
-def check_weight_files(directory: str | Path) -> None:
-    """Check that every weight file of a model has a header that fits its length.
+def weight_shapes(directory: str | Path) -> Shapes:
+    """The shape of every tensor by its name; every weight file has a header that fits its length.
 
     Only headers are read, so that a model of any size is looked at in a moment. They tell a
     download that was cut short, and a file that Git LFS has left as a pointer.
     """
-    directory = Path(directory)
+    directory, found = Path(directory), Shapes()
     for file in _files(directory):
         try:
-            with safe_open(directory / file, framework="np"):
-                pass
+            with safe_open(directory / file, framework="np") as tensors:
+                names = list(tensors.keys())
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except (SafetensorError, OSError) as error:
             raise EngineError(
                 f"{directory / file} cannot be read as safetensors ({error}); download it again"
             ) from None
+    return found
+
+
+def check_vocabulary(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
+    """config.json and the weight files have the same number of tokens."""
+    vocab = hf_config.get("vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith(EMBEDDING) and isinstance(vocab, int) and shape[0] != vocab:
+            raise EngineError(
+                f"config.json has vocab_size = {vocab}, but {name} in the weight files has "
+                f"{shape[0]} rows; the two must belong together: correct vocab_size, or download "
+                "the model again"
+            )
 
 
 def _files(directory: Path) -> list[str]:

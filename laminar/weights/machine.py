@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import psutil
-
+from laminar.run.memory_limit import memory_limit
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
 from laminar.weights.arena.region import ArenaError, Region
@@ -95,7 +94,7 @@ class RelayMachine:
     """One relay process on a real machine (actors/relay.py: Machine)."""
 
     def __init__(self, run_dir: Path, node: str, boot_id: str) -> None:
-        self.memory_bytes = int(psutil.virtual_memory().total)
+        self.memory_bytes = memory_limit()
         self.slots = ArenaMemory(arena_path(run_dir, node, boot_id))
         self.versions = VersionTable(threading.Lock())
         self._plane: Plane | None = None

@@ -14,7 +14,7 @@ from laminar.cli import preflight, train
 from laminar.cli.commands import run
 from laminar.cli.preflight import check_settings, look_at_data
 from laminar.config import Config, ConfigError, load
-from laminar.engines.check import check_weight_files
+from laminar.engines.check import weight_shapes
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
 
@@ -174,8 +174,17 @@ def test_weights_that_are_not_there(model: Path, tmp_path: Path) -> None:
     assert f"{index} cannot be read" in refused(model, tmp_path)
 
 
+def test_a_vocabulary_that_is_not_that_of_the_weights(model: Path, tmp_path: Path) -> None:
+    config_file = model / "config.json"
+    found = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(found | {"vocab_size": 100}))
+    said = refused(model, tmp_path)
+    assert "vocab_size = 100, but model.embed_tokens.weight" in said
+    assert f"has {found['vocab_size']} rows" in said
+
+
 def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").rename(model / "one.safetensors")
     index = model / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}')
-    check_weight_files(model)
+    assert set(weight_shapes(model)) >= {"model.embed_tokens.weight", "model.norm.weight"}
