@@ -2,12 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel test test-vllm lint setup clean
+.PHONY: help quickstart wheel test smoke test-all test-vllm lint setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
-	@echo "make test         set up, then run the tests"
+	@echo "make smoke        set up, then the minute of tests that tells most"
+	@echo "make test         set up, then run every test but the long ones (four minutes)"
+	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts vllm\", or some"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make lint         ruff, mypy --strict, import contracts"
@@ -26,14 +28,24 @@ setup: .venv/.installed
 quickstart: setup
 	@$(BIN)/laminar quickstart
 
-# TESTS: further arguments of the tests that run side by side, as in TESTS=--ignore=tests/core.
-TESTS :=
-# Bytecode is kept, or each of the many processes would compile Laminar for itself. Of the second part
-# only files that name its mark are collected, whole runs first.
+# Every test once, whole runs first: what else there is fits in beside them. Bytecode is kept, or each
+# of the many processes would compile Laminar for itself.
+TESTS ?= tests/run tests
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not process and not long" $(TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "process and not long and not vllm" $$(grep -rl --include='*.py' 'mark\.process' tests/run tests)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
+
+# The minute that tells most: rules and books, twenty seeds of the simulator, a real run.
+SMOKE := tests/core tests/eventlog/test_replay.py tests/storage tests/net tests/test_config.py tests/run/test_finished_run.py
+smoke: export PYTHONDONTWRITEBYTECODE :=
+smoke: setup
+	$(BIN)/laminar sim -c configs/sim_small.toml --seeds 1..20 -j 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(SMOKE)
+
+# What the gate of a change leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
+PARTS ?=
+test-all: setup
+	.ci/all $(PARTS)
 
 # All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
 # what CI runs.

@@ -186,7 +186,7 @@ def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
                 done = _python(folder, check.arguments, TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 return mutant, check.name, f"{mutant.path}:{mutant.mutation.line}  no end"
-            broke = re.search(r'"broke": "(.+?)"', done.stdout)
+            broke = re.search(r'"broke": "([^"]+)"', done.stdout)
             if broke or done.returncode not in (0, NO_TESTS):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
                 by = broke[1] if broke else failed[1] if failed else done.stderr.strip()[-200:]

@@ -1,6 +1,7 @@
 """The reliability scorecard: what is promised, what was tested, and what the test reached.
 
-Usage: python tools/scorecard.py [--rows 1,3,20 | --but 7] [--gate pr|release] [--json] [--write]
+Usage: python tools/scorecard.py [--rows 1,3,20 | --but 7] [--gate pr|release] [--fresh N] [--json]
+                                 [--write]
 Prints one table, a row per promise; exits 1 when a row that ran falls short of its target.
 
 A row that did not run says "not run", or, with --write, keeps what docs/scorecard.md says of it. A
@@ -24,6 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
+from tools.rows import simulation  # noqa: E402
 from tools.rows.base import Figure, Gate, Row  # noqa: E402
 from tools.rows.table import ROWS  # noqa: E402
 
@@ -50,6 +52,8 @@ class Outcome(NamedTuple):
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.fresh:
+        simulation.use_fresh(arguments.fresh)
     chosen = [row for row in ROWS if row.number in arguments.rows - arguments.but]
     outcomes = [_run(row, arguments.gate) for row in chosen]
     stamp = f"{datetime.now(UTC):%Y-%m-%d}, {_commit()}"
@@ -65,6 +69,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=_numbers, default=every, metavar="1,3,20", help="only these")
     parser.add_argument("--but", type=_numbers, default=set(), metavar="7", help="not these")
     parser.add_argument("--gate", choices=("pr", "release"), default="pr")
+    parser.add_argument(
+        "--fresh", type=int, metavar="N", help="simulated seeds that only this commit is tried with"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     parser.add_argument("--write", action="store_true", help="enter the figures in the document")
     return parser.parse_args()

@@ -10,7 +10,7 @@ import pytest
 
 from tools import scorecard
 from tools.rows.base import Figure, Gate, Row
-from tools.rows.simulation import seeds
+from tools.rows.simulation import FIXED, fresh_seeds
 from tools.rows.table import ROWS
 
 
@@ -72,11 +72,11 @@ def test_rows_can_be_left_out(
     assert "it is fast" not in capsys.readouterr().out
 
 
-def test_the_swarm_of_a_change_is_half_its_own_and_the_same_when_it_is_run_again() -> None:
-    one, other = seeds("pr", "0123456789abcdef"), seeds("pr", "fedcba9876543210")
-    assert one == seeds("pr", "0123456789abcdef") and len(set(one)) == 1_000
-    assert set(one) & set(other) == set(range(1, 501))
-    assert not set(one) & set(seeds("release", "0123456789abcdef")[500:])
+def test_every_change_is_tried_with_the_same_seeds_and_fresh_ones_are_a_commits_own() -> None:
+    one, other = fresh_seeds(2_000, "0123456789abcdef"), fresh_seeds(2_000, "0123456889abcdef")
+    assert FIXED["pr"] == range(1, 301) and len(one) == 2_000
+    assert one == fresh_seeds(2_000, "0123456789abcdef")
+    assert not set(one) & {*other, *FIXED["pr"], *FIXED["release"]}
 
 
 def test_json_is_one_object_per_row(

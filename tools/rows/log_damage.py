@@ -50,10 +50,10 @@ class Size(NamedTuple):
 
 SIZES: dict[Gate, Size] = {
     "pr": Size(
-        records=100,
-        scenarios=(Scenario(events=60, snapshot_every=10, keep_bytes=0),),
-        kills=(Scenario(events=3, snapshot_every=1_000, keep_bytes=0),),
-        successor_calls=8,
+        records=33,
+        scenarios=(Scenario(events=20, snapshot_every=6, keep_bytes=0),),
+        kills=(Scenario(events=2, snapshot_every=1_000, keep_bytes=0),),
+        successor_calls=6,
         draws=4,
         workers=1,
     ),
@@ -260,14 +260,14 @@ ROWS = (
     Row(
         8,
         "a log that is cut anywhere keeps what is before the cut, and goes on",
-        "every byte of 100 records: 0 acknowledged lost, 0 invented",
+        "every byte of 33 records: 0 acknowledged lost, 0 invented",
         "every byte of 1,000 records: 0 acknowledged lost, 0 invented",
         _cut_row,
     ),
     Row(
         9,
         "a flipped bit of the log is found, and nothing altered is read",
-        "every byte of 100 records: 100 % found, and as the right kind",
+        "every byte of 33 records: 100 % found, and as the right kind",
         "every byte of 1,000 records: 100 % found, and as the right kind",
         _flip_row,
     ),

@@ -28,15 +28,15 @@ from tools.rows.wire_corpus import Target, targets
 SEED = 20
 CHUNK_INPUTS = 20_000
 WORKERS: dict[Gate, int] = {"pr": 1, "release": 2}
-INPUTS: dict[Gate, int] = {"pr": 200_000, "release": 10_000_000}
+INPUTS: dict[Gate, int] = {"pr": 50_000, "release": 10_000_000}
 
 SECONDS_MAX = 0.010
 MEMORY_SPARE_BYTES = 64 << 10  #: objects have a size of their own, which counts for short inputs
 MEASURE_EVERY = 100  #: inputs whose memory is measured: one in so many
 
 MODEL_STEPS = 50
-EXAMPLES: dict[Gate, int] = {"pr": 200, "release": 20_000}
-EXAMPLES_PER_RUN: dict[Gate, int] = {"pr": 100, "release": 1_000}
+EXAMPLES: dict[Gate, int] = {"pr": 60, "release": 20_000}
+EXAMPLES_PER_RUN: dict[Gate, int] = {"pr": 30, "release": 1_000}
 MODELS = {model.__name__: model for model in (LossyLink, LossyLinkWithoutRecord)}
 
 
