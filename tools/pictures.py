@@ -1,8 +1,9 @@
 """Draws the pictures of the documents: boxes and arrows on a grid from a text source, as SVG.
 
-Usage: python tools/pictures.py
-Reads   docs/pictures/*.toml
-Writes  docs/pictures/*.svg, beside each source; a test compares them
+Usage: python tools/pictures.py [RUN]
+Reads   docs/pictures/*.toml; the summary of a finished run, such as runs/quickstart
+Writes  docs/pictures/*.svg, beside each source; a test compares them. With RUN also
+        docs/pictures/learning_curve.svg: the held-out chart of its report, alone
 Gives   Picture, read, svg: also for pictures whose source is a table of the program
 Raises  ValueError: text that does not fit its box, an arrow from or to a box that is not there
 
@@ -39,6 +40,7 @@ UNIT = 10  #: pixels
 FONT, LINE = 13, 17  #: pixels
 CHARACTER = 0.56  #: width of a character of a sans-serif font, of its size, generously
 BOLD = 1.09
+CURVE_WIDTH = 640  #: pixels
 MARGIN = 1.0  #: units around everything
 HEAD = "M0,0 L9,4.5 L0,9 z"
 
@@ -188,7 +190,19 @@ def _said(arrow: Arrow, boxes: Mapping[str, Box]) -> Iterable[str]:
         yield f'<text class="said" {at} text-anchor="middle">{escape(row)}</text>'
 
 
+def learning_curve(run: Path) -> str:
+    """The share of right held-out answers over the steps, with standard errors."""
+    from laminar.analysis.charts import alone, draw
+    from laminar.analysis.page import held_out_charts
+    from laminar.analysis.page_data import page_data
+
+    right, *_ = held_out_charts([page_data(run, None)])
+    return alone(draw(right, CURVE_WIDTH))
+
+
 def main() -> int:
+    for run in sys.argv[1:]:
+        (FOLDER / "learning_curve.svg").write_text(learning_curve(Path(run)))
     for source in sorted(FOLDER.glob("*.toml")):
         source.with_suffix(".svg").write_text(svg(read(source)))
         print(source.with_suffix(".svg"))

@@ -1,18 +1,20 @@
-"""Charts as inline SVG: lines with error bars, bars of figures, bars of shares. Dark on light.
+"""Charts as inline SVG: lines with error bars or bands, bars of figures, bars of shares.
 
-Reads   numbers
-Gives   SVG text that needs nothing else: no script, no font, no link
+Reads   numbers, the width that a chart is given on its page
+Gives   SVG text that needs nothing else: no script, no font, no link; alone, such a text as a file
 
 A chart has a title, its axes have a unit, and every point shows its values when the mouse rests on
-it (`<title>`). More points than can be distinguished are drawn as the means of neighbours.
+it (`<title>`). More points than can be distinguished are drawn as the means of neighbours. Lines of
+the same points are one line that has the names of all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import pairwise
 
 COLOURS = (
     "#1f5fa8", "#c4501b", "#23804a", "#7d3fb0", "#a67a00", "#b8336a", "#1b8a8f", "#5c5c5c",
@@ -20,16 +22,21 @@ COLOURS = (
 """Of lines; each has a contrast of at least 3 to white."""
 POINTS_MAX = 400
 
-WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 22, 34, 44
+WIDTH, HEIGHT = 421, 260  #: of three beside one another
+LEFT, RIGHT, TOP, BOTTOM = 58, 18, 40, 42
 LEGEND_HEIGHT = 17  #: of each row but the first, for which there is room
 BAR_HEIGHT, BAR_LEFT, BARS_TOP = 26, 104, 26
-BAR_WIDTH = WIDTH - RIGHT - BAR_LEFT
+STYLE = (
+    "svg{font:12px system-ui,-apple-system,'Segoe UI',sans-serif}text{fill:#1c1c1c}"
+    ".title{font-size:13.5px;font-weight:600}.label{fill:#555}.faint{fill:#666}"
+    ".grid{stroke:#e6e8eb}.axis{stroke:#59636e}"
+)
+"""Of the parts of a chart, wherever it is."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of x; y, low and high of a point are None where there is none."""
+    """Points in the order of x; y of a point is None where there is none."""
 
     name: str
     x: Sequence[float]
@@ -38,6 +45,8 @@ class Line:
     dashed: bool = False
     colour: int = -1  #: of COLOURS; -1: by its place in the chart
     marks: bool = False  #: few points, each of which counts
+    band: Sequence[tuple[float, float]] = ()  #: lowest and highest at each point
+    stairs: bool = False  #: a level around each x, as of a histogram
 
 
 @dataclass(frozen=True)
@@ -73,32 +82,63 @@ class _Scale:
     ticks: list[float] = field(default_factory=list)
 
     def __call__(self, value: float) -> float:
+        """The pixel of a value."""
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def draw(chart: Chart) -> str:
+def draw(chart: Chart, width: float = WIDTH) -> str:
     """The chart; with a sentence in it where there is nothing to draw."""
-    lines = [(_colour(line, i), _thinned(line)) for i, line in enumerate(chart.lines)]
+    coloured = [(_colour(line, i), line) for i, line in enumerate(chart.lines)]
+    lines = [(colour, _thinned(line)) for colour, line in _merged(coloured)]
     points = [p for _, line in lines for p in _points(line)]
     if not points:
-        faint = _text(WIDTH / 2, HEIGHT / 2, "no figures yet", kind="faint")
-        return _svg(chart.title, HEIGHT, [faint])
-    x, y = _scales(chart, points)
+        faint = _text(width / 2, HEIGHT / 2, "no figures yet", kind="faint")
+        return _svg(chart.title, width, HEIGHT, [faint])
+    x, y = _scales(chart, [*points, *_band_ends(chart.lines)], width)
     plot = [*_axes(chart, x, y)]
     for colour, line in lines:
         plot += _line(line, colour, x, y)
-    rows = _rows([(colour, line) for colour, line in lines if any(_points(line))])
+    rows = _rows([(colour, line) for colour, line in lines if any(_points(line))], width)
     lower = LEGEND_HEIGHT * max(len(rows) - 1, 0)
-    body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_legend(rows)]
-    return _svg(chart.title, HEIGHT + lower, body)
+    body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_legend(rows, width)]
+    return _svg(chart.title, width, HEIGHT + lower, body)
 
 
-def _svg(title: str, height: float, body: Iterable[str]) -> str:
+def alone(svg: str) -> str:
+    """A chart as a file of its own, on white."""
+    head, _, body = svg.partition(">")
+    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    name = 'xmlns="http://www.w3.org/2000/svg"'
+    return f"{head} {name}><style>{STYLE}</style>{ground}{body}\n"
+
+
+def _svg(title: str, width: float, height: float, body: Iterable[str]) -> str:
     head = f'<text x="0" y="14" class="title">{escape(title)}</text>'
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'
         f"{head}{''.join(body)}</svg>"
     )
+
+
+def _merged(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
+    """Lines that would lie exactly on one another are one."""
+    found: dict[object, tuple[str, Line]] = {}
+    for colour, line in lines:
+        values = (*line.x,), (*line.y,), (*line.error,), (*line.band,)
+        key = values if len(line.x) else line.name
+        if key in found:
+            before, same = found[key]
+            found[key] = before, replace(same, name=f"{same.name} = {line.name}")
+        else:
+            found[key] = colour, line
+    return list(found.values())
+
+
+def _band_ends(lines: Iterable[Line]) -> Iterator[tuple[float, float, float]]:
+    """As points without an error."""
+    for line in lines:
+        for x, ends in zip(line.x, line.band, strict=bool(line.band)):
+            yield from ((x, end, 0.0) for end in ends)
 
 
 def _colour(line: Line, place: int) -> str:
@@ -118,6 +158,7 @@ def _thinned(line: Line) -> Line:
         [_mean(values) if values else None for values in ys],
         dashed=line.dashed,
         colour=line.colour,
+        stairs=line.stairs,
     )
 
 
@@ -133,12 +174,14 @@ def _points(line: Line) -> Iterator[tuple[float, float, float]]:
             yield x, y, error
 
 
-def _scales(chart: Chart, points: Sequence[tuple[float, float, float]]) -> tuple[_Scale, _Scale]:
+def _scales(
+    chart: Chart, points: Sequence[tuple[float, float, float]], width: float
+) -> tuple[_Scale, _Scale]:
     xs = chart.x_range or (min(p[0] for p in points), max(p[0] for p in points))
     ys = chart.y_range or value_range(points)
-    x = _Scale(*_opened(*xs), LEFT, WIDTH - RIGHT)
+    x = _Scale(*_opened(*xs), LEFT, width - RIGHT)
     y = _Scale(*_opened(*ys), HEIGHT - BOTTOM, TOP)
-    x.ticks, y.ticks = ticks(x.low, x.high, 7), ticks(y.low, y.high, 5)
+    x.ticks, y.ticks = ticks(x.low, x.high, max(int(width / 75), 4)), ticks(y.low, y.high, 5)
     if chart.y_range is None:  # end at a tick, so that the highest value has a figure above it
         step = y.ticks[1] - y.ticks[0]
         y.low, y.high = math.floor(y.low / step) * step, math.ceil(y.high / step) * step
@@ -187,20 +230,20 @@ def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[str]:
     """Figures at both axes, a faint line at each of y, the labels with the units."""
     for value in y.ticks:
         if y.low - 1e-9 <= value <= y.high * (1 + 1e-9) + 1e-12:
-            yield _rule(y(value), "grid")
+            yield _rule(y(value), "grid", x)
             yield _text(LEFT - 7, y(value) + 4, number(value), anchor="end")
     for value in x.ticks:
         if x.low <= value <= x.high:
             yield _text(x(value), HEIGHT - BOTTOM + 17, number(value))
-    yield _rule(HEIGHT - BOTTOM, "axis")
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, chart.x_label, kind="label")
+    yield _rule(HEIGHT - BOTTOM, "axis", x)
+    yield _text((x.begin + x.end) / 2, HEIGHT - 8, chart.x_label, kind="label")
     height = (TOP + HEIGHT - BOTTOM) / 2
     turned = f' transform="rotate(-90 12 {height})"'
     yield _text(12, height, chart.y_label, kind="label", more=turned)
 
 
-def _rule(y: float, kind: str) -> str:
-    return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"/>'
+def _rule(y: float, kind: str, x: _Scale) -> str:
+    return f'<line x1="{x.begin}" x2="{x.end:g}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"/>'
 
 
 def _text(
@@ -215,13 +258,26 @@ def _line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
     points = list(_points(line))
     places = [(x(px), y(py)) for px, py, _ in points]
     dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
-    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>'
-    shown = line.marks or len(points) < 4
+    shape = _stairs(places, y(max(y.low, 0.0))) if line.stairs else places
+    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in shape)
+    fill = colour if line.stairs else "none"
+    if line.band:
+        ends = [(x(at), y(low), y(high)) for at, (low, high) in zip(line.x, line.band, strict=True)]
+        around = [(at, high) for at, _, high in ends] + [(at, low) for at, low, _ in ends[::-1]]
+        edge = " ".join(f"{px:.1f},{py:.1f}" for px, py in around)
+        yield f'<polygon points="{edge}" fill="{colour}" fill-opacity="0.15"/>'
+    yield (
+        f'<polyline points="{path}" fill="{fill}" fill-opacity="0.12" stroke="{colour}" '
+        f'stroke-width="1.7" stroke-linejoin="round"{dash}/>'
+    )
+    shown = (line.marks or len(points) < 4) and not line.stairs
+    bands = dict(zip(line.x, line.band, strict=True)) if line.band else {}
     for (px, py), (value_x, value_y, error) in zip(places, points, strict=True):
         if error:
             yield _error_bar(px, y(value_y - error), y(value_y + error), colour)
         tooltip = f"{line.name}: {number(value_y)}" + (f" ± {number(error)}" if error else "")
+        if line.band:
+            tooltip += f" ({' to '.join(number(end) for end in bands[value_x])})"
         fill = colour if shown else "transparent"
         yield (
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{3.2 if shown else 5}" fill="{fill}">'
@@ -229,19 +285,30 @@ def _line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
         )
 
 
+def _stairs(places: Sequence[tuple[float, float]], ground: float) -> list[tuple[float, float]]:
+    """A level around each place, half way to its neighbours; from the ground and back to it."""
+    xs = [px for px, _ in places]
+    half = (xs[1] - xs[0]) / 2 if len(xs) > 1 else 4.0
+    edges = [xs[0] - half, *((a + b) / 2 for a, b in pairwise(xs)), xs[-1] + half]
+    levels = [
+        point for i, (_, py) in enumerate(places) for point in ((edges[i], py), (edges[i + 1], py))
+    ]
+    return [(edges[0], ground), *levels, (edges[-1], ground)]
+
+
 def _error_bar(x: float, low: float, high: float, colour: str) -> str:
     ends = "".join(f"M{x - 4:.1f} {end:.1f}h8" for end in (low, high))
     return f'<path d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" stroke="{colour}" fill="none"/>'
 
 
-def _rows(lines: Sequence[tuple[str, Line]]) -> list[list[tuple[str, Line]]]:
+def _rows(lines: Sequence[tuple[str, Line]], width: float) -> list[list[tuple[str, Line]]]:
     """The entries of a legend, in rows that are not too wide; a single line needs none."""
     rows: list[list[tuple[str, Line]]] = []
     left = 0.0
     for colour, line in lines if len(lines) > 1 else ():
         if not rows or _entry_width(line) > left:
             rows.append([])
-            left = WIDTH - RIGHT
+            left = width - RIGHT
         rows[-1].append((colour, line))
         left -= _entry_width(line)
     return rows
@@ -251,10 +318,10 @@ def _entry_width(line: Line) -> float:
     return 6.6 * len(line.name) + 36
 
 
-def _legend(rows: Sequence[Sequence[tuple[str, Line]]]) -> Iterator[str]:
+def _legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> Iterator[str]:
     """Above the plot, each row up to the right."""
     for number, row in enumerate(rows):
-        at, y = float(WIDTH - RIGHT), 26 + LEGEND_HEIGHT * number
+        at, y = float(width - RIGHT), 29 + LEGEND_HEIGHT * number
         for colour, line in reversed(row):
             at -= _entry_width(line)
             dash = ' stroke-dasharray="5 4"' if line.dashed else ""
@@ -268,12 +335,12 @@ def _legend(rows: Sequence[Sequence[tuple[str, Line]]]) -> Iterator[str]:
 # --- bars of figures, from 0 --------------------------------------------------------------------
 
 
-def draw_bars(title: str, bars: Sequence[Bar], unit: str) -> str:
+def draw_bars(title: str, bars: Sequence[Bar], unit: str, width: float = WIDTH) -> str:
     """A bar for each figure, with its interval."""
     below = BARS_TOP + len(bars) * BAR_HEIGHT
     body: list[str] = []
     if bars:
-        x = _Scale(0.0, max(b.value + b.error for b in bars) * 1.02 or 1.0, BAR_LEFT, WIDTH - RIGHT)
+        x = _Scale(0.0, max(b.value + b.error for b in bars) * 1.02 or 1.0, BAR_LEFT, width - RIGHT)
         for index, bar in enumerate(bars):
             body += _measured_bar(
                 bar, x, BARS_TOP + index * BAR_HEIGHT, COLOURS[index % len(COLOURS)]
@@ -281,10 +348,10 @@ def draw_bars(title: str, bars: Sequence[Bar], unit: str) -> str:
         body += [
             _text(x(at), below + 12, number(at)) for at in ticks(0.0, x.high, 5) if at <= x.high
         ]
-        body.append(_text(BAR_LEFT + BAR_WIDTH / 2, below + 30, unit, kind="label"))
+        body.append(_text((BAR_LEFT + width - RIGHT) / 2, below + 30, unit, kind="label"))
     else:
-        body.append(_text(WIDTH / 2, below + 12, "no figures yet", kind="faint"))
-    return _svg(title, below + 44, body)
+        body.append(_text(width / 2, below + 12, "no figures yet", kind="faint"))
+    return _svg(title, width, below + 44, body)
 
 
 def _measured_bar(bar: Bar, x: _Scale, y: float, colour: str) -> Iterator[str]:
@@ -312,50 +379,52 @@ def draw_shares(
     bars: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
     unit: str = "share",
+    width: float = WIDTH,
 ) -> str:
     """A bar for each name, cut into its shares; the legend has what occurs."""
     body: list[str] = []
+    room = width - RIGHT - BAR_LEFT
     for index, (name, shares) in enumerate(bars.items()):
         y = BARS_TOP + index * BAR_HEIGHT
         body.append(_text(BAR_LEFT - 8, y + 14, name, anchor="end"))
-        body += _bar(name, shares, colours, y)
+        body += _bar(name, shares, colours, y, room)
     below = BARS_TOP + len(bars) * BAR_HEIGHT
     if bars:
         body += [
-            _text(BAR_LEFT + share * BAR_WIDTH, below + 12, f"{share:.0%}")
+            _text(BAR_LEFT + share * room, below + 12, f"{share:.0%}")
             for share in (0, 0.25, 0.5, 0.75, 1)
         ]
-        body.append(_text(BAR_LEFT + BAR_WIDTH / 2, below + 30, unit, kind="label"))
+        body.append(_text(BAR_LEFT + room / 2, below + 30, unit, kind="label"))
     else:
-        body.append(_text(WIDTH / 2, below + 12, "no figures yet", kind="faint"))
-    entries = list(_share_legend(bars, colours, below + 52))
+        body.append(_text(width / 2, below + 12, "no figures yet", kind="faint"))
+    entries = list(_share_legend(bars, colours, below + 52, width))
     rows = 1 + max((row for row, _ in entries), default=0)
-    return _svg(title, below + 44 + 18 * rows, [*body, *(entry for _, entry in entries)])
+    return _svg(title, width, below + 44 + 18 * rows, [*body, *(entry for _, entry in entries)])
 
 
 def _bar(
-    name: str, shares: Mapping[str, float], colours: Mapping[str, str], y: float
+    name: str, shares: Mapping[str, float], colours: Mapping[str, str], y: float, room: float
 ) -> Iterator[str]:
     at = float(BAR_LEFT)
     for part, share in shares.items():
         tip = escape(f"{name}: {part.replace('_', ' ')} {share:.1%}")
-        size = f'width="{max(share, 0) * BAR_WIDTH:.1f}" height="{BAR_HEIGHT - 7}"'
+        size = f'width="{max(share, 0) * room:.1f}" height="{BAR_HEIGHT - 7}"'
         yield (
             f'<rect x="{at:.1f}" y="{y}" {size} fill="{colours[part]}"><title>{tip}</title></rect>'
         )
-        at += share * BAR_WIDTH
+        at += share * room
 
 
 def _share_legend(
-    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], top: float
+    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], top: float, room: float
 ) -> Iterator[tuple[int, str]]:
     """(row, entry), in the order of the colours."""
     found = {part for shares in bars.values() for part, share in shares.items() if share >= 0.001}
-    row, at = 0, float(BAR_LEFT)
+    row, at = 0, 0.0
     for part in (p for p in colours if p in found):
         width = 6.4 * len(part) + 30
-        if at + width > WIDTH and at > BAR_LEFT:
-            row, at = row + 1, float(BAR_LEFT)
+        if at + width > room and at > 0:
+            row, at = row + 1, 0.0
         y = top + 18 * row
         name = escape(part.replace("_", " "))
         yield (

@@ -132,6 +132,6 @@ def replica_shares(
         "draining": intersect(stepping, spare),
         "stepping": stepping,
         "pulling": pulling,
-        "back_pressure": bound,
+        "staleness_bound": bound,
     }
     return shares(life, parts, "no_work")

@@ -1,7 +1,8 @@
 """A run in a dozen lines: what came out, what it cost, and what went wrong on the way.
 
 Reads   PageData
-Gives   headline: (name, text) pairs; troubles: sentences
+Gives   headline: (name, text) pairs; troubles: sentences; outcome, groups_line, skipped_line,
+        length_line, range_line, first_to_last: parts of them; count_of, a number with its noun
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ENDS_SHARE = 0.1
 def headline(data: PageData) -> Iterator[tuple[str, str]]:
     """In the order in which one asks."""
     summary = data.summary
-    yield "outcome", _outcome(summary)
+    yield "outcome", outcome(summary)
     if found := summary["forked_from"]:
         rows = "its data" if found["same_data"] else "other data, from the first row"
         yield "forked from", f"{found['run']} at step {found['step']}, with {rows}"
@@ -56,26 +57,32 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["failure"]:
         yield f"the run FAILED: {summary['failure']}"
     if summary["interrupted"]:
-        yield "it was asked to stop before its time"
+        yield "stopped on request, before its last step"
     yield from summary["warnings"].values()
     if summary["reward_errors"]:
         first = summary["reward_error_first"]
         yield f"the reward FAILED on {_errors(summary)}" + (f", first: {first}" if first else "")
     if count := summary["trajectories_left_out"]:
         whose = sorted({f"{part['replica']} v{part['version']}" for part in summary["left_out"]})
+        left_out = count_of(count, "trajectory", "trajectories")
         yield (
-            f"{_count(count, 'trajectory', 'trajectories')} not trained, for the weights that they "
-            f"name did not generate them: {', '.join(whose)}"
+            f"{left_out} not trained: the weights that they name did not generate them "
+            f"({', '.join(whose)})"
         )
     if summary["steps_unchanged"]:
-        count = _count(summary["steps_unchanged"], "step", "steps")
-        yield f"{count} of {summary['steps']} left the weights as they were"
+        yield skipped_line(summary)
     for reason, count in summary["groups_dropped"].items():
-        yield f"{_count(count, 'group', 'groups')} dropped: {reason}"
+        yield f"{count_of(count, 'group', 'groups')} dropped: {reason}"
     if summary["tokens_restarted"]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
         yield f"the coordinator was started {summary['coordinator_incarnations']} times"
+
+
+def skipped_line(summary: Mapping[str, Any]) -> str:
+    """Steps after which the weights are what they were before."""
+    skipped = count_of(summary["steps_unchanged"], "skipped update", "skipped updates")
+    return f"{skipped} in {summary['steps']} steps"
 
 
 def groups_line(summary: Mapping[str, Any]) -> str:
@@ -111,23 +118,23 @@ def range_line(found: Mapping[str, int]) -> str:
     return f"{tokens} tokens {' -> '.join(shares)} ({found['last_total']})"
 
 
-def _outcome(summary: Mapping[str, Any]) -> str:
+def outcome(summary: Mapping[str, Any]) -> str:
     if summary["exit_code"] is None:
         return "not ended"
     if summary["exit_code"]:
         return f"FAILED (exit code {summary['exit_code']})"
-    return "stopped in good order" if summary["interrupted"] else "complete"
+    return "stopped early" if summary["interrupted"] else "complete"
 
 
 def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The first and the last; where the reward is shaped, the mean score beside what is right."""
     if not evaluations:
-        yield "held-out correct", "not evaluated"
+        yield "held-out right", "not evaluated"
         return
     ends = [evaluations[0], evaluations[-1]][: len(evaluations)]
     last = evaluations[-1]
     of = f"{last['total']} answers; ± is the standard error"
-    yield "held-out correct", f"{' -> '.join(map(share, ends))} ({of})"
+    yield "held-out right", f"{' -> '.join(map(share, ends))} ({of})"
     if any(map(is_shaped, ends)):
         yield "held-out score", f"{' -> '.join(map(score, ends))} (mean)"
     if parts := beside(last):
@@ -135,13 +142,19 @@ def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
 
 
 def _first_to_last(data: PageData, key: str) -> str:
+    found = first_to_last(data, key)
+    return "-" if found is None else f"{found[0]} ({found[1]})"
+
+
+def first_to_last(data: PageData, key: str) -> tuple[str, str] | None:
+    """A figure at both ends of a run, and what that is a mean of."""
     _, values = data.figure(key)
     if not values:
-        return "-"
+        return None
     count = max(1, math.ceil(len(values) * ENDS_SHARE))
     first, last = (sum(part) / count for part in (values[:count], values[-count:]))
     of = "first and last step" if count == 1 else f"means of the first and last {count} steps"
-    return f"{first:.3g} -> {last:.3g} ({of})"
+    return f"{first:.3g} -> {last:.3g}", of
 
 
 def _lengths(summary: Mapping[str, Any]) -> str:
@@ -170,8 +183,8 @@ def _repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     late = f", {found['expired']} of them without an answer in time" if found["expired"] else ""
     yield (
         "repack",
-        f"{found['policy']}: {_count(found['replicas_emptied'], 'replica', 'replicas')} emptied"
-        f"{late}, {_count(found['moves'], 'trajectory', 'trajectories')} moved, "
+        f"{found['policy']}: {count_of(found['replicas_emptied'], 'replica', 'replicas')} emptied"
+        f"{late}, {count_of(found['moves'], 'trajectory', 'trajectories')} moved, "
         f"{found['tokens_prefilled_again']:,} tokens prefilled again",
     )
     if found["hand_over_s"]:
@@ -200,5 +213,5 @@ def _errors(summary: Mapping[str, Any]) -> str:
     return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{detail}"
 
 
-def _count(count: int, one: str, many: str) -> str:
+def count_of(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"

@@ -1,6 +1,7 @@
 """What a page about a run shows: its summary, its figures over the steps, and some of its answers.
 
-Reads   the event log, timeline/, metrics.jsonl, store.sqlite of a run directory, at work or ended
+Reads   the event log, timeline/, metrics.jsonl, store.sqlite, config.toml and the logs of the nodes
+        of a run directory, at work or ended
 Gives   PageData
 Raises  ConfigError for a run directory that cannot be read
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +20,17 @@ import numpy as np
 from laminar.analysis.course import Course
 from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.history import WallClock
+from laminar.analysis.process_logs import machines
 from laminar.analysis.prompt_lengths import ranges
 from laminar.analysis.replica_series import Points, Series, series
 from laminar.analysis.report import summary_of
 from laminar.analysis.samples import Choice, Decode, Sample, find_samples
 from laminar.analysis.timeline import read_steps, whole_lines
+from laminar.config import Config, ConfigError, load
 from laminar.core.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.run.directory import METRICS_FILE, STORE_FILE
+from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import Response
 
@@ -34,6 +38,7 @@ STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a ste
 RATE_BINS = 40  #: of the time of a run
 LENGTH_BINS = 6  #: of trained responses, each with about as many of them
 SCORE_BINS = 16  #: likewise
+HISTOGRAM_BINS = 30  #: of response lengths
 SAMPLES = 3  #: of each kind that are shown
 
 
@@ -79,6 +84,10 @@ class PageData(NamedTuple):
     scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by what they are
     series: Series  #: of its replicas
+    histogram: dict[str, Points]  #: share of the trained responses by length, early and late
+    config: Config | None  #: None where its file is gone
+    machines: dict[str, dict[str, Any]]  #: by node
+    started: datetime | None
 
     def figure(self, key: str) -> Points:
         """One figure of metrics.jsonl, over the completed steps."""
@@ -106,7 +115,18 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
         scores=_scores(responses),
         samples={} if decode is None else _samples(run_dir, decode),
         series=series(use, course.repack, course.moments.first_ns),
+        histogram=_histogram(responses),
+        config=_config(run_dir),
+        machines=machines(run_dir),
+        started=datetime.fromtimestamp(times.first_ns / 1e9, UTC) if times.first_ns else None,
     )
+
+
+def _config(run_dir: Path) -> Config | None:
+    try:
+        return load([run_dir / CONFIG_FILE])
+    except ConfigError:
+        return None
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
@@ -184,6 +204,29 @@ def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
         shares = {str(value): count / counts.total() for value, count in sorted(counts.items())}
         bins[f"{min(lengths)} to {max(lengths)}"] = shares
     return bins
+
+
+def _histogram(responses: list[Response]) -> dict[str, Points]:
+    """Of what the first and the last third of the steps trained, in bins of the same width."""
+    trained = [
+        (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
+    ]
+    if not trained:
+        return {}
+    steps, lengths = np.array(trained).T
+    width = max(1, -(-int(np.percentile(lengths, 99.5)) // HISTOGRAM_BINS))
+    edges = np.arange(0, int(lengths.max()) + 2 * width, width)
+    first, last = steps.min(), steps.max()
+    third = (last - first) // 3
+    parts = {
+        f"steps {first + 1} to {first + third + 1}": lengths[steps <= first + third],
+        f"steps {last - third + 1} to {last + 1}": lengths[steps >= last - third],
+    }
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {
+        name: (middles, (np.histogram(part, bins=edges)[0] / len(part)).tolist())
+        for name, part in parts.items()
+    }
 
 
 def _scores(responses: list[Response]) -> Points:

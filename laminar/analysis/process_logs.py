@@ -1,7 +1,7 @@
 """What the processes of a run wrote into their logs, as lines that can be placed along the events.
 
 Reads   RUN/logs/attempt_*/PROCESS.jsonl
-Gives   LogLine, log_lines: of all processes and attempts
+Gives   LogLine, log_lines: of all processes and attempts; machines: what each node runs on
 Raises  ConfigError for a file that cannot be read
 
 A line that a crash or a full disk cut short is left out.
@@ -19,6 +19,7 @@ from laminar.analysis.timeline import left_out
 from laminar.config import ConfigError
 from laminar.run.directory import LOGS_DIR, older_parts
 
+MACHINE = "machine"  #: the line in which a node says what it runs on
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
 
 
@@ -38,6 +39,19 @@ def log_lines(run_dir: Path) -> Iterator[LogLine]:
     for newest in _files(run_dir):
         for path in [*(path for _, path in older_parts(newest)), newest]:
             yield from _lines(path)
+
+
+def machines(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """By node, as it said when it started last; none in a log that has lost its beginning."""
+    files = sorted((run_dir / LOGS_DIR).glob("attempt_*/node-*.jsonl"))
+    said = [
+        line
+        for newest in files
+        for path in [*(path for _, path in older_parts(newest)), newest]
+        for line in _lines(path)
+        if line.name == MACHINE
+    ]
+    return {line.process: line.fields for line in sorted(said, key=lambda line: line.unix_ns)}
 
 
 def cut_logs(run_dir: Path) -> list[str]:

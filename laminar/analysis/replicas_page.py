@@ -8,44 +8,33 @@ Gives   HTML: charts of cache, running and waiting sequences; of runs with and w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from html import escape
 
 from laminar.analysis.charts import Bar, Chart, Line, draw, draw_bars
 from laminar.analysis.confidence import Estimate
 from laminar.analysis.page_data import PageData
+from laminar.analysis.page_rows import Drawn, rows
 from laminar.analysis.policies import Policy, gains, policies
-from laminar.analysis.replica_series import Lines
 
 SECONDS = "seconds since the start"
 
 
-def replicas_charts(runs: Sequence[PageData]) -> list[str]:
-    """Cache, then running and waiting sequences, of each run on the same axes."""
-    told = [data for data in runs if data.series.running]
-    cache = [data for data in told if data.series.kv_percent]
-    y_cache = _top([data.series.kv_percent for data in cache])
-    y_running = _top([data.series.running for data in told])
-    y_waiting = _top([data.series.waiting for data in told])
-    charts = []
-    for data in told:
-        of = f" ({data.name})" if len(runs) > 1 else ""
-        if data in cache:
-            lines = [Line(name, *points) for name, points in data.series.kv_percent.items()]
-            title = f"Cache in use, by replica{of}"
-            charts.append(draw(Chart(title, SECONDS, "% of its tokens", lines, y_cache)))
-        for what, found, y_range in (
-            ("running", data.series.running, y_running),
-            ("waiting", data.series.waiting, y_waiting),
-        ):
-            lines = [Line(name, *points) for name, points in found.items()]
-            title = f"Sequences {what}, by replica{of}"
-            charts += [draw(Chart(title, SECONDS, "sequences", lines, y_range))] if lines else []
+def replicas_charts(runs: Sequence[PageData]) -> list[Drawn]:
+    """Cache, running and waiting sequences: a line for each run, the mean over its replicas."""
+    charts: list[Drawn] = []
+    for title, unit, bands in (
+        ("Cache in use", "% of its tokens", {d.name: d.series.kv_percent for d in runs}),
+        ("Sequences running", "per replica", {d.name: d.series.running for d in runs}),
+        ("Sequences waiting", "per replica", {d.name: d.series.waiting for d in runs}),
+    ):
+        lines = [Line(name, b.x, b.mean, band=b.ends) for name, b in bands.items() if b.x]
+        lines = [replace(line, name="mean") for line in lines] if len(runs) == 1 else lines
+        what = f"{title}: mean, lowest and highest replica"
+        if lines:
+            charts.append(partial(draw, Chart(what, SECONDS, unit, lines)))
     return charts
-
-
-def _top(found: Sequence[Lines]) -> tuple[float, float]:
-    values = [y for lines in found for _, ys in lines.values() for y in ys]
-    return 0.0, max(values, default=0.0) * 1.05 or 1.0
 
 
 def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
@@ -55,13 +44,15 @@ def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
         return
     yield "<h2>Repack</h2>"
     found = policies([data.summary for data in runs])
-    yield '<div class="grid">'
-    if len(found) > 1:
-        yield f"<div>{_throughput(found)}</div>"
     moved = [Line(data.name, *data.series.moved) for data in with_it]
-    yield f"<div>{draw(Chart('Trajectories moved so far', SECONDS, 'trajectories', moved))}</div>"
     emptied = [Line(data.name, *data.series.emptied) for data in with_it]
-    yield f"<div>{draw(Chart('Replicas emptied so far', SECONDS, 'replicas', emptied))}</div></div>"
+    yield from rows(
+        [
+            *([_throughput(found)] if len(found) > 1 else []),
+            partial(draw, Chart("Trajectories moved so far", SECONDS, "trajectories", moved)),
+            partial(draw, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
+        ]
+    )
     if len(found) > 1:
         yield from _table(found)
         for name, pairs, gain in gains([data.summary for data in runs]):
@@ -72,18 +63,18 @@ def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
             )
 
 
-def _throughput(found: Sequence[Policy]) -> str:
+def _throughput(found: Sequence[Policy]) -> Drawn:
     bars = [
         Bar(f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
         for p in found
         if p.tokens_per_s is not None
     ]
     title = "Sampled tokens per second by policy (runs), with 95 % intervals"
-    return draw_bars(title, bars, "tokens/s")
+    return partial(draw_bars, title, bars, "tokens/s")
 
 
 def _table(found: Sequence[Policy]) -> Iterator[str]:
-    rows = [
+    figures = [
         ("runs", [str(p.runs) for p in found]),
         ("tokens/s", [_plus_minus(p.tokens_per_s, 1, ",.0f") for p in found]),
         ("latency of an answer, mean (s)", [_figure(p.latency_mean_s) for p in found]),
@@ -93,7 +84,7 @@ def _table(found: Sequence[Policy]) -> Iterator[str]:
         ("nearly empty decode steps", [_percent(p.nearly_empty) for p in found]),
     ]
     yield f"<table><tr><th></th>{''.join(f'<th>{escape(p.name)}</th>' for p in found)}</tr>"
-    for name, cells in rows:
+    for name, cells in figures:
         yield f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     yield "</table>"
 

@@ -25,6 +25,7 @@ from laminar.cli.endings import exit_code
 from laminar.config import Config, ConfigError
 from laminar.names import ids
 from laminar.net.transport import loopback
+from laminar.observe.hardware import hardware
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import add_child_option
 
@@ -50,6 +51,7 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     name = arguments.name
 
     def make(host: Host) -> Node:
+        host.log.info("machine", **hardware())
         return Node(host, roles, MachineProcesses(host, lock, roles, seeds))
 
     return run_actors(lock, [name], "node", name, address, make)

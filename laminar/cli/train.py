@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.analysis.evaluations import is_shaped, score, share
-from laminar.analysis.headline import range_line
+from laminar.analysis.headline import count_of, range_line
 from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.arguments import run_config
 from laminar.cli.early import EarlyNode
@@ -293,7 +293,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         lines += [f"  by prompt      {range_line(found)}" for found in ranges]
     lines += [
         f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
-        f"{_unchanged(summary)}"
+        f"{_skipped(summary)}"
         f"{summary['trajectories_trained']} trajectories trained, "
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
@@ -312,9 +312,9 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     return lines
 
 
-def _unchanged(summary: dict[str, Any]) -> str:
+def _skipped(summary: dict[str, Any]) -> str:
     count = summary["steps_unchanged"]
-    return f"{count} of which left the weights as they were, " if count else ""
+    return f"{count_of(count, 'skipped update', 'skipped updates')}, " if count else ""
 
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:

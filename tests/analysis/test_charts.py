@@ -10,17 +10,21 @@ import pytest
 from laminar.analysis.charts import (
     BOTTOM,
     HEIGHT,
+    LEFT,
     LEGEND_HEIGHT,
     POINTS_MAX,
+    RIGHT,
     TOP,
     Chart,
     Line,
+    alone,
     draw,
     draw_shares,
     number,
     ticks,
     value_range,
 )
+from laminar.analysis.page_rows import GAP, PAGE_WIDTH, rows
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,42 @@ def test_what_is_missing_or_not_finite_is_left_out() -> None:
     empty = draw(Chart("t", "x", "y", [Line("a", [], [])]))
     assert "no figures yet" in empty
     ElementTree.fromstring(empty)
+
+
+def test_lines_of_the_same_points_are_one() -> None:
+    first, second = Line("trained", [0, 1], [1, 2]), Line("generated", [0, 1], [1, 2], dashed=True)
+    svg = draw(Chart("t", "x", "y", [first, second, Line("c", [0, 1], [2, 1])]))
+    assert svg.count("<polyline") == 2 and ">trained = generated</text>" in svg
+
+
+def test_a_band_and_a_histogram_are_inside_the_frame() -> None:
+    band = Line("a", [0, 1, 2], [1.0, 2.0, 3.0], band=[(0.5, 4.0), (1.0, 9.0), (2.5, 3.5)])
+    stairs = Line("b", [0.5, 1.5], [2.0, 7.0], stairs=True)
+    for line, tag in ((band, "polygon"), (stairs, "polyline")):
+        svg = ElementTree.fromstring(draw(Chart("t", "x", "y", [line], x_range=(0, 2)), 700))
+        (shape,) = svg.iter(tag)
+        places = [part.split(",") for part in shape.get("points").split()]
+        assert all(LEFT <= float(x) <= 700 - RIGHT for x, _ in places)
+        assert all(TOP <= float(y) <= HEIGHT - BOTTOM for _, y in places)
+    assert "a: 2 (1 to 9) (at 1)" in draw(Chart("t", "x", "y", [band]))
+
+
+@pytest.mark.parametrize(
+    ("charts", "counts"),
+    [(0, []), (1, [1]), (2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (7, [3, 2, 2])],
+)
+def test_no_row_of_charts_is_half_empty(charts: int, counts: list[int]) -> None:
+    widths: list[float] = []
+    page = list(rows([lambda width: str(widths.append(width)) for _ in range(charts)]))
+    assert [row.count("<div>") for row in page] == counts
+    assert [sum(widths[:count]) + GAP * (count - 1) for count in counts[:1]] == (
+        [pytest.approx(PAGE_WIDTH)] if charts else []
+    )
+
+
+def test_a_chart_alone_is_a_file() -> None:
+    svg = ElementTree.fromstring(alone(draw(Chart("T > t", "x", "y", [Line("a", [0], [1])]))))
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_many_points_are_drawn_as_means() -> None:

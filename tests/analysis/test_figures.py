@@ -130,7 +130,7 @@ def test_a_replicas_time() -> None:
             "draining": 0.2,
             "stepping": 0.3,
             "pulling": 0.1,
-            "back_pressure": 0.25,
+            "staleness_bound": 0.25,
             "no_work": 0.15,
         }
     )

@@ -11,7 +11,7 @@ import msgspec
 
 from laminar.analysis.headline import groups_line, length_line, troubles
 from laminar.analysis.report import summarize
-from laminar.cli.train import _unchanged
+from laminar.cli.train import _skipped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -84,14 +84,14 @@ def test_what_was_left_over_at_the_end_is_a_drop_with_its_length() -> None:
     )
 
 
-def test_steps_that_left_the_weights_as_they_were_are_told(tmp_path: Path) -> None:
+def test_skipped_updates_are_told(tmp_path: Path) -> None:
     """In the summary, on the page, and in the last lines on the terminal."""
     make_run(tmp_path / "run", [_without_signal(s, c) for s, c in world_log()])
     summary = summarize(tmp_path / "run")
     assert (summary["steps"], summary["steps_unchanged"]) == (3, 1)
-    assert "1 step of 3 left the weights as they were" in list(troubles(summary))
-    assert _unchanged(summary) == "1 of which left the weights as they were, "
-    assert _unchanged({"steps_unchanged": 0}) == ""
+    assert "1 skipped update in 3 steps" in list(troubles(summary))
+    assert _skipped(summary) == "1 skipped update, "
+    assert _skipped({"steps_unchanged": 0}) == ""
 
 
 def _without_signal(stamped: Stamped, commands: list[Command]) -> tuple[Stamped, list[cmd.Command]]:

@@ -1,0 +1,33 @@
+"""How charts stand on a page: three in a row, and no row that is half empty.
+
+Reads   charts that are drawn once their width is known
+Gives   Drawn, rows: HTML
+
+Each part of a page lays out its own charts with it, so it belongs to none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+PAGE_WIDTH, GAP, IN_A_ROW = 1320, 28, 3
+
+Drawn = Callable[[float], str]
+"""A chart, given its width: letters have one size, however many stand in a row."""
+
+
+def rows(charts: Sequence[Drawn]) -> Iterator[str]:
+    """What is left over for a last row takes a chart from the row before it, or fills it."""
+    at = 0
+    for count in _counts(len(charts)):
+        width = (PAGE_WIDTH - GAP * (count - 1)) / count
+        parts = "".join(f"<div>{chart(width)}</div>" for chart in charts[at : at + count])
+        yield f'<div class="row">{parts}</div>'
+        at += count
+
+
+def _counts(number: int) -> list[int]:
+    full, rest = divmod(number, IN_A_ROW)
+    if rest == 1 and full:
+        return [IN_A_ROW] * (full - 1) + [2, 2]
+    return [IN_A_ROW] * full + ([rest] if rest else [])
