@@ -25,8 +25,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event
 from laminar.names import exit_codes
 from laminar.net.calls import Client, Handler, Server
-from laminar.net.session import LinkClosed
-from laminar.net.session_boxes import OutboxFull
+from laminar.net.session import LinkClosed, OutboxFull
 
 ORPHAN_ABSENT_S = 10.0
 """A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""

@@ -40,7 +40,6 @@ from laminar.analysis.lives import (
 from laminar.analysis.plain import step_number
 from laminar.analysis.repack_book import given_away
 from laminar.analysis.timeline import read_spans
-from laminar.analysis.trace_engines import HAND_OVER, EngineTracks
 from laminar.analysis.tracks import FLAGS, Span, Tracks
 from laminar.config import ConfigError
 from laminar.core.keys import CommandKey
@@ -52,8 +51,8 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped
 PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
     "phase", "evaluation", "lost work", "work", "publishing",
 )  # fmt: skip
-VERSION, PULL, REFUSED, SLOT, REWARD, OWN = (
-    "version", "pull", "refused", "slot", "reward", "own record",
+VERSION, PULL, REFUSED, HAND_OVER, SLOT, REWARD, OWN = (
+    "version", "pull", "refused", "hand-over", "slot", "reward", "own record",
 )  # fmt: skip
 KINDS = (
     PHASE,
@@ -383,3 +382,39 @@ def _facts(event: Event) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(event)
     left_out = ("type", "config")
     return {k: v for k, v in fields.items() if isinstance(v, str | int) and k not in left_out}
+
+
+class EngineTracks:
+    """The engines in a trace: what they hold and run as charts, hand-overs as spans.
+
+    Such a span goes from the order to give everything away until all of it goes on elsewhere.
+    """
+
+    def __init__(self, tracks: Tracks) -> None:
+        self._tracks = tracks
+        self._giving: dict[str, Span] = {}  #: by replica that hands its work over
+        self._figures: dict[str, tuple[int, ...]] = {}  #: the last ones by replica
+
+    def take(self, stamped: Stamped, us: float, commands: list[Command], state: State) -> None:
+        """Enter one event."""
+        if isinstance(stamped.event, ev.TokenProgress):
+            self._gauge(stamped.peer, stamped.event, us)
+        for name in list(self._giving):
+            if name not in state.replicas or not state.replicas[name].given:
+                self._tracks.end(self._giving.pop(name), us, event=stamped.seq)
+        for command in commands:
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._ordered(command, stamped.seq, us, state)
+
+    def _ordered(self, command: cmd.ReleaseTrajectories, seq: int, us: float, state: State) -> None:
+        destination = state.progress[command.items[0].trajectory_id].destination
+        span = self._giving[command.to] = (command.to, HAND_OVER, HAND_OVER)
+        self._tracks.begin(span, us, f"gives {len(command.items)} to {destination}", event=seq)
+
+    def _gauge(self, replica: str, event: ev.TokenProgress, us: float) -> None:
+        figures = event.kv_used_tokens, event.running, event.waiting
+        if self._figures.get(replica) != figures:
+            self._figures[replica] = figures
+            self._tracks.count(replica, us, "cache", tokens=event.kv_used_tokens)
+            running, waiting = event.running, event.waiting
+            self._tracks.count(replica, us, "sequences", running=running, waiting=waiting)

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -23,11 +25,13 @@ from laminar.cli.arguments import Parser, run_config
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
+from laminar.core.state import State
+from laminar.eventlog.replay import Observer
+from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
 from laminar.observe.boards import Boards
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.observers import Observers
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
@@ -106,6 +110,28 @@ async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
     while not (reason := await asyncio.to_thread(lock.lost)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
+
+
+class Observers:
+    """Several observers as one that never raises: each collects, and can break nothing.
+
+    An exception of one is counted, and logged once per kind. What they collect goes into outlets of
+    the telemetry (observe/telemetry.py), whose thread writes it.
+    """
+
+    def __init__(self, log: Any, **observers: Observer) -> None:
+        self._log, self._observers = log, observers
+        self.failed: Counter[tuple[str, type[Exception]]] = Counter()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        for name, observer in self._observers.items():
+            try:
+                observer(stamped, commands, state)
+            except Exception as error:
+                self.failed[name, type(error)] += 1
+                if self.failed[name, type(error)] == 1:
+                    fields = {"observer": name, "event_seq": stamped.seq}
+                    self._log.error("observer-failed", **fields, exc_info=error)
 
 
 if __name__ == "__main__":

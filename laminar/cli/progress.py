@@ -19,8 +19,10 @@ from rich.live import Live
 from rich.table import Table
 
 from laminar.analysis.evaluations import held_out
-from laminar.analysis.start import start_parts
+from laminar.analysis.history import WallClock, records, typed_event
 from laminar.config import ConfigError
+from laminar.eventlog.record import EventRecord
+from laminar.events import events as ev
 from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
 from laminar.run.directory import STATUS_FILE
 
@@ -34,6 +36,18 @@ QUIET_S = 10.0
 
 ORDINARY = ("training", "waiting")
 """What a trainer does when nothing is said of it."""
+
+_START_PARTS: dict[type, str] = {
+    ev.CoordinatorStarted: "checks",
+    ev.ActorJoined: "processes",
+    ev.TrainerReady: "data and models",
+    ev.ReplicaReady: "data and models",
+    ev.DataLoaded: "data and models",
+    ev.WeightsLoaded: "weights",
+    ev.StepCompleted: "answers and training",
+}
+"""What the time from the command to the first step goes into: each part ends with the last of its
+events before the next part begins."""
 
 
 class Progress:
@@ -306,3 +320,35 @@ def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
         **{what: sum(r[what] for r in replicas) for what in ("running", "waiting")},
         "engine": {what: sum(engine[what] for engine in engines) for what in cache},
     }
+
+
+def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
+    """Parts of the start with their seconds, by the event log, in the order in which they end.
+
+    Empty as long as no step is completed. `begun_ns`: of the command, unix time; what a resumed
+    run has in its log from before that does not count.
+    """
+    ends: dict[str, int] = {}
+    clock = WallClock()
+    for record in records(run_dir):
+        if not isinstance(record, EventRecord):
+            continue
+        stamped = typed_event(record)
+        at_ns, part = clock.unix_ns(stamped), _START_PARTS.get(type(stamped.event))
+        if at_ns < begun_ns:
+            continue
+        if part is not None:
+            ends[part] = at_ns
+        if isinstance(stamped.event, ev.StepCompleted):
+            return _lengths(ends, begun_ns)
+    return []
+
+
+def _lengths(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
+    """In the order of the parts; what had ended before the part before it took no time."""
+    lengths = []
+    for name in dict.fromkeys(_START_PARTS.values()):
+        end_ns = max(ends.get(name, begun_ns), begun_ns)
+        lengths.append((name, (end_ns - begun_ns) / 1e9))
+        begun_ns = end_ns
+    return lengths

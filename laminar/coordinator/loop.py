@@ -46,7 +46,7 @@ from laminar.events.base import Event, Settings
 from laminar.names.ports import DiskError
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
-from laminar.net.session_boxes import Limits
+from laminar.net.session import Limits
 from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.run.directory import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE

@@ -36,8 +36,7 @@ from laminar.events.codec import decode_event, encode
 from laminar.names.ports import AtOnce, Background
 from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import PEERS_MAX, LinkState, ServerLink, full
-from laminar.net.session_boxes import Limits, OutboxFull
+from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.wakeups import Wakeups
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)

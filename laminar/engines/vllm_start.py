@@ -23,11 +23,14 @@ import torch
 from laminar.config import Config, ConfigError
 from laminar.engines.environment import VLLM, vllm_environment
 from laminar.engines.protocol import TokenDelta
-from laminar.engines.vllm_extra import unknown_extra
 from laminar.run.parent_death import die_with_parent
 
 os.environ.update(VLLM | os.environ)  # before CUDA is asked for
 os.environ.update(vllm_environment(torch.cuda.is_available()) | os.environ)
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs
@@ -170,3 +173,21 @@ def _first(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = (lines[0] if lines else type(error).__name__).removeprefix("Value error, ")
     return line.partition(". ")[0][:400]
+
+
+def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
+    """What is wrong with rollout.vllm.extra, or nothing. It may have any argument of vLLM that no
+    setting of ours decides."""
+    if not extra:
+        return ""
+    from vllm import AsyncEngineArgs
+
+    fields = dataclasses.fields(AsyncEngineArgs)
+    known = [field.name for field in fields if not field.name.startswith("_")]
+    for key in extra:
+        if key in ours:
+            return f"rollout.vllm.extra.{key} is decided by the settings of rollout; leave it out"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            return f"rollout.vllm.extra.{key} is not an argument of vLLM; the nearest is {near}"
+    return ""

@@ -26,8 +26,7 @@ from laminar.config import ConfigError
 from laminar.events.base import WireError
 from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
-from laminar.net.session import ClientLink, LinkState
-from laminar.net.session_boxes import MS
+from laminar.net.session import MS, ClientLink, LinkState
 from laminar.net.transport import ClientSocket
 
 GONE_S = 10.0

@@ -19,8 +19,7 @@ import msgspec
 from laminar.net.calls import FLUSH_S, Reply, Request, RpcError
 from laminar.net.client import ClientShell, now_ns, started
 from laminar.net.frames import FRAME_BYTES_MAX
-from laminar.net.session import ClientLink, LinkClosed, LinkState
-from laminar.net.session_boxes import MS, Limits, OutboxFull
+from laminar.net.session import MS, ClientLink, Limits, LinkClosed, LinkState, OutboxFull
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode

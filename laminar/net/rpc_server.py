@@ -30,8 +30,7 @@ from laminar.net.frames import (
     decode_client,
     encode,
 )
-from laminar.net.session import LinkState, ServerLink, full
-from laminar.net.session_boxes import MS, Limits, OutboxFull
+from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from laminar.net.session_boxes import NEVER_NS
+from laminar.net.session import NEVER_NS
 
 Key = TypeVar("Key", str, tuple[str, str])
 

@@ -13,8 +13,7 @@ import torch
 
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
-from laminar.actors.system.own_process import OwnProcess
-from laminar.actors.system.process import SystemProcess
+from laminar.actors.system.process import OwnProcess, SystemProcess
 from laminar.config import Config, load
 from laminar.events import commands as cmd
 from laminar.events.base import Event

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from laminar.actors import host as host_module
-from laminar.actors.system import own_process as process_module
+from laminar.actors.system import process as process_module
 from laminar.config import dumps, load
 from laminar.events import commands as cmd
 from laminar.events import events as ev

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from laminar.analysis.history import WallClock, records, typed_event
-from laminar.analysis.start import start_parts
+from laminar.cli.progress import start_parts
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from tests.kit.logs import Log, write_log

@@ -19,8 +19,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.events.codec import decode_order
-from laminar.net.session import ClientLink
-from laminar.net.session_boxes import MS, Limits
+from laminar.net.session import MS, ClientLink, Limits
 from tests.kit.memory_disk import MemoryDisk
 from tests.kit.world_parts import coordinator_started, settings
 

@@ -19,8 +19,7 @@ from laminar.events.codec import decode_event, encode
 from laminar.names import exit_codes
 from laminar.net.frames import Data, Hello, decode_server
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import LinkState
-from laminar.net.session_boxes import MS
+from laminar.net.session import MS, LinkState
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
 from tests.kit.memory_disk import MemoryDisk
 from tests.kit.sim_worlds import LoggedRun

@@ -11,8 +11,7 @@ from laminar.events import events as ev
 from laminar.events.codec import encode
 from laminar.net.frames import Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import LinkState, ServerLink
-from laminar.net.session_boxes import MS, RESEND_MIN_NS
+from laminar.net.session import MS, RESEND_MIN_NS, LinkState, ServerLink
 from tests.coordinator.desk import LEASE_MS, Desk
 
 NAMES = ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0", "rollout-1")

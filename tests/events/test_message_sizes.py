@@ -19,8 +19,7 @@ from laminar.events import events as ev
 from laminar.events.codec import MESSAGE_BYTES_MAX, TooLarge, decode_event, decode_order, encode
 from laminar.names import ids
 from laminar.net.frames import Hello
-from laminar.net.session import ClientLink, ServerLink
-from laminar.net.session_boxes import Limits
+from laminar.net.session import ClientLink, Limits, ServerLink
 from laminar.storage.messages import MAX_ITEMS
 from laminar.training.metrics import by_origin
 from laminar.training.steps import Mismatch

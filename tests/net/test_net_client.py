@@ -8,8 +8,7 @@ import pytest
 from laminar.config import ConfigError
 from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.frames import Hello, decode_client
-from laminar.net.session import LinkClosed, ServerLink
-from laminar.net.session_boxes import Limits, OutboxFull
+from laminar.net.session import Limits, LinkClosed, OutboxFull, ServerLink
 from laminar.net.transport import ServerSocket
 
 DEADLINE_S = 25.0  #: only a hang reaches it

@@ -7,8 +7,7 @@ from laminar.net import rpc_server
 from laminar.net.calls import Reply, Request
 from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc_server import RpcServer
-from laminar.net.session import PEERS_MAX, ServerLink, full
-from laminar.net.session_boxes import MS, RESEND_MIN_NS
+from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
 from laminar.net.wakeups import Wakeups
 
 LEASE_MS = 5_000

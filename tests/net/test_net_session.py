@@ -16,8 +16,20 @@ from laminar.net.frames import (
     decode_server,
     encode,
 )
-from laminar.net.session import SERVERS_KNOWN, ClientLink, LinkClosed, LinkState, ServerLink, full
-from laminar.net.session_boxes import MS, NEVER_NS, WINDOW_MESSAGES, Limits, Outbox, OutboxFull
+from laminar.net.session import (
+    MS,
+    NEVER_NS,
+    SERVERS_KNOWN,
+    WINDOW_MESSAGES,
+    ClientLink,
+    Limits,
+    LinkClosed,
+    LinkState,
+    Outbox,
+    OutboxFull,
+    ServerLink,
+    full,
+)
 
 HEARTBEAT = 1_000 * MS
 HELLO = Hello("rollout-0", "rollout", "c1", 0, 1, {})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar.net.session_boxes import Inbox, Outbox
+from laminar.net.session import Inbox, Outbox
 from tools.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 
 EXAMPLES, STEPS = 80, 50

@@ -7,7 +7,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.observe.losses import Losses
+from laminar.observe.status import Losses
 
 NAME = "rollout-0"
 

@@ -19,12 +19,12 @@ import structlog
 from structlog.testing import capture_logs
 
 from laminar.analysis.timeline import read_spans, read_steps
+from laminar.cli.coord import Observers
 from laminar.core.state import State
 from laminar.events.base import Stamped
 from laminar.observe.board import Board, Scalars
 from laminar.observe.files import GrowingFile, ReplacedFile, cut_rows
 from laminar.observe.logs import configure, get_logger
-from laminar.observe.observers import Observers
 from laminar.observe.telemetry import Outlet, PartlyWritten, Telemetry
 
 DEADLINE_S = 60.0

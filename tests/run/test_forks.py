@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.origins import origin_of
 from laminar.cli.commands import run
+from laminar.cli.fork import origin_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.run import fail_points

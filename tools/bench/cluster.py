@@ -18,8 +18,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.events.codec import encode
 from laminar.names.ports import Disk
-from laminar.net.session import ClientLink
-from laminar.net.session_boxes import Limits
+from laminar.net.session import ClientLink, Limits
 from tests.kit.bench import MS, Bench, machine_of
 from tests.kit.logs import begin_log
 

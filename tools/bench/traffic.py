@@ -23,8 +23,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
 from laminar.events.codec import decode_order, encode
 from laminar.names.ports import Disk
-from laminar.net.session import ClientLink
-from laminar.net.session_boxes import Limits
+from laminar.net.session import ClientLink, Limits
 from tests.kit.logs import begin_log
 from tests.kit.world_parts import coordinator_started, step_completed
 from tests.kit.world_parts import settings as small_settings

@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 )
 
 from laminar.net.frames import Hello, decode_client
-from laminar.net.session import ClientLink, LinkState, ServerLink
-from laminar.net.session_boxes import MS, Limits, OutboxFull
+from laminar.net.session import MS, ClientLink, Limits, LinkState, OutboxFull, ServerLink
 
 HEARTBEAT_NS = 1_000 * MS
 LIMITS = Limits(outbox_messages=6)

@@ -21,8 +21,7 @@ from laminar.events.base import Command, Event, WireError
 from laminar.events.codec import decode_order, encode
 from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
-from laminar.net.session import ClientLink, LinkClosed, LinkState
-from laminar.net.session_boxes import NEVER_NS
+from laminar.net.session import NEVER_NS, ClientLink, LinkClosed, LinkState
 from laminar.sim.runtime.loop import SimLoop
 from laminar.sim.runtime.rpc import Replies, SimClient, SimServer
 from laminar.sim.runtime.violation import Violation

@@ -31,7 +31,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ports import AtOnce, Background, DiskError
-from laminar.net.session_boxes import MS, NEVER_NS, Limits
+from laminar.net.session import MS, NEVER_NS, Limits
 from laminar.observe.warnings import Watch
 from laminar.sim.runtime.disk import PowerCut, SimDisk
 from laminar.sim.runtime.exits import Exits
