@@ -17,9 +17,9 @@ from laminar.analysis.headline import headline
 from laminar.analysis.history import replay_log
 from laminar.analysis.page import html
 from laminar.analysis.page_data import page_data
-from laminar.analysis.policies import gains, policies
 from laminar.analysis.repack_book import RepackBook
 from laminar.analysis.replica_series import series
+from laminar.analysis.replicas_page import gains, policies
 from laminar.analysis.trace import write_trace
 from laminar.analysis.why import why
 from laminar.events import commands as cmd

@@ -1,14 +1,18 @@
-"""Check of what relays say they hold: the bytes are in a slot, as the trainer made them.
+"""Checks of relays: what one says it holds is in a slot, as the trainer made it; and a transfer
+along their chain that does not come has an end.
 
-Reads   reports of relays and orders to them; their version tables and slots
+Reads   reports of relays and orders to them; their version tables and slots; the coordinator's
+        state when a timer has fired
 Raises  Violation
 """
 
 from __future__ import annotations
 
+from laminar.core import keys
+from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event
+from laminar.events.base import Command, Event, Stamped
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.weights.version.hashes import WeightsCorrupt, verify
@@ -35,3 +39,18 @@ def obeyed(process: SimProcess, command: Command) -> None:
         return
     if command.version not in process.world.machine_of(process.name).versions.complete():
         process.world.coverage.hit("relay:pin-of-a-version-not-here")
+
+
+def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
+    """A relay that did not get in time what its predecessor has is to be started again."""
+    if not isinstance(stamped.event, ev.TimerFired):
+        return
+    kind, name = keys.parse_timer(stamped.event.timer)
+    overdue = kind == keys.TimerKind.RECEIVE and name in state.chain
+    position = state.chain.index(name) if overdue else 0
+    if not position or keys.restart(name) in state.commands:
+        return
+    relay, before = state.relays[name], state.relays[state.chain[position - 1]]
+    if relay.newest < state.newest <= before.newest:
+        what = f"version {state.newest} did not come from {before.name}, and nobody acts"
+        raise Violation("late_transfer_has_an_end", what, name)

@@ -1,22 +1,25 @@
-"""Checks of repack's decisions: what is moved may be moved, what is emptied has new work, and what
-is answered too late changes nothing.
+"""Checks of repack's decisions: what is moved may be moved, what is emptied has new work, what is
+handed over is in the store first, and what is answered too late changes nothing.
 
-Reads   decisions, the coordinator's state after them
+Reads   decisions, the coordinator's state after them; what engines had sampled when they were told
+        to stop, the store's rows
 Raises  Violation
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from laminar.core import keys
 from laminar.core.state import State, Trajectory
 from laminar.core.statuses import GroupStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import Purpose
 from laminar.sim.runtime.violation import Violation
+from laminar.storage.rules import Row
 
 MOVES_MAX = 3
 
@@ -132,3 +135,39 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
     if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
         raise Violation("emptied_has_new_work", what)
+
+
+class Released:
+    """Check of what is handed over: the store has all of it before it goes on elsewhere."""
+
+    def __init__(self) -> None:
+        self._ordered: set[tuple[str, int]] = set()  #: trajectory and placement to be handed over
+        self._sampled: dict[str, int] = {}  #: tokens by the engine's name for it, when it stopped
+
+    def stopped(self, request_id: str, tokens: int) -> None:
+        """An engine forgets it, with so many tokens of the response sampled."""
+        self._sampled[request_id] = tokens
+
+    def observe(self, event: Event, commands: list[Command], rows: Mapping[str, Row]) -> None:
+        """released_is_stored: what its replica has let go of goes on with all that was sampled.
+
+        Without an answer in time it goes on with less, and is taken back from its replica."""
+        answered = isinstance(event, ev.TrajectoriesReleased)
+        for command in commands:
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._ordered.update((item.trajectory_id, item.placement) for item in command.items)
+            elif isinstance(command, cmd.AbortTrajectories):
+                taken = {(item.trajectory_id, item.placement) for item in command.items}
+                self._ordered.difference_update(taken)
+            elif isinstance(command, cmd.GenerateTrajectory) and answered:
+                self._goes_on(command, rows)
+
+    def _goes_on(self, command: cmd.GenerateTrajectory, rows: Mapping[str, Row]) -> None:
+        before = (command.trajectory_id, command.placement - 1)
+        sampled = self._sampled.get(f"{command.trajectory_id}@{command.placement - 1}", 0)
+        if before not in self._ordered or not sampled:
+            return
+        row = rows.get(command.trajectory_id)
+        if row is None or row.num_tokens < sampled:
+            what = f"{sampled} tokens were sampled when it was released, the store has {row}"
+            raise Violation("released_is_stored", what, command.trajectory_id)

@@ -29,17 +29,15 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import Purpose
 from laminar.sim.checks import held
 from laminar.sim.checks.acted import Acted
-from laminar.sim.checks.durability import Durability
+from laminar.sim.checks.durability import Durability, reported_is_stored
+from laminar.sim.checks.held import late_transfer_has_an_end
 from laminar.sim.checks.invariants import state_is_sound
 from laminar.sim.checks.leases import Leases
 from laminar.sim.checks.log_time import LogTime
-from laminar.sim.checks.moves import Moves
+from laminar.sim.checks.moves import Moves, Released
 from laminar.sim.checks.node_reports import NodeReports
 from laminar.sim.checks.prompts import Prompts, answers_its_prompt
-from laminar.sim.checks.released import Released
-from laminar.sim.checks.stored import reported_is_stored
 from laminar.sim.checks.training import TrainingChecks
-from laminar.sim.checks.transfers import late_transfer_has_an_end
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.process import SimProcess
