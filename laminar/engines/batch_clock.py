@@ -78,7 +78,7 @@ class BatchClock:
         return self.batch.preempted
 
     def add(self, sequence: Sequence) -> None:
-        """One that hangs takes nothing from the others."""
+        """A response that hangs takes nothing from the others."""
         self._look()
         self.sequences[sequence.id] = sequence
         if sequence.hangs:
@@ -116,7 +116,7 @@ class BatchClock:
         self.advance()
 
     def thaw(self) -> None:
-        """It goes on, or at another speed."""
+        """Go on, or at another speed."""
         self._looked_ns = self._timer.now_ns()
         self._changed()
 

@@ -56,7 +56,7 @@ def check_engine(config: Config) -> None:
 
 
 def check_vllm(config: Config) -> None:
-    """It is installed, and has enough GPUs, if there are any."""
+    """Check that vLLM is installed, and has enough GPUs, if there are any."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine = "vllm", but vLLM is not installed here: '

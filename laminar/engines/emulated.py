@@ -49,7 +49,7 @@ class RealTimer:
 
 
 class EmulatedEngine(ClockEngine):
-    """Of one replica."""
+    """The engine of one emulated replica."""
 
     def __init__(self, config: Config, on_deltas: OnDeltas) -> None:
         emulation, limit = config.emulation, config.data.max_response_length
@@ -102,7 +102,8 @@ class EmulatedEngine(ClockEngine):
         return scores
 
     def drain_steps(self) -> list[StepRecord]:
-        """Of each time between two reports one step as it was, and all others together."""
+        """Records of the steps: of each time between two reports one step as it was, and all others
+        as one."""
         self._keep_steps()
         steps, self._steps = self._steps, []
         return steps
@@ -126,7 +127,7 @@ class EmulatedEngine(ClockEngine):
 
 
 def fingerprint(weights: FileBytes) -> str:
-    """Of all bytes of a version."""
+    """The digest of all bytes of a version."""
     return xxhash.xxh3_128_hexdigest(weights.data)
 
 

@@ -62,5 +62,5 @@ def visible_gpus() -> list[str]:
 
 
 def gpus_per_replica(config: Config) -> int:
-    """On one machine."""
+    """How many GPUs of one machine a replica has."""
     return config.rollout.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1

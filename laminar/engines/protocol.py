@@ -128,7 +128,7 @@ class ReplicaEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """As of the latest step or call."""
+        """The engine's state as of the latest step or call."""
         ...
 
     def drain_steps(self) -> list[StepRecord]:

@@ -42,7 +42,7 @@ def check_request(request: GenerateRequest, max_model_len: int, vocab_limit: int
 
 
 def check_sequence(name: str, ids: Sequence[int], max_model_len: int, vocab_limit: int) -> None:
-    """One that is to be scored."""
+    """Check a sequence that is to be scored."""
     check_ids(name, ids, vocab_limit)
     if len(ids) > max_model_len:
         raise EngineError(

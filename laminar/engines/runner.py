@@ -90,7 +90,7 @@ class EngineRunner:
         return future
 
     def stats(self) -> EngineStats:
-        """As of the latest step or call."""
+        """The engine's state as of the latest step or call."""
         return self._stats
 
     def drain_steps(self) -> list[StepRecord]:

@@ -50,7 +50,7 @@ class TimedBatch:
     """One engine. Times are nanoseconds of its own clock, and never go back."""
 
     def __init__(self, timing: EngineTiming, slots: int) -> None:
-        """At most `slots` sequences run."""
+        """`slots`: how many sequences run at most."""
         self.finished: list[str] = []  #: in order, until somebody takes them
         self.preempted = 0  #: times that a sequence lost its cache
         self.prefilled = 0  #: tokens
@@ -101,11 +101,11 @@ class TimedBatch:
         return self._start + self._duration(self._length) if self._length else math.inf
 
     def has(self, sequence_id: str) -> bool:
-        """It runs or waits."""
+        """Whether the sequence runs or waits."""
         return sequence_id in self._sequences
 
     def tokens(self, sequence_id: str) -> int:
-        """Of this response, as of the last `advance`."""
+        """How many tokens this response has, as of the last `advance`."""
         found = self._sequences[sequence_id]
         if not found.runs:
             return found.tokens
@@ -123,7 +123,7 @@ class TimedBatch:
         self._waiting.append(added)
 
     def remove(self, sequence_id: str, now: float) -> None:
-        """It is not wanted any more."""
+        """Forget a sequence that is not wanted any more."""
         self.advance(now)
         self._end_stretch()
         removed = self._sequences.pop(sequence_id)
@@ -150,7 +150,7 @@ class TimedBatch:
     # --- steps --------------------------------------------------------------------------------
 
     def _duration(self, steps: int) -> float:
-        """Of the first so many steps of the stretch."""
+        """How long the first so many steps of the stretch take."""
         if steps <= 1:
             return self._first_ns * steps
         number, after = len(self._running), steps - 1
@@ -184,7 +184,7 @@ class TimedBatch:
         self._made = 0
 
     def _end_stretch(self) -> None:
-        """After the step that has begun, whose duration stays what it is."""
+        """End the stretch after the step that has begun, whose duration stays what it is."""
         if self._length <= 1:
             return
         made = self._made
@@ -216,14 +216,14 @@ class TimedBatch:
     # --- sequences ----------------------------------------------------------------------------
 
     def _preempt(self) -> None:
-        """Who was admitted last waits again, first of all."""
+        """Preempt the sequence that was admitted last: it is the first of those that wait."""
         last = next(reversed(self._running.values()))
         self._leave(last)
         self._waiting.appendleft(last)
         self.preempted += 1
 
     def _admit(self) -> int:
-        """Who waits and has room; tokens that this prefills."""
+        """Admit the sequences that wait and have room; gives the tokens that this prefills."""
         prefill, limit = 0, self._capacity - int(SPARE * self._capacity)
         while self._waiting and len(self._running) < self._slots:
             first = self._waiting[0]

@@ -33,7 +33,7 @@ class EngineTiming(msgspec.Struct, frozen=True):
     cache_tokens: int = 0  #: that the cache holds; 0: no limit
 
     def step_ns(self, sequences: int, cached: int = 0) -> float:
-        """One token for each of `sequences` that decode together; so many tokens are cached."""
+        """How long a decode step of so many sequences takes; so many tokens are cached."""
         return 1e3 * (self.step_us + self.sequence_us * sequences + self.token_us * cached)
 
     def prefill_ns(self, tokens: int) -> float:

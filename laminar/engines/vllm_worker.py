@@ -84,8 +84,8 @@ class LaminarWorker:
 
 
 def _remove_names() -> None:
-    """Of the memory that ranks on CPU share: all have it mapped, and vLLM (0.32) never removes it,
-    so every engine would leave 8 MB a rank, however it ends."""
+    """Remove the names of the memory that ranks on CPU share: all have it mapped, and vLLM (0.32)
+    never removes it, so every engine would leave 8 MB a rank, however it ends."""
     name = os.environ.get("VLLM_DIST_IDENT")
     for path in SHARED_MEMORY.glob(f"{name}-*") if name else ():
         path.unlink(missing_ok=True)

@@ -94,7 +94,8 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
 
 
 def _removed_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
-    """Of a payload that was removed only the counts are left, and nobody can need it."""
+    """What contradicts a removal: only the counts of the payload are left, and nobody can need
+    it."""
     problems = []
     counted = sum(chunk.num_tokens for chunk in chunks)
     if counted != row.num_tokens:

@@ -354,7 +354,7 @@ def _payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
 
 
 def _fetched_size(row: Row, prompt: bytes, prompt_ids: bytes) -> int:
-    """At least the bytes of the row in a reply. Each span is of another placement."""
+    """The bytes of the row in a reply, at least. Each span is of another placement."""
     payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.num_tokens
     spans = m.SPAN_BYTES * min(row.placement, row.num_tokens)
     return payload + spans + 4 * len(row.reward_detail or "") + 4096

@@ -53,7 +53,7 @@ class Stamp(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Who sampled tokens, and with which weights."""
+    """The replica that sampled tokens, and its weights."""
 
     replica: str
     weight_version: int
@@ -107,7 +107,7 @@ class Row(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """Of what its placement samples; ValueError for a row that was never opened."""
+        """The source of what its placement samples; ValueError for a row that was never opened."""
         if self.replica is None or self.weight_version is None or self.version_step is None:
             raise ValueError(f"{self.id} was never opened")
         return Source(self.replica, self.weight_version, self.version_step)
@@ -342,7 +342,7 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
 
 
 def spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
-    """Who sampled which part of the row's response, given all of its chunks in order.
+    """The parts of the row's response by who sampled them, given all of its chunks in order.
 
     What was stored before chunks had a source counts for whoever opened the row last.
     """

@@ -65,7 +65,7 @@ class StoredChunk(NamedTuple):
 
     @property
     def removed(self) -> bool:
-        """Its bytes are not there any more."""
+        """Whether the payload's bytes are gone."""
         return self.tokens is None and self.file is None
 
     @property
@@ -88,7 +88,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def trained_by(cls, step: int) -> Wanted:
-        """By the batch with this index, from 0."""
+        """The trajectories that the batch with this index, from 0, has trained."""
         return cls("\"end\" = 'trained' AND end_step = ?", (step,))
 
     @classmethod
@@ -159,7 +159,8 @@ class Tables:
         self._db.executemany("INSERT OR REPLACE INTO prompt_ids VALUES (?, ?, ?, ?)", rows)
 
     def damaged_prompt_ids(self) -> list[PromptKey]:
-        """Those that do not have the digest they were stored with, or belong to no prompt."""
+        """Prompts whose ids do not have the digest they were stored with, or that belong to
+        none."""
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'prompt_ids'").fetchone():
             return []  # a database of an earlier release: all are in the payloads
         sql = (
@@ -282,7 +283,7 @@ class Tables:
         return None if stored is None or stored.removed else self.load(stored)
 
     def spans(self, row: Row) -> tuple[Span, ...]:
-        """As `rules.spans`, also of a payload that was removed."""
+        """The row's spans, as `rules.spans` has them, also of a payload that was removed."""
         parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
         return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
 

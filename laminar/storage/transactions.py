@@ -98,7 +98,7 @@ class Transactions:
         return replies
 
     def _before_commit(self) -> None:
-        """Of answers."""
+        """Called when a batch is answered, and before it is committed."""
 
     def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
         self._db.execute("SAVEPOINT request")

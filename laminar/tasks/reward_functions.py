@@ -106,7 +106,7 @@ def _labelled(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
 
 
 def _scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
-    """With a function for whole groups, all of them get a group in one call."""
+    """The scope of one call: a function for whole groups makes all of them get a group."""
     takes_groups = any(function.style == "group" for function in functions)
     if asked == "group" and not takes_groups:
         names = ", ".join(map(described, functions))

@@ -161,7 +161,7 @@ def _sum(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Re
 
 
 def _all_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Extras:
-    """Of several functions each has its score, and what it gave besides, under its label."""
+    """The extras of several functions: each one's score, and what it gave besides, by its label."""
     if len(functions) == 1:
         return parts[0].extras
     found: Extras = {}
@@ -197,7 +197,7 @@ def extras_in(values: Mapping[str, Any]) -> Extras:
 
 
 def numbers_of(extras: Extras) -> dict[str, float]:
-    """Those that can be a metric."""
+    """The extras that can be a metric."""
     return {name: value for name, value in extras.items() if not isinstance(value, str)}
 
 

@@ -30,7 +30,7 @@ HELD_OUT_SHARE = 5
 def row_warnings(
     tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, spec: RewardSpec, data: DataConfig
 ) -> dict[str, str]:
-    """Of all rows; raises ConfigError."""
+    """What is odd about the rows, one sentence each; raises ConfigError."""
     rows = [*prompts.train, *prompts.held_out]
     _check_roles(rows)
     if (messages := _first_messages(rows)) is not None:

@@ -38,7 +38,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _check_files(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Without any file of its vocabulary a tokenizer is made all the same, with no tokens in it."""
+    """Refuse a model without vocabulary: transformers makes a tokenizer without tokens of it."""
     files = tokenizer.vocab_files_names.values()
     if Path(name).is_dir() and files and not any(Path(name, file).is_file() for file in files):
         raise ConfigError(

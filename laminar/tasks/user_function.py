@@ -55,7 +55,7 @@ MARKERS = {
 
 
 def custom_spec(path: str, name: str) -> FunctionSpec:
-    """Of the function `name` in the file, or of its only one; raises ConfigError."""
+    """The spec of the function `name` in the file, or of its only one; raises ConfigError."""
     name, function = load_in_silence(path, name)
     style = _style(function, f"{name} of {path}")
     return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
@@ -147,7 +147,7 @@ def check_arguments(spec: FunctionSpec, signature: inspect.Signature, row: Promp
 
 
 def open_function(spec: FunctionSpec) -> Scorer:
-    """Its scorer; raises ConfigError."""
+    """The scorer of a user's function; raises ConfigError."""
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
     settle = _Settle()

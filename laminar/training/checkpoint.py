@@ -106,7 +106,7 @@ def named_moments(
 def restore_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """In the place of whatever state there is; what is not in the file has had no update."""
+    """Give the optimizer the state of the file; a parameter that is not in it has had no update."""
     parameters = dict(model.named_parameters())
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -26,7 +26,7 @@ BLOCK = 1 << 24
 
 
 def write_digests(directory: Path) -> None:
-    """Of all that training goes on from; OSError from the disk."""
+    """Write the digests of all that training goes on from; OSError from the disk."""
     digests = {name: _digest(directory / name) for name in DIGESTED}
     (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
 

@@ -280,7 +280,7 @@ class Learner:
         return updates, figures
 
     def _log_probs(self, samples: Sequence[TrainSample]) -> Tensor:
-        """Of all response tokens, with the current weights."""
+        """The log-probs of all response tokens, with the current weights."""
         budget = self.config.trainer.micro_batch_tokens
         parts = micro_batches([s.length for s in samples], budget)
         micros = (collate([samples[i] for i in rows], self.policy.device) for rows in parts)
@@ -348,7 +348,7 @@ def with_advantages(
 
 
 def _digest(policy: LoadedPolicy) -> str:
-    """Of all weights: names, types, shapes and bytes."""
+    """The digest of all weights: names, types, shapes and bytes."""
     found = xxhash.xxh3_128()
     for name, tensor in named_weights(policy.model):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -45,11 +45,11 @@ class MismatchLimits:
 
     @property
     def movements(self) -> dict[int, float]:
-        """Of every step so far, for a checkpoint."""
+        """How far every step so far has moved the weights, for a checkpoint."""
         return dict(self._moved)
 
     def restore(self, movements: Mapping[int, float]) -> None:
-        """As they were after the last of these steps."""
+        """Take the movements as they were after the last of these steps."""
         self._moved = dict(movements)
 
     def suspects(

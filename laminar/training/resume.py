@@ -20,11 +20,11 @@ class CheckpointError(RuntimeError):
 
 
 class ForeignError(RuntimeError):
-    """It is another model's, or was trained with another reference."""
+    """The checkpoint is another model's, or was trained with another reference."""
 
 
 class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the learner as it was, besides parameters and optimizer."""
+    """What a learner was, besides parameters and optimizer."""
 
     torch: str  #: its version; another one may round otherwise
     threads: int

@@ -140,7 +140,7 @@ class StepResult:
 
     @property
     def skipped_reason(self) -> str | None:
-        """Of the first update that was left out."""
+        """Why the first skipped update was skipped."""
         return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
 
 

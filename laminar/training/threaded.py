@@ -57,7 +57,7 @@ class ThreadedLearner:
         return self.learner.policy.model
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """As they are now, not copied."""
+        """The weights as they are now, not copied."""
         return named_weights(self.model)
 
     async def load(self) -> ModelLayout:
@@ -154,7 +154,7 @@ class KeptCopies:
 
     @torch.no_grad()
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """They are as they were given until the next call."""
+        """Copies of the tensors as they are now; good until the next call."""
         return {name: self._memory(name, tensor).copy_(tensor) for name, tensor in tensors}
 
     def _memory(self, name: str, tensor: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class ArenaMemory:
         return self._made.region(slot)
 
     async def fill(self) -> None:
-        """In a thread of its own, which is not waited for when the process ends."""
+        """Fill the slots in a thread of its own, which is not waited for when the process ends."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 

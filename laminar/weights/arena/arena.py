@@ -280,7 +280,7 @@ def _advise(address: int, nbytes: int) -> int:
 
 
 def _is_arena(fd: int) -> bool:
-    """Of this format, if only begun."""
+    """Whether the file has this format, if only begun."""
     data = os.pread(fd, _HEADER.size, 0)
     return len(data) == _HEADER.size and _HEADER.unpack(data)[:2] == (_MAGIC, _FORMAT)
 

@@ -213,7 +213,8 @@ class SlotTable:
         self._pinned = None
 
     def evict_last(self, versions: Collection[int]) -> None:
-        """These, not those named before; a publish still gets a slot of theirs if need be."""
+        """Evict these versions last, and no longer those named before; a publish still gets a slot
+        of theirs if need be."""
         self._last = frozenset(versions)
 
     def _evict_for(self, writer: str) -> Grant | None:

@@ -49,7 +49,7 @@ REFUSALS_MAX = 3
 
 
 class Forwarder(Protocol):
-    """Who sends on what arrives here."""
+    """The sender, as the receiver sees it: it sends on what arrives here."""
 
     def chunk_here(self, version: int, index: int) -> None: ...
 
@@ -58,7 +58,7 @@ class Forwarder(Protocol):
     def delta_gone(self, delta: Delta) -> None: ...
 
     def dropped(self, version: int) -> None:
-        """Its slot is about to hold something else."""
+        """Forget a version whose slot is about to hold something else."""
 
     def refresh(self) -> None:
         """There may be more to offer, or a digest that was not known."""
@@ -113,7 +113,7 @@ class Receiver:
         self._refusals.clear()
 
     def disconnected(self) -> None:
-        """It is gone; what is here of a version stays."""
+        """The predecessor is gone; what is here of a version stays."""
         self._link = self._offer = None
         self._end_rebuild()
 

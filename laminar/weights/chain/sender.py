@@ -264,7 +264,7 @@ class Sender:
             current.todo.append(delta.num_here - 1)
 
     def delta_gone(self, delta: Delta) -> None:
-        """It will not be completed: what was offered with it is offered again without."""
+        """A delta will not be completed: what was offered with it is offered again without."""
         current = self.current
         if current is not None and current.delta is delta:
             current.delta = None

@@ -40,7 +40,7 @@ class Transport(Protocol):
 
 
 class FrameHandler(Protocol[Taken]):
-    """Who takes what arrives; may raise BadBytes, which ends the connection."""
+    """The receiver of what arrives; may raise BadBytes, which ends the connection."""
 
     def message(self, message: Taken) -> None: ...
 
@@ -73,7 +73,7 @@ class Link(Transport, Endpoint, Protocol):
         """What to wait for: READABLE, WRITABLE or both."""
 
     def connected(self) -> None:
-        """It is writable for the first time; OSError if it could not be made."""
+        """The connection is writable for the first time; OSError if it could not be made."""
 
     def read(self) -> None:
         """Give what has arrived to the handler."""

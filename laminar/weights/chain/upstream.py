@@ -33,7 +33,7 @@ Readiness = tuple[Endpoint, int, Callable[[int], None]]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a relay is."""
+    """A relay's name, boot and run."""
 
     run: str  #: names the run; a relay of another run is refused
     name: str

@@ -70,7 +70,7 @@ _BODY_BYTES_MAX = {Kind.CHUNK: CHUNK_BYTES_MAX, Kind.BLOCK: BLOCK_BYTES_MAX}
 
 
 class Header(NamedTuple):
-    """Of one frame. `position` and `version` are zero for a message."""
+    """The header of one frame. `position` and `version` are zero for a message."""
 
     kind: Kind
     length: int  #: bytes of the body

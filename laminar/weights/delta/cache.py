@@ -96,7 +96,7 @@ class DeltaCache:
         delta.num_bytes += len(payload)
 
     def give_up(self, delta: Delta) -> None:
-        """It will not be completed. It stays as a mark, so that it is not begun again."""
+        """A delta will not be completed. It stays as a mark, so that it is not begun again."""
         delta.given_up = True
         delta.payloads, delta.checksums, delta.num_bytes = [], [], 0
 

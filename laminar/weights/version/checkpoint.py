@@ -52,7 +52,7 @@ def read(directory: Path, version: int) -> Restored:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """One after the other: only one is in memory beside the version."""
+    """The model's tensors one after the other: only one is in memory beside the version."""
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             yield name, tensors.get_tensor(name)

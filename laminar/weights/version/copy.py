@@ -115,7 +115,7 @@ class VersionCopy:
         return checksum
 
     def checksums(self) -> list[int]:
-        """Of all chunks; empty while any is unknown."""
+        """The checksums of all chunks; empty while any is unknown."""
         known = [checksum for checksum in self._checksums if checksum is not None]
         return known if len(known) == self.num_chunks else []
 
@@ -147,7 +147,7 @@ class VersionCopy:
         return self._hasher.hexdigest() if self._num_hashed == self.num_chunks else None
 
     def manifest(self) -> Manifest:
-        """Of a complete version."""
+        """The manifest of a complete version."""
         if self._manifest is None:
             self._manifest = seal(self.draft, self.checksums(), self.digest)
         return self._manifest

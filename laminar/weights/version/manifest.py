@@ -232,7 +232,7 @@ def unseal(manifest: Manifest) -> Draft:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """One MessagePack map."""
+    """The manifest as one MessagePack map."""
     return _encoder.encode(manifest)
 
 

@@ -39,7 +39,7 @@ class Restored:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Its memory is freed when no process has it mapped any more."""
+        """Close the version; its memory is freed when no process has it mapped any more."""
         os.close(self._fd)
 
 

@@ -41,7 +41,8 @@ class VersionTable:
             del self._copies[version]
 
     def forget(self, version: int) -> bool:
-        """Its slot is about to be reused: True if that is safe, and then it is sent no more."""
+        """Forget a version whose slot is about to be reused: True if that is safe; it is sent no
+        more then."""
         with self._lock:
             if self._pins[version]:
                 return False
