@@ -19,7 +19,7 @@ from laminar.training.steps import TrainSample
 
 
 async def batch_of(client: StoreClient, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
-    """In the order of the command.
+    """The samples of a batch, in the order of the command.
 
     The store removes tokens once a kept checkpoint has the step that they were trained in, so a
     step that is done again lacks them only when somebody has removed that checkpoint.

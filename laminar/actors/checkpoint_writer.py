@@ -60,7 +60,7 @@ class CheckpointWriter:
         self._idle.set()
 
     async def found(self) -> dict[Path, Resume]:
-        """Those on the disk that can be read, as they describe themselves."""
+        """The checkpoints on the disk that can be read, as they describe themselves."""
         run_dir, described = self.host.run_dir, {}
         found = await self._files.found(run_dir / CHECKPOINTS_DIR, RESUME_FILE)
         found |= await self._files.found(run_dir, RESUME_FILE)  # the origin
@@ -84,7 +84,7 @@ class CheckpointWriter:
         await self._remove_old()
 
     def consumed(self, batch: tuple[str, ...]) -> None:
-        """These trajectories have been trained, in this order."""
+        """Note that these trajectories have been trained, in this order."""
         self._batches.append(batch)
 
     async def save_if_due(self, version: int, step: int, event_seq: int) -> None:
@@ -153,8 +153,8 @@ class CheckpointWriter:
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
     async def _remove_old(self) -> None:
-        """Those beyond the newest few, which the coordinator knows not to be kept. What is found
-        to be old meanwhile waits for what is reported meanwhile."""
+        """Remove the checkpoints beyond the newest few, which the coordinator knows not to be kept.
+        What is found to be old meanwhile waits for what is reported meanwhile."""
         old, self._old = self._old, []
         await self.host.acknowledged()
         for directory in old:

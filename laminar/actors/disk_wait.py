@@ -29,7 +29,7 @@ class Owner(Protocol):
     config: Config
 
     def now_ns(self) -> int:
-        """Of a clock that only goes forward."""
+        """The time of a clock that only goes forward."""
 
     def announce(self, text: str) -> None:
         """Say it in the log and on the terminal."""

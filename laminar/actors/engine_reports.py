@@ -32,7 +32,7 @@ prefilled what came in."""
 
 
 def gauge_interval_s(config: Config) -> float:
-    """Between two gauges of a replica."""
+    """The time between two gauges of a replica."""
     replicas = config.rollout.replicas * config.run.nodes
     return max(config.rollout.progress_interval_ms / 1000, replicas / GAUGES_PER_S_MAX)
 
@@ -44,7 +44,7 @@ def largest_batch(rollout: RolloutConfig) -> int:
 
 
 class EngineReports:
-    """Of one engine, for as long as its process lives."""
+    """The reports of one engine, for as long as its process lives."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class EngineReports:
         )
 
     def _max_batch(self) -> int:
-        """As given; else as many as decode within the budget, by the steps so far."""
+        """The batch size that is given; else as many as decode within the budget, by the steps so
+        far."""
         rollout = self._host.config.rollout
         if rollout.max_batch != "auto" or rollout.decode_budget_ms == "none":
             return largest_batch(rollout)
@@ -137,8 +138,8 @@ class DecodeSpeed:
 
 
 def sequences_within(points: Sequence[tuple[int, float]], budget_ns: float, most: int) -> int:
-    """At which number of sequences, from 1 to `most`, the line of least squares through the points
-    (sequences, ns) reaches the budget; `most` while fewer than two sizes are known."""
+    """The number of sequences, from 1 to `most`, at which the line of least squares through the
+    points (sequences, ns) reaches the budget; `most` while fewer than two sizes are known."""
     if len(points) < 2:
         return most
     mean_size, mean_ns = fmean(size for size, _ in points), fmean(ns for _, ns in points)

@@ -79,7 +79,7 @@ class Process(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """By the coordinator's count; 0 until its first welcome."""
+        """The number of this process by the coordinator's count; 0 until its first welcome."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Process(Protocol):
         """End at once, without a word, if that is asked for here; else go on."""
 
     def send(self, event: Event) -> None:
-        """To the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
+        """Send to the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
 
     def gauge(self, event: Event) -> None:
         """A value that the next one replaces; forgotten when the coordinator is away."""
@@ -125,7 +125,7 @@ class Process(Protocol):
         """One line of the timeline."""
 
     def tell(self, text: str) -> None:
-        """To the people at the terminal."""
+        """Print a sentence for the people at the terminal."""
 
     def outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
@@ -249,7 +249,7 @@ class Host:
         return self._stop.is_set()
 
     async def run(self, actor: Actor) -> int:
-        """From joining to leaving; returns the exit code."""
+        """Run the actor from joining to leaving; returns the exit code."""
         self._actor = actor
         asyncio.get_running_loop().set_exception_handler(self._loop_told)
         self.process.listen(self._terminated, self._starter_gone)
@@ -313,7 +313,7 @@ class Host:
         return code
 
     def _last_word(self, event: Event) -> None:
-        """Without a coordinator to report to, this process leaves in good order all the same."""
+        """Report, and leave; without a coordinator to report to, in good order all the same."""
         try:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:

@@ -36,7 +36,7 @@ class ModelFiles(Protocol):
         specs: tuple[mf.TensorSpec, ...],
         probe: mf.Probe,
     ) -> mf.Manifest:
-        """As a relay would describe the version that is made of these weights."""
+        """The manifest that a relay would give the version that is made of these weights."""
 
     async def begin(self, directory: Path) -> Path:
         """An empty directory for what is to become `directory`."""
@@ -51,7 +51,8 @@ class ModelFiles(Protocol):
         """All its files are on the disk on return."""
 
     async def rename(self, directory: Path, name: Path) -> None:
-        """It has this name on return, also after a power cut, in the place of what had it."""
+        """Give it this name, in the place of what had it; durable on return, also after a power
+        cut."""
 
     async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
         """Directories in `parent` that have a file of this name, with what is in it, in order."""
@@ -61,7 +62,7 @@ class ModelFiles(Protocol):
 
 
 async def nothing(point: str) -> None:
-    """Before a name is given, and after: nothing is done."""
+    """The hook of a save that does nothing, before a name is given and after."""
 
 
 async def save_model(

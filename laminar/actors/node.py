@@ -52,7 +52,7 @@ class ChildProcess(Protocol):
         ...
 
     async def wait(self) -> int:
-        """Its returncode, once it has ended."""
+        """The child's returncode, once it has ended."""
 
     def dump_stacks(self) -> None:
         """Have it write what its threads are doing."""
@@ -172,8 +172,8 @@ class Node:
             await self._launch(child)
 
     def _again(self, child: Child, code: int, *, refused: bool) -> float | str:
-        """After which pause it is started again, which counts; else why it is not, if its end alone
-        does not say that."""
+        """The pause after which it is started again, which counts; else why it is not, if its end
+        alone does not say that."""
         killed = child.role == "store" and code < 0
         final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
         if final or not (child.role in self._restarted or killed):

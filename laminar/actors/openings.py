@@ -21,7 +21,7 @@ Ordered = tuple[cmd.Order, cmd.GenerateTrajectory]
 
 
 class Openings:
-    """Of one replica."""
+    """The trajectories that one replica has to open in the store."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Openings:
         return min(self._unsettled, default=self._asked + 1) - 1
 
     def expect(self, order: cmd.Order, command: cmd.GenerateTrajectory) -> None:
-        """It is to be opened; what takes it back finds it from here on."""
+        """Note a trajectory that is to be opened; what takes it back finds it from here on."""
         self._waiting[command.trajectory_id] = (order, command)
         self._unsettled[order.command_id] = None
         self._asked = max(self._asked, order.command_id)
@@ -52,7 +52,7 @@ class Openings:
         self._unsettled.pop(order.command_id, None)
 
     def take_back(self, trajectory_id: str, placement: int) -> None:
-        """It is not wanted under this placement or an older one."""
+        """Drop a trajectory that is not wanted under this placement or an older one."""
         waiting = self._waiting.get(trajectory_id)
         if waiting is not None and waiting[1].placement <= placement:
             self.settled(self._waiting.pop(trajectory_id)[0])
@@ -63,7 +63,7 @@ class Openings:
         self._waiting.clear()
 
     async def open(self, ordered: list[Ordered]) -> None:
-        """Until the store has answered for all that were not taken back."""
+        """Open them; returns when the store has answered for all that were not taken back."""
         wanted: dict[str, Ordered] = {command.trajectory_id: (o, command) for o, command in ordered}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_wanted(pair[1])}:
             items = tuple(self._item(command) for _, command in wanted.values())

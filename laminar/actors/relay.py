@@ -81,7 +81,7 @@ class Machine(Protocol):
 
     @property
     def slots(self) -> SlotMemory:
-        """That of this process."""
+        """The slots of this process."""
         ...
 
     async def sweep(self) -> list[tuple[str, int]]:

@@ -166,7 +166,7 @@ class RelaySlots:
         return True
 
     def manifest(self, version: int) -> mf.Manifest | None:
-        """Of a version that can be leased; None if this one cannot."""
+        """The manifest of a version that can be leased; None if this one cannot."""
         return self._manifest(version) if version in self.held else None
 
     def _manifest(self, version: int) -> mf.Manifest:

@@ -47,7 +47,8 @@ class RewardWorkers(Protocol):
     workers_killed: int  #: that took too long
 
     async def start(self) -> None:
-        """Until the workers have loaded the function; ConfigError, RewardWorkerLost."""
+        """Start the workers; returns when they have loaded the function. ConfigError,
+        RewardWorkerLost."""
 
     async def score(self, call: RewardCall) -> list[RewardResult]:
         """One result per completion, in order; RewardWorkerLost."""
@@ -72,7 +73,7 @@ class Scorer:
         self._told: Counter[str] = Counter()  #: failures of each reason
 
     async def start(self) -> None:
-        """Until the workers have loaded the function; calls of `score` wait for that."""
+        """Start the workers; calls of `score` wait until they have loaded the function."""
         await self.pool.start()
         self._open.set()
 

@@ -193,7 +193,7 @@ class Store:
         return None
 
     async def _tokenise(self) -> None:
-        """Until no prompt is waited for; all that are waited for go together."""
+        """Tokenise until no prompt is waited for; all that are waited for go together."""
         while self._wanted:
             ids = await self._prompts.tokenise(self._wanted.copy())
             await self._disk.until_room(partial(self._keep, ids))

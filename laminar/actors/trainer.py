@@ -209,7 +209,7 @@ class Trainer:
     async def _report(
         self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
     ) -> None:
-        """In the book, and then to the coordinator."""
+        """Write a step into the book, and then tell the coordinator."""
         line = _book_line(command, result, self.host.incarnation)
         await self._book_disk.until_room(lambda: self.book.enter(line))
         await self.host.reached("trainer-book")
@@ -236,7 +236,8 @@ class Trainer:
         return self._probed
 
     async def _remove_payloads(self, before_step: int) -> None:
-        """Those beyond store.payload_gb; no step before this one can have to be done again."""
+        """Remove payloads beyond store.payload_gb; no step before this one can have to be done
+        again."""
         keep_gb = self.config.store.payload_gb
         if not keep_gb:
             return
@@ -333,7 +334,7 @@ def _book_line(command: cmd.TrainStep, result: StepResult, incarnation: int) -> 
 
 
 def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
-    """By origin; a row that several suspects have sampled is with each of them."""
+    """The trajectories left out, by origin; one that several suspects have sampled is with each."""
     rows: dict[Origin, list[TrajectoryId]] = {}
     for sample_id, origins in result.left_out.items():
         for origin in origins:

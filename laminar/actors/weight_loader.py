@@ -35,7 +35,7 @@ RELEASE_S = 5.0
 
 
 class NotReadable(RuntimeError):
-    """These bytes are not there, or not any more."""
+    """The bytes of a version are not there, or not any more."""
 
 
 class Slots(Protocol):
@@ -46,7 +46,7 @@ class Slots(Protocol):
         ...
 
     def slot(self, index: int) -> Bytes:
-        """Its bytes, uint8 [slot_bytes], which the relay may write to."""
+        """The bytes of a slot, uint8 [slot_bytes], which the relay may write to."""
         ...
 
 
@@ -61,11 +61,11 @@ class Copy(Protocol):
 
     @property
     def path(self) -> str:
-        """By which an engine can open it."""
+        """The path by which an engine can open it."""
         ...
 
     def close(self) -> None:
-        """Its memory is freed when nothing reads it any more."""
+        """Close the copy; its memory is freed when nothing reads it any more."""
 
 
 class WeightFiles(Protocol):

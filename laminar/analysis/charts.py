@@ -73,7 +73,7 @@ class Bar:
 
 @dataclass
 class _Scale:
-    """From values to pixels."""
+    """The scale of one axis, from values to pixels."""
 
     low: float
     high: float
@@ -135,7 +135,7 @@ def _merged(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
 
 
 def _band_ends(lines: Iterable[Line]) -> Iterator[tuple[float, float, float]]:
-    """As points without an error."""
+    """The ends of error bars, as points without an error."""
     for line in lines:
         for x, ends in zip(line.x, line.band, strict=bool(line.band)):
             yield from ((x, end, 0.0) for end in ends)
@@ -190,7 +190,8 @@ def _scales(
 
 
 def value_range(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """From the lowest to the highest, error bars included; from 0 where 0 is not far away."""
+    """The range from the lowest to the highest value, error bars included; from 0 where 0 is not
+    far away."""
     listed = list(points)
     low, high = min(y - e for _, y, e in listed), max(y + e for _, y, e in listed)
     if -high / 50 <= low <= high / 2:  # also what rounding has put just below 0

@@ -39,5 +39,5 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def relative_gain(without: Sequence[float], with_it: Sequence[float]) -> Estimate | None:
-    """By how much more, as a share, with each pair measured alike; None without pairs."""
+    """The mean gain, as a share, of pairs that are measured alike; None without pairs."""
     return estimate([b / a - 1 for a, b in zip(without, with_it, strict=True) if a])

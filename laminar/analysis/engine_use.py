@@ -25,7 +25,7 @@ COLUMNS = 5
 
 
 class Gauges(NamedTuple):
-    """Of one replica, in the order of time."""
+    """The gauges of one replica, in the order of time."""
 
     unix_ns: NDArray[np.int64]
     kv_used: NDArray[np.int64]  #: tokens
@@ -64,7 +64,7 @@ class EngineUse:
 
     @property
     def replicas(self) -> list[str]:
-        """Those that reported."""
+        """The replicas that reported."""
         return sorted(self._rows)
 
     def facts(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _decode_gaps(steps: Steps, running: Intervals) -> Intervals:
 
 
 def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> float | None:
-    """Of the steps that sample, those with at most an eighth of their replica's slots in use."""
+    """The share of decode steps with at most an eighth of their replica's slots in use."""
     sampling, empty = 0, 0
     for name, rows in steps.items():
         sequences = rows[rows[:, 2] > 0, 2]

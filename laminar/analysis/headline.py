@@ -20,7 +20,7 @@ ENDS_SHARE = 0.1
 
 
 def headline(data: PageData) -> Iterator[tuple[str, str]]:
-    """In the order in which one asks."""
+    """The figures of a run, in the order in which one asks for them."""
     summary = data.summary
     yield "outcome", outcome(summary)
     if found := summary["forked_from"]:

@@ -123,7 +123,8 @@ class Account:
                 self.closed[ending.trajectory_id] = Closed(ending, row.num_tokens, row.tokens_lost)
 
     def staleness(self, closed: Closed) -> int:
-        """Of a trained trajectory: steps between the one that made its weights and the batch."""
+        """The staleness of a trained trajectory: steps between the one that made its weights and
+        the batch."""
         last = max(self.stamps[closed.ending.trajectory_id].items())[1]
         return closed.ending.step - last.step
 

@@ -60,11 +60,11 @@ class Moments:
         return self.now
 
     def seconds(self, moment: Moment) -> float:
-        """Since the first event."""
+        """Seconds since the first event."""
         return (moment.unix_ns - self.first_ns) / 1e9
 
     def said(self, moment: Moment) -> str:
-        """For people: `45.210 s (#8123)`."""
+        """A moment for people: `45.210 s (#8123)`."""
         return f"{self.seconds(moment):.3f} s (#{moment.seq})"
 
 

@@ -108,7 +108,8 @@ def _looked(stamped: Stamped, state: State) -> bool:
 def _reason(
     state: State, replica: Replica, mine: Standing | None, found: dict[int, list[Standing]]
 ) -> str:
-    """In the order in which the core asks; `mine`: of the replica, in its tail."""
+    """Why the replica keeps its work, asked in the core's order; `mine`: of the replica, in its
+    tail."""
     if replica.given:
         return "given"
     if replica.loading or not state.actor_alive(replica.name):

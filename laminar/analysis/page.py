@@ -163,7 +163,7 @@ def html(runs: Sequence[PageData]) -> str:
 
 
 def _of(data: PageData, runs: Sequence[PageData]) -> str:
-    """For titles: which run, where there are several."""
+    """The part of a title that names the run, where there are several."""
     return f" ({data.name})" if len(runs) > 1 else ""
 
 
@@ -357,7 +357,7 @@ def _sample(sample: Sample) -> Iterator[str]:
 
 
 def _glance(text: str, *, end: bool = False) -> str:
-    """Its beginning, or of a prompt its end, where the question is."""
+    """The beginning of a text, or of a prompt its end, where the question is."""
     line = " ".join(text.split())
     if len(line) <= GLANCE_CHARS:
         return line

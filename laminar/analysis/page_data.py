@@ -100,7 +100,7 @@ class PageData(NamedTuple):
 
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
-    """Without `decode`, no answers."""
+    """The data of a page; without `decode`, no answers."""
     times, use, course = StepTimes(), EngineUse(), Course()
     summary = summary_of(run_dir, times, use=use, course=course)
     responses = _responses(run_dir)
@@ -207,7 +207,7 @@ def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
 
 
 def _histogram(responses: list[Response]) -> dict[str, Points]:
-    """Of what the first and the last third of the steps trained, in bins of the same width."""
+    """Histograms of what the first and the last third of the steps trained, in equal bins."""
     trained = [
         (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
     ]
@@ -239,7 +239,7 @@ def _scores(responses: list[Response]) -> Points:
 
 
 def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
-    """Of the last evaluation, the last step and the first one: the worst and the best."""
+    """The worst and the best samples of the last evaluation, the last step and the first one."""
     if not (run_dir / STORE_FILE).is_file():
         return {}
     with books.open_tables(run_dir / STORE_FILE) as tables:

@@ -29,7 +29,7 @@ def said(stamped: Stamped) -> str:
 
 
 def brief(event: Event) -> str:
-    """Its tag and what it is about; `laminar log dump` has all of it."""
+    """An event's tag and what it is about; `laminar log dump` has all of it."""
     fields = plain(event)
     named = [f"{key}={fields[key]}" for key in NAMING if fields.get(key) not in (None, "", "ok")]
     return " ".join([str(fields["type"]), *named])

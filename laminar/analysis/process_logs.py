@@ -42,7 +42,8 @@ def log_lines(run_dir: Path) -> Iterator[LogLine]:
 
 
 def machines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """By node, as it said when it started last; none in a log that has lost its beginning."""
+    """The machines by node, as each said when it started last; none in a log that has lost its
+    beginning."""
     files = sorted((run_dir / LOGS_DIR).glob("attempt_*/node-*.jsonl"))
     said = [
         line

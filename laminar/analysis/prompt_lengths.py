@@ -41,7 +41,8 @@ def by_prompt_length(
     evaluations: Sequence[EvaluationResult],
     rewarded: Mapping[TrajectoryId, TrajectoryRewarded],
 ) -> list[dict[str, int]]:
-    """From the shortest to the longest; none where all have one length or nothing is evaluated."""
+    """The parts by prompt length, shortest first; none where all have one length or nothing is
+    evaluated."""
     if not evaluations or not (run_dir / STORE_FILE).is_file():
         return []
     answers = _answers(run_dir, rewarded)
@@ -59,8 +60,8 @@ def by_prompt_length(
 
 
 def ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
-    """Of sorted lengths (shortest, longest) of up to `count` parts with about as many of them each;
-    equal ones stay together."""
+    """(shortest, longest) of up to `count` parts of sorted lengths, with about as many of them
+    each; equal ones stay together."""
     if not len(lengths):
         return []
     quantiles = [i / count for i in range(1, count)]

@@ -33,7 +33,7 @@ class Band(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Of one run."""
+    """The lines of one run."""
 
     kv_percent: Band
     running: Band

@@ -129,7 +129,7 @@ def policy_of(summary: Summary) -> str:
 
 
 def policies(summaries: Sequence[Summary]) -> list[Policy]:
-    """Without repack first, then in the order in which they come."""
+    """The policies of some runs: without repack first, then in the order in which they come."""
     names = dict.fromkeys(map(policy_of, summaries))
     order = sorted(names, key=lambda name: name != OFF)
     return [_policy(name, [s for s in summaries if policy_of(s) == name]) for name in order]

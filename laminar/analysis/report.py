@@ -128,7 +128,7 @@ def summary_of(
 
 
 def _origin(state: State) -> dict[str, Any] | None:
-    """Of a fork, what it began with."""
+    """What a fork began with; None for another run."""
     origin = state.origin
     if origin is None:
         return None
@@ -222,7 +222,7 @@ def _mismatch(account: Account) -> float | None:
 
 
 def _throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
-    """Its parts are long enough for one to say little of the next."""
+    """The throughput, with an error from parts long enough for one to say little of the next."""
     rates = estimate(token_rates(steps, RATE_PARTS))
     return {
         "tokens_per_s": rates.mean if rates else None,
@@ -305,7 +305,7 @@ def _kept(cut: bool, spans: list[Span]) -> Intervals:
 
 
 def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
-    """From the copy into the slot to the relay's word that the version is complete."""
+    """The times from the copy into the slot to the relay's word that the version is complete."""
     return union(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
         for span in spans

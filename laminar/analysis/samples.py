@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
     @property
     def evaluation(self) -> int | None:
-        """Of a held-out answer: the steps that were completed before it."""
+        """The steps that were completed before a held-out answer."""
         return self.row.version_step if self.row.purpose == Purpose.EVAL else None
 
     @property
@@ -210,7 +210,7 @@ def _contains(sample: Sample, text: str) -> bool:
 
 
 def _samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
-    """In the order of the rows, a few from each read transaction."""
+    """Samples in the order of the rows, a few from each read transaction."""
     batch: list[Row] = []
     for row in rows:
         batch.append(row)

@@ -177,7 +177,7 @@ def _with_logs(
 
 
 def _is_about(line: LogLine, subject: Subject, orders: set[tuple[int, str]]) -> bool:
-    """It names the subject, or comes of what the story ordered of its process."""
+    """Whether a line names the subject, or comes of what the story ordered of its process."""
     if subject.kind == "actor" and line.process == subject.name:
         return True
     if any(field in line.fields for field in FIELDS[subject.kind]):

@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 def read_spans(run_dir: Path, process: str) -> list[Span]:
-    """In the order in which they ended; none when the process never wrote one."""
+    """The spans in the order in which they ended; none when the process never wrote one."""
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
     for path in [*(path for _, path in older_parts(newest)), newest]:

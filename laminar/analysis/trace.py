@@ -127,7 +127,7 @@ def _write(run_dir: Path, file: TextIO) -> int:
 
 
 def _rank(process: str) -> int:
-    """By role, machine and number: rollout-1 is of the first machine, rollout-3.0 of another."""
+    """The place of a process by role, machine and number; rollout-3.0 is of the fourth machine."""
     role, _, place = process.rpartition("-")
     machine, _, number = place.rpartition(".")
     order = ROLES.index(role or process)
@@ -320,7 +320,8 @@ class Trace:
                 self._tracks.arrow("broadcast", us, source, span)
 
     def _published(self, version: int, span: Span, us: float) -> None:
-        """From what made it: the publish under way, or the work that is not reported yet."""
+        """The arrow to a version from what made it: the publish under way, or work not reported
+        yet."""
         work = [s for s in self._orders if s[1] == WORK]
         source = self._publishing.get(version) or next(iter(work), None)
         if source is not None:

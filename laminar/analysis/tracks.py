@@ -74,7 +74,7 @@ class Tracks:
         self._free[span[:2]].append(found.lane)
 
     def arrow(self, name: str, us: float, source: Span, target: Span) -> None:
-        """From one open span to another."""
+        """An arrow from one open span to another."""
         self._arrows += 1
         common = {"name": name, "cat": "arrow", "id": self._arrows, "ts": us}
         self._emit({"ph": "s", **common, **self._place(source)})

@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run, in order."""
+    """The trained steps of one run, in order."""
 
     first_step: int  #: completed when it began: of a fork, those of its checkpoint
     first_version: int

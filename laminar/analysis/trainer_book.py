@@ -72,7 +72,7 @@ def book_problems(lines: list[BookLine], first: Account, latest: Account) -> lis
 
 
 def _is_rolled_back(line: BookLine, latest: Account) -> bool:
-    """Its step was ordered again, under another number."""
+    """Whether the step of a line was ordered again, under another number."""
     ordered = (line.step, line.version) in latest.orders
     return ordered and latest.steps[line.step].command.version != line.version
 

@@ -84,7 +84,7 @@ class Windows:
                 self._turn(name)
 
     def _turn(self, name: Name) -> None:
-        """It begins to hold, or ends."""
+        """Begin or end the window of this name."""
         if name in self._since:
             self._closed.setdefault(name, []).append((self._since.pop(name), self._now))
         else:

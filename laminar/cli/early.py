@@ -25,7 +25,7 @@ class EarlyNode:
     """A node daemon that imports; `go` makes it one of a run, `close` ends one that is none."""
 
     def __init__(self, config: Config, roles: Sequence[str]) -> None:
-        """In a session of its own: Ctrl-C is the starter's to hand on."""
+        """Start the process in a session of its own: Ctrl-C is the starter's to hand on."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         imports = json.dumps(needs(roles, config, gpus=bool(visible_gpus())))
         with theirs:

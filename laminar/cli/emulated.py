@@ -18,7 +18,7 @@ EMULATED = (
 
 
 def notes(run_dir: Path) -> list[str]:
-    """For the first lines of an output; a directory without a configuration has none."""
+    """Notes for the first lines of an output; a directory without a configuration has none."""
     try:
         emulated = (run_dir / CONFIG_FILE).is_file() and load([run_dir / CONFIG_FILE]).is_emulated
     except ConfigError:

@@ -51,7 +51,7 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
 
 
 def say(program: str, sentence: str) -> None:
-    """On stderr, if there is one."""
+    """Print a sentence on stderr, if there is one."""
     with contextlib.suppress(OSError):
         print(f"{program}: {sentence}", file=sys.stderr, flush=True)
 

@@ -141,20 +141,21 @@ def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
 
 
 def _note_emulated(run: Path) -> None:
-    """To stderr, so that what reads the output is not disturbed."""
+    """Note on stderr that the run is emulated, so that what reads the output is not disturbed."""
     for note in notes(run):
         print(f"laminar: {note}", file=sys.stderr)
 
 
 def _note_run(run: Path) -> None:
-    """Likewise, with what is gone of the log."""
+    """Note on stderr what is gone of the log, and whether the run is emulated."""
     _note_emulated(run)
     if gone := segments_gone(run):
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
 
 def _note_cut(what: str, names: list[str]) -> None:
-    """Of what grew large only the newest is kept, and shown."""
+    """Note on stderr which files have lost their beginning: of what grew large only the newest is
+    kept."""
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         print(

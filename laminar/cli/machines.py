@@ -33,7 +33,7 @@ class Machine:
 
 
 class Machines:
-    """Those of one run."""
+    """The machines of one run."""
 
     def __init__(
         self, config: Config, start: Callable[[int], Process], note: Callable[[str], None]
@@ -48,7 +48,7 @@ class Machines:
             self._machines.append(Machine(f"node-{index}", first(index), limit))
 
     def look(self, now_s: float) -> None:
-        """Who has ended is started again in its time."""
+        """Start again, in its time, each node that has ended."""
         for index, machine in enumerate(self._machines):
             if machine.again_s is not None and now_s >= machine.again_s:
                 machine.process, machine.again_s = self._start(index), None

@@ -1,4 +1,4 @@
-"""Before anything starts: every mistake that can be found without running is found here.
+"""Pre-flight: every mistake that can be found without running is found before anything starts.
 
 Reads   the config; the model's directory, the data, the reward file; the hub, where a name is of it
 Gives   Plan: the config with paths for hub names and what was left to "auto" resolved, and what a
@@ -139,7 +139,7 @@ def planned_steps(config: Config, num_train: int) -> int:
 
 
 def _check_directory(run_dir: Path) -> None:
-    """It can be made: the nearest directory above it that exists takes new entries."""
+    """Check that it can be made: the nearest directory above it that exists takes new entries."""
     above = next(path for path in run_dir.absolute().parents if os.path.lexists(path))
     if not above.is_dir():
         problem = f"{above} is not a directory"

@@ -41,8 +41,8 @@ Encode = Callable[[str], list[int]]
 
 
 def trial_calls(spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode) -> list[RewardCall]:
-    """For each row the answer in the data, if there is one, in one form or several; last an empty
-    answer."""
+    """The trial calls: for each row the answer in the data, if any, in one form or several; last an
+    empty answer."""
     return [
         RewardCall(row, [(text, encode(text) if text else []) for text in _texts(spec, row)])
         for row in rows[:ROWS]
@@ -99,7 +99,7 @@ def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult
 def _flat(
     pairs: Sequence[tuple[float | None, float | None]], calls: Sequence[RewardCall]
 ) -> dict[str, str]:
-    """Of (right answer, empty answer): on no row is there any difference."""
+    """The warning where the right answer earns what the empty one does, on every row."""
     if not pairs or any(right is None or right != empty for right, empty in pairs):
         return {}
     row = next(call.row for call in calls if call.row.ground_truth is not None)
@@ -120,7 +120,7 @@ def _telling(found: Sequence[RewardResult]) -> int:
 
 
 def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:
-    """Likewise: every right one is worth less."""
+    """The warning where every right answer earns less than the empty one."""
     known = [(right, empty) for right, empty in pairs if right is not None and empty is not None]
     if not known or not all(right < empty for right, empty in known):
         return {}
@@ -154,7 +154,8 @@ def _results(
 async def _in_worker(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> list[list[RewardResult]]:
-    """Until a call takes too long: the start of a run does not wait for six of them."""
+    """Results of the calls until one takes too long: the start of a run does not wait for six of
+    them."""
     pool = RewardPool(spec, timeout_s=reward.timeout_s, max_retries=0)
     try:
         await pool.start()

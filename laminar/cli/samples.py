@@ -133,7 +133,7 @@ def _told(sample: Sample) -> str:
 
 
 def _score(sample: Sample) -> str:
-    """With what went wrong, where something did."""
+    """The score of a sample, with what went wrong, where something did."""
     score = "-" if sample.score is None else f"{sample.score:.4g}"
     reason = sample.row.reward_reason or "ok"
     failed = "" if reason == "ok" else f"  reward FAILED: {reason}"

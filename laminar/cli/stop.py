@@ -106,7 +106,7 @@ def _in_charge(living: list[Holder]) -> list[Holder]:
 
 
 def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
-    """To this process and no other: it still has its lock after we got hold of it."""
+    """Signal this process and no other: it still has its lock after we got hold of it."""
     try:
         fd = os.pidfd_open(holder.pid)
     except ProcessLookupError:
@@ -123,7 +123,7 @@ def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
 
 
 def _wait(run_dir: Path, timeout_s: float) -> bool:
-    """Until no process is left; False when the time is up before."""
+    """Wait until no process is left; False when the time is up before."""
     started = said = time.monotonic()
     while living := _living(run_dir):
         now = time.monotonic()

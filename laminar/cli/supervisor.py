@@ -86,7 +86,7 @@ class Supervisor:
         )
 
     def run(self) -> Over:
-        """Until the coordinator has ended finally, and all other processes have left."""
+        """Watch until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
         self._nodes.begin(self._start_first)
         with self.progress:
@@ -155,7 +155,8 @@ class Supervisor:
         return self._start("laminar.cli.node", *words_of(self.config, index))
 
     def _start(self, module: str, *options: str) -> Process:
-        """In a session of its own: Ctrl-C is ours to hand on. It sees our end by its stdin's."""
+        """Start a process in a session of its own: Ctrl-C is ours to hand on. It sees our end by
+        its stdin's."""
         fd = self._lock.fd
         return subprocess.Popen(
             [sys.executable, "-m", module, str(self.run_dir), *options, "--lock-fd", str(fd)],
@@ -191,7 +192,8 @@ class Supervisor:
             stdin.write(f"{DRAIN if level == Asked.DRAIN else NOW} {reason}\n".encode())
 
     def _end_processes(self, leave_s: float) -> None:
-        """They leave within `leave_s`, else when they are ordered to, else they are killed."""
+        """End the processes: they leave within `leave_s`, else when ordered to, else they are
+        killed."""
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
                 self._coordinator.process.kill()
@@ -225,8 +227,8 @@ class Asked:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Asked:
-        """From here on signals ask; afterwards they do what they did before. Only the main thread
-        of a program may say what signals do: in another one they do what they did."""
+        """Have signals ask from here on; afterwards they do what they did before. Only the main
+        thread of a program may say what signals do: in another one they do what they did."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in (*stop_signals(), signal.SIGINT, signal.SIGQUIT):
@@ -261,7 +263,7 @@ class Served:
         self._since_s: float | None = None
 
     def poll(self, now_s: float) -> int | None:
-        """Its exit code, if it has ended."""
+        """The coordinator's exit code, if it has ended."""
         if self._since_s is None and self._named():
             self._since_s = now_s
         return self.process.poll()

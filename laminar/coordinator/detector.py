@@ -101,7 +101,7 @@ class FailureDetector:
         return heard + lost
 
     def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
-        """For how long; the next look is when its lease ends, at the latest.
+        """How long an actor has been silent; the next look is when its lease ends, at the latest.
 
         A node may live on after it.
         """

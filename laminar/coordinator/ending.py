@@ -26,7 +26,7 @@ NOT_TO_BE_REPEATED = (ConfigError, LogCorrupt, LogTaken, LogicError, ReplayDiffe
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Of a coordinator that this exception ended."""
+    """The exit code of a coordinator that this exception ended."""
     if isinstance(error, NOT_TO_BE_REPEATED):
         return exit_codes.USER_ERROR
     if isinstance(error, RunGivenUp):

@@ -164,7 +164,8 @@ class Coordinator:
         self._open(disk, restored)
 
     def _found_alone(self, machine: Machine) -> Event | None:
-        """Before anything is written: whether the run goes on with new processes."""
+        """The event that a run goes on with new processes, if it does, before anything is
+        written."""
         if not machine.started:
             return None
         settings = settings_of(self.config)

@@ -345,7 +345,7 @@ class Tick:
         return fenced
 
     def _fenced(self, link: ServerLink) -> bool:
-        """Its process was given up, or replaced, while the run goes on."""
+        """Whether the link's process was given up, or replaced, while the run goes on."""
         state = self.machine.state
         actor = state.actors.get(link.name)
         if actor is not None and actor.boot_id == link.boot_id:

@@ -36,8 +36,9 @@ def stored_bytes(disk: Disk) -> dict[int, int]:
 
 
 def tidy(disk: Disk, before: int, keep_bytes: int) -> None:
-    """Of the segments below `before`: remove what is beyond `keep_bytes` (0: nothing) in all, then
-    compress the oldest that is left. One at a time, because the coordinator waits meanwhile."""
+    """Tidy the segments below `before`: remove what is beyond `keep_bytes` (0: nothing) in all,
+    then compress the oldest that is left. One at a time, because the coordinator waits meanwhile.
+    """
     if keep_bytes:
         _remove_oldest(disk, before, keep_bytes)
     names = disk.names()
@@ -72,7 +73,8 @@ def _compress(disk: Disk, number: int) -> None:
 
 
 def _unpacked(disk: Disk, number: int, size: int) -> bytes:
-    """As far as it can be unpacked: the reader knows how long it has to be, and checks the CRC."""
+    """A segment as far as it can be unpacked: the reader knows how long it has to be, and checks
+    the CRC."""
     data = disk.read(compressed_name(number))
     try:
         return zstandard.ZstdDecompressor().stream_reader(data).read(size)

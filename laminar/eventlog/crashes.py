@@ -41,7 +41,7 @@ def record_crash(disk: Disk, crash: Crash) -> None:
 
 
 def crashes(disk: Disk) -> list[Crash]:
-    """Those that are kept, oldest first; a damaged file is passed over."""
+    """The crashes that are kept, oldest first; a damaged file is passed over."""
     found = []
     for name in _names(disk):
         try:
@@ -52,7 +52,7 @@ def crashes(disk: Disk) -> list[Crash]:
 
 
 def given_up(found: list[Crash]) -> dict[str, Crash]:
-    """By event, the last crash of each that was crashed on too often."""
+    """The events that were crashed on too often, with the last crash of each."""
     times = Counter(crash.what for crash in found)
     return {crash.what: crash for crash in found if times[crash.what] >= CRASHES_MAX}
 

@@ -185,7 +185,7 @@ class History(Generic[_T]):
 
     @property
     def position(self) -> Position:
-        """Of the record that the iteration gave last."""
+        """The position of the record that the iteration gave last."""
         return Position(self._frames.segment, self._frames.offset)
 
     def tail(self, last_seq: int | None) -> LogTail:

@@ -178,7 +178,7 @@ def _other_decision(
 def _compare_hash(
     history: History[Record], found: Replay, record: StateHashRecord, snapshot: Snapshot | None
 ) -> Difference | None:
-    """Of the present event, or of an earlier one whose hash was announced."""
+    """Compare the hash of the present event, or of an earlier one whose hash was announced."""
     state = found.machine.state
     if snapshot is not None and record.seq <= snapshot.seq and record.seq != state.seq:
         return None  # it is of an event that this replay has not seen

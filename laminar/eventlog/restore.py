@@ -32,7 +32,7 @@ class Restored:
 
     @property
     def incarnation(self) -> int:
-        """Of the coordinator that takes over: no other can get the number of its segment."""
+        """The number of the coordinator that takes over: no other can get that of its segment."""
         return self.tail.newest + 1
 
 

@@ -46,7 +46,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of its file."""
         return _name(self.seq)
 
     def restored(self) -> State:
@@ -98,7 +98,7 @@ def _name(seq: int) -> str:
 
 
 def _numbers(disk: Disk) -> list[int]:
-    """Of the snapshot files, highest first."""
+    """The numbers of the snapshot files, highest first."""
     return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.names()) if m), reverse=True)
 
 

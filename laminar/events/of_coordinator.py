@@ -128,7 +128,7 @@ class EventGivenUp(Event, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """Of the failed run."""
+        """Why the run failed."""
         return f"the coordinator crashed {self.crashes} times on {self.what}: {self.error}"
 
 

@@ -78,7 +78,7 @@ class PullPurpose(StrEnum):
 
 
 class TransferForm(StrEnum):
-    """As what a version travelled between two relays."""
+    """The form in which a version travelled between two relays."""
 
     FULL = "full"
     DELTA = "delta"

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Who reports events or carries out commands."""
+    """A role: it reports events or carries out commands."""
 
     COORDINATOR = "coordinator"
     STRATEGY = "strategy"  #: the coordinator's own worker process for a user's batch strategy

@@ -89,7 +89,8 @@ class StepGauges:
 
 
 def _report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
-    """Of a replica that serves; that of an earlier process of its name is out of date."""
+    """The report of a replica that serves; that of an earlier process of its name is out of
+    date."""
     event, replica = stamped.event, stamped.peer
     if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
         return None

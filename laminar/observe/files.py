@@ -36,12 +36,12 @@ def end_line(fd: int, whole: int) -> None:
 
 
 def cut_off(fd: int, whole: int) -> None:
-    """For a file that is ours alone."""
+    """Mend a file that is ours alone: cut it off behind what was written whole."""
     os.ftruncate(fd, whole)
 
 
 def cut_rows(row_bytes: int) -> Mend:
-    """For rows of a fixed size."""
+    """The mend for rows of a fixed size."""
 
     def mend(fd: int, whole: int) -> None:
         size = os.fstat(fd).st_size

@@ -49,7 +49,7 @@ def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Tel
 
 
 def logger_of(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> Any:
-    """Of one of several actors of this process, with a file of its own."""
+    """The logger of one of several actors of this process, with a file of its own."""
     return structlog.wrap_logger(
         _LineLogger(_outlet(run_dir, actor, telemetry)),
         processors=_processors(run, actor),
@@ -68,7 +68,8 @@ def _filtering(level: str) -> Any:
 
 def _processors(run: str, process: str) -> list[Any]:
     def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
-        """Not through context variables: callbacks of the event loop do not inherit them."""
+        """Add the process to a line, and not through context variables: callbacks of the event loop
+        do not inherit them."""
         return {"run": run, "process": process, **line}
 
     return [

@@ -147,14 +147,15 @@ class MetricsWriter:
 
 
 def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
-    """Of the groups of the step: how many have siblings that other weights generated."""
+    """How many groups of the step have siblings that other weights generated."""
     endings = [e for c in commands if isinstance(c, cmd.EndTrajectories) for e in c.endings]
     groups = {ending.group for ending in endings if ending.end == "trained"}
     return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
 
 
 def _evaluation(facts: dict[str, Any]) -> dict[str, float]:
-    """Under verl's names where it has one; what has no basis is left out."""
+    """The figures of an evaluation, by verl's names where it has one; what has no basis is left
+    out."""
     n, folder = facts["answers_per_prompt"], f"val-core/{'export' if facts['final'] else 'policy'}"
     figures = {
         f"acc/mean@{n}": facts["share"],

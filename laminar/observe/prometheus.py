@@ -57,14 +57,14 @@ class Prometheus(Collector):
         self._target = (ReplacedFile(run_dir, TARGET_FILE), msgspec.json.encode([target]))
 
     def show_status(self, found: list[dict[str, Any]]) -> None:
-        """For the outlet of the status."""
+        """Show the newest status; for its outlet."""
         if not self._status:
             file, target = self._target
             file.write([target])
         self._status = found[-1]
 
     def show_step(self, items: list[Scalars]) -> None:
-        """For an outlet of figures. Those of evaluations stay beside those of steps."""
+        """Show figures; for their outlet. Those of evaluations stay beside those of steps."""
         for item in items:
             self._step = self._step | item.figures
 

@@ -32,7 +32,7 @@ Say = Callable[[str, int, str], None]
 
 
 class PartlyWritten(Exception):
-    """Of the items that were to be written, only the first `done` were."""
+    """Only the first `done` of the items that were to be written were."""
 
     def __init__(self, done: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -139,7 +139,7 @@ class Telemetry:
 
 
 def print_lines(lines: list[bytes]) -> None:
-    """To standard error: for an outlet."""
+    """Print lines on standard error; for an outlet."""
     os.write(2, b"".join(lines))
 
 

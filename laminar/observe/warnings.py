@@ -63,7 +63,8 @@ class Watch:
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
     def take(self, figures: Figures) -> None:
-        """Those of a completed step; a coordinator that comes back gives those before it first."""
+        """Take the figures of a completed step; a coordinator that comes back gives earlier ones
+        first."""
         self._recent.append(figures)
         if len(self._first) < WINDOW:
             self._first.append(figures)
@@ -93,7 +94,7 @@ class Watch:
         return fmean(values) if len(values) == WINDOW else None
 
     def _at_first(self, name: str) -> list[float]:
-        """In the first WINDOW steps, as far as they have it."""
+        """The values of the first WINDOW steps, as far as they have it."""
         return [figures[name] for figures in self._first if name in figures]
 
     def _no_signal(self) -> Iterator[tuple[str, str]]:

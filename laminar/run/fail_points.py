@@ -21,7 +21,7 @@ RUN_VARIABLE = "LAMINAR_FAIL_RUN"
 
 
 class FailPoints:
-    """Those of one process."""
+    """The fail points of one process."""
 
     def __init__(self, run_dir: Path | None) -> None:
         """None: the process belongs to no run, and passes them all."""

@@ -64,14 +64,15 @@ class RunLock:
 
     @classmethod
     def create(cls, run_dir: Path, name: str) -> RunLock:
-        """Of a directory that was just made; ConfigError if another process has it already."""
+        """The lock of a directory that was just made; ConfigError if another process has it
+        already."""
         fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
         _share(fd, run_dir)
         return cls(run_dir, fd, name)
 
     @classmethod
     def join(cls, run_dir: Path, name: str) -> RunLock:
-        """Of a run that there is; waits while the directory is being moved."""
+        """The lock of a run that there is; waits while the directory is being moved."""
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir} does not exist")
         fd = _open(run_dir, os.O_CREAT)
@@ -80,7 +81,8 @@ class RunLock:
 
     @classmethod
     def alone(cls, run_dir: Path, name: str) -> RunLock:
-        """Of a run of which no process lives; ConfigError if one does, or begins just now."""
+        """The lock of a run of which no process lives; ConfigError if one does, or begins just
+        now."""
         fd = _open(run_dir, os.O_CREAT)
         try:
             free = _flock(fd, fcntl.LOCK_EX) and _flock(fd, fcntl.LOCK_SH)
@@ -94,7 +96,7 @@ class RunLock:
 
     @classmethod
     def inherit(cls, run_dir: Path, name: str, fd: int | None) -> RunLock:
-        """With the descriptor that a process of the run handed down; without one, `join`."""
+        """The lock by the descriptor that a process of the run handed down; without one, `join`."""
         if fd is None:
             return cls.join(run_dir, name)
         os.set_inheritable(fd, False)
@@ -185,7 +187,7 @@ def describe(living: list[Holder]) -> str:
 
 
 def _living(card: Path) -> Holder | None:
-    """Who wrote it, if that process still has it locked."""
+    """The process that wrote the card, if it still has it locked."""
     try:
         fd = os.open(card, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -29,8 +29,8 @@ def add_child_option(parser: argparse.ArgumentParser) -> None:
 
 
 def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
-    """Those that were not ignored when this process began: `nohup` ignores SIGHUP, a script's `&`
-    SIGINT, and it stays so."""
+    """The signals that were not ignored when this process began: `nohup` ignores SIGHUP, a script's
+    `&` SIGINT, and it stays so."""
     return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 

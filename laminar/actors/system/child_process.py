@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """From now on; OSError where the system cannot."""
+    """Become the parent of orphans from now on; OSError where the system cannot."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"no child subreaper: {os.strerror(number)}")

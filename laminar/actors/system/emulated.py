@@ -55,7 +55,7 @@ class EmulatedRewards:
         """There are no workers."""
 
     async def close(self) -> None:
-        """Likewise."""
+        """There are no workers."""
 
     async def score(self, call: RewardCall) -> list[RewardResult]:
         return [RewardResult(float(sum(tokens) % 2)) for _, tokens in call.completions]

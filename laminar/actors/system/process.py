@@ -173,7 +173,8 @@ class SystemProcess:
 
 
 def _open_stacks(path: Path) -> TextIO:
-    """For the stacks of a stalled process: the terminal, where there is no room for a file."""
+    """The file for the stacks of a stalled process: the terminal, where there is no room for
+    one."""
     try:
         return open(path, "a")
     except OSError:
@@ -208,8 +209,8 @@ def run_actors(
 
 
 async def _first_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
-    """Until all have ended well, or one has not, which ends the others: its node starts all of them
-    again."""
+    """Run all until they have ended well, or one has not, which ends the others: its node starts
+    all of them again."""
     left = {asyncio.ensure_future(run) for run in runs}
     while left:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)

@@ -50,7 +50,7 @@ def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list
 def together(
     roles: Iterable[tuple[str, int]], config: Config, node: str
 ) -> dict[str, tuple[str, ...]]:
-    """By name: the actors that share a process, the actor itself included. Only emulated replicas
+    """The actors that share a process, by the name of each of them. Only emulated replicas
     share one."""
     found: dict[str, tuple[str, ...]] = {}
     for role, count in roles:
@@ -101,14 +101,14 @@ class MachineProcesses:
         }
 
     def begin(self) -> None:
-        """They import while others work."""
+        """Start the warm processes: they import while others work."""
         adopt_orphans()
         self._host.spawn(self._reap())
         for warm in self._warm.values():
             warm.begin()
 
     async def launch(self, name: str, role: str) -> Member:
-        """Its process lives already, if one beside it was launched before."""
+        """An actor's process; it lives already, if an actor beside it was launched before."""
         names = self._together[name]
         process, boot = self._newest.get(names, (None, ""))
         if process is None or process.returncode is not None:

@@ -46,7 +46,7 @@ def reward_workers(host: Host) -> RewardPool:
 
 
 class RealParts:
-    """Of one process."""
+    """The parts of one real replica."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

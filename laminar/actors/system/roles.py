@@ -78,7 +78,7 @@ class Needs(NamedTuple):
 
 
 def needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
-    """By kind: what processes of these roles import sooner or later, the user's own code aside."""
+    """What processes of these roles import sooner or later, by kind, the user's own code aside."""
     found: dict[str, Needs] = {}
     for role in dict.fromkeys(roles):
         need = found.setdefault(kind(role, config), Needs(["uvloop"], {}))

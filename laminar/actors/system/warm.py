@@ -50,8 +50,8 @@ class Seed:
 
     @classmethod
     def spawn(cls, needs: Needs) -> Seed:
-        """Its environment is this process's and what is needed besides; what the user has set
-        stays. Signals that are ignored here (nohup) are ignored there."""
+        """Start a warm process in this one's environment and what is needed besides; what the user
+        has set stays. Signals that are ignored here (nohup) are ignored there."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, "-m", "laminar.actors.system.warm_process", str(_CHILD_FD), ""]
         all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
@@ -95,7 +95,7 @@ class WarmProcess:
 
     @property
     def pid(self) -> int:
-        """Of the present one; 0 when there is none."""
+        """The process id of the present warm process; 0 when there is none."""
         return self._process.pid if self._process is not None else 0
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class WarmProcess:
         return answer
 
     async def _cause(self) -> str:
-        """It has closed its socket, so it ends."""
+        """How the warm process has ended; it has closed its socket."""
         assert self._process is not None
         try:
             return f"ended with code {await asyncio.wait_for(self._process.wait(), CLOSE_S)}"
@@ -181,7 +181,7 @@ class WarmProcess:
                     self.begin()
 
     async def _end(self) -> None:
-        """Of the present process: its socket's end is its own."""
+        """End the present warm process: the end of its socket is its own."""
         process, self._process = self._process, None
         if process is None or self._socket is None:
             return

@@ -59,7 +59,7 @@ class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """It takes launches now."""
+    """The warm process takes launches now."""
 
     seconds: float  #: that the imports took
     note: str  #: for people: why it has imported nothing; else empty
@@ -130,7 +130,7 @@ def _other_threads() -> str:
 
 
 def _exec_again(fd: str, note: str) -> None:
-    """Without modules; threads end with the program that had them."""
+    """Become this program again without modules; threads end with the program that had them."""
     program = [sys.executable, "-m", "laminar.actors.system.warm_process", fd, note]
     os.execv(sys.executable, program)
 
@@ -145,7 +145,8 @@ class _Actor(NamedTuple):
 
 
 def _serve(node: socket.socket, ready: Ready) -> _Actor | None:
-    """Until the node is gone; in the process of an actor: what it is to be."""
+    """Fork actors until the node is gone; in the process of an actor it gives what that is to
+    be."""
     with contextlib.suppress(ConnectionError):
         _send(node, ready)
         while True:

@@ -19,7 +19,7 @@ from laminar.weights.version.restored import CheckpointError, Restored
 
 
 class ReplicaFiles:
-    """Of one replica."""
+    """The weight files that one replica can reach."""
 
     def __init__(self, read: Callable[[Path, int], Restored]) -> None:
         """`read(directory, version)`: a version of a checkpoint; CheckpointError."""
