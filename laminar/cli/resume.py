@@ -21,6 +21,7 @@ import msgspec
 
 from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError, dumps, load
+from laminar.coordinator.log_behind import check_log
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.taking_up import check_resumable
 from laminar.core.state import State
@@ -64,6 +65,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
     state = state_of(run_dir)
+    check_log(run_dir, state)
     check_resumable(run_dir, state)
     place = [f"{key}={getattr(own.run, key.partition('.')[2])}" for key in _PLACE]
     if files:  # what they leave to be worked out is compared when that is done

@@ -29,6 +29,7 @@ from laminar.config.tree import RepackConfig
 from laminar.coordinator import taking_up
 from laminar.coordinator.background import Forked
 from laminar.coordinator.ending import ReplayDiffers
+from laminar.coordinator.log_behind import check_log
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
@@ -168,6 +169,7 @@ class Coordinator:
         written."""
         if not machine.started:
             return None
+        check_log(self.run_dir, machine.state)
         settings = settings_of(self.config)
         return taking_up.resumed(self.run_dir, machine.state, settings, asked=self._resume)
 

@@ -191,6 +191,10 @@ class Tables:
         sql = f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY id"
         return map(Row._make, self._db.execute(sql))
 
+    def places(self) -> Iterator[tuple[str, int, str | None]]:
+        """(id, placement, end) of every trajectory, in the order in which they were opened."""
+        return iter(self._db.execute('SELECT id, placement, "end" FROM trajectories'))
+
     def newest(self, wanted: Wanted, before: int = ALL, limit: int = ALL) -> list[tuple[int, Row]]:
         """(place, row) of rows with a lower place, the latest to be opened first."""
         sql = (

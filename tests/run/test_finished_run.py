@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from laminar.eventlog.record import DecisionRecord, Header
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, encode
+from laminar.names import exit_codes
 from tests.kit.logs import begin_log
-from tests.run.conftest import ROOT, Finished, arenas
+from tests.run.conftest import ROOT, Finished, arenas, laminar
 
 import msgspec  # isort: skip
 
@@ -228,3 +231,30 @@ def test_the_export_is_a_model_that_loads(finished: Finished) -> None:
     model = AutoModelForCausalLM.from_pretrained(export)
     ids = tokenizer("Spell this word backward (example: sun -> nus): cat\n", return_tensors="pt")
     assert model(**ids).logits.shape[-1] == model.config.vocab_size
+
+
+def test_a_log_that_has_lost_its_end_is_refused_by_train_and_by_the_daemon(
+    finished: Finished, tmp_path: Path
+) -> None:
+    """Half of it is gone, as on a disk that lost its end: nothing is begun, and nothing written but
+    what the daemon logs of itself."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.directory, run)
+    (segment,) = (run / "events").glob("events-*.log")
+    os.truncate(segment, segment.stat().st_size // 2)
+    before = written(run)
+    said = f"the event log {run / 'events'} has lost its end: "
+    done = laminar("train", "--resume", str(run))
+    assert done.returncode == exit_codes.USER_ERROR and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    daemon = [sys.executable, "-m", "laminar.cli.coord", str(run)]
+    coordinator = subprocess.run(daemon, capture_output=True, text=True)
+    assert coordinator.returncode == exit_codes.USER_ERROR and said in coordinator.stderr
+    assert written(run) == before
+
+
+def written(run: Path) -> dict[str, bytes]:
+    """By file, but what is said of processes, and the shared memory of SQLite's readers."""
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    apart = ("logs/", "processes/", "store.sqlite-")
+    return {n: p.read_bytes() for n, p in files.items() if not n.startswith(apart)}

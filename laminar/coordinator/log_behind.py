@@ -1,0 +1,127 @@
+"""Whether the log of a run is behind what its processes have written, as on a disk that lost its
+end.
+
+Reads   the state at the end of the log; store.sqlite, trainer_book.jsonl and checkpoints/ of the
+        run directory
+Gives   check_log: ConfigError with what is ahead of the log, and what to do
+
+An order is in the log, synced, before anybody is sent it. So whatever has crashed, what a process
+has done may not be reported yet, but it was ordered: a trajectory that is stored was issued under
+that placement, one that has ended was to end, a step that is trained was chosen under that version.
+Where one was not, the log has lost what it had, and a run that goes on from it would issue the same
+names and numbers a second time.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from laminar.analysis.trainer_book import read_book
+from laminar.config import ConfigError
+from laminar.core.state import State
+from laminar.core.statuses import TrajectoryStatus
+from laminar.names.ids import GroupId, TrajectoryId
+from laminar.run.directory import (
+    CHECKPOINTS_DIR,
+    EVENTS_DIR,
+    RESUME_FILE,
+    STORE_FILE,
+    TRAINER_BOOK_FILE,
+)
+from laminar.storage import books
+from laminar.training.resume import CheckpointError, decode
+
+_EVAL_GROUP = re.compile(r"e(\d+)\.(\d+)(?:-(\d+))?")
+
+
+def check_log(run_dir: Path, state: State) -> None:
+    """ConfigError if the store, the trainer or a checkpoint has what the log has never ordered."""
+    ahead = [*_stored(run_dir, state), *_trained(run_dir, state), *_saved(run_dir, state)]
+    if not ahead:
+        return
+    events = run_dir / EVENTS_DIR
+    raise ConfigError(
+        f"the event log {events} has lost its end: it completes {state.completed} steps, but "
+        f"{'; '.join(ahead)}; put back the newest copy of {events}, or begin another run, with "
+        f"model.name={_newest_model(run_dir)} to go on from what was trained"
+    )
+
+
+def _newest_model(run_dir: Path) -> Path:
+    """What another run can begin with: the newest checkpoint that can be read."""
+    steps = {resume_step: path for path, resume_step, _ in _checkpoints(run_dir)}
+    return steps[max(steps)] if steps else run_dir / CHECKPOINTS_DIR / "step_N"
+
+
+def _stored(run_dir: Path, state: State) -> Iterator[str]:
+    """A store that cannot be read says so itself when it starts."""
+    unknown, moved, ended = [], [], []
+    try:
+        with books.open_tables(run_dir / STORE_FILE) as tables:
+            for name, placement, end in tables.places():
+                trajectory = state.trajectories.get(TrajectoryId(name))
+                if trajectory is None:
+                    if not _was_issued(state, name):
+                        unknown.append(name)
+                elif placement > trajectory.placement:
+                    moved.append(name)
+                elif end is not None and trajectory.status != TrajectoryStatus.ENDING:
+                    ended.append(name)
+    except (ConfigError, sqlite3.Error):
+        return
+    for names, what in (
+        (unknown, "that it has never begun"),
+        (moved, "under a later placement than it has given"),
+        (ended, "with an end that it has not decided"),
+    ):
+        if names:
+            count = f"{len(names)} {'trajectory' if len(names) == 1 else 'trajectories'}"
+            yield f"{STORE_FILE} has {count} {what} ({names[0]})"
+
+
+def _was_issued(state: State, name: str) -> bool:
+    """The log has given this name to a trajectory, which has ended since."""
+    group = GroupId(name.rpartition(".")[0])
+    held_out = _EVAL_GROUP.fullmatch(group)
+    if held_out is None:
+        pass_index, _, position = group.partition(".")
+        number = int(pass_index) * state.num_train + int(position)
+        return state.num_train > 0 and number < state.cursor and group not in state.again
+    index, place, attempt = int(held_out[1]), int(held_out[2]), int(held_out[3] or 1)
+    running = state.evaluation
+    if running is not None and running.index == index:
+        return attempt <= running.attempts.get(place, 0)
+    return index < state.next_evaluation
+
+
+def _trained(run_dir: Path, state: State) -> Iterator[str]:
+    for line in read_book(run_dir)[0]:
+        if line.step >= state.chosen or line.version >= state.next_version:
+            yield (
+                f"{TRAINER_BOOK_FILE} has step {line.step + 1}, of version {line.version}, which "
+                "it has never ordered"
+            )
+            return
+
+
+def _saved(run_dir: Path, state: State) -> Iterator[str]:
+    for path, step, version in _checkpoints(run_dir):
+        if step > state.chosen or version >= state.next_version:
+            yield (
+                f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, which "
+                "it has never ordered"
+            )
+            return
+
+
+def _checkpoints(run_dir: Path) -> Iterator[tuple[Path, int, int]]:
+    """(directory, step, version) of those that can be read, by name."""
+    for path in sorted((run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}")):
+        try:
+            resume = decode(path.read_bytes())
+        except (OSError, CheckpointError):
+            continue  # others look at what is damaged
+        yield path.parent, resume.step, resume.version
