@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, directory: str | Path) -> None:
         """ConfigError for a directory that is no run."""
-        from laminar.cli.arguments import run_config
+        from laminar.run.directory import run_config
 
         self.directory = Path(directory)
         run_config(self.directory)
@@ -66,7 +66,7 @@ class Run:
         """Every setting, as nested dicts; docs and defaults are in configs/reference.toml."""
         import msgspec
 
-        from laminar.cli.arguments import run_config
+        from laminar.run.directory import run_config
 
         found: dict[str, Any] = msgspec.to_builtins(run_config(self.directory))
         return found
@@ -109,7 +109,7 @@ class Run:
         """What `laminar samples --jsonl` prints, as rows: prompts, answers, scores. `step`: those
         that the N-th step trained; `evaluation`: held-out ones after N completed steps."""
         from laminar.analysis.samples import Choice, find_samples
-        from laminar.cli.arguments import run_config
+        from laminar.run.directory import run_config
         from laminar.tasks.decoding import decoder_of
 
         chosen = {"step": step, "evaluation": evaluation, "id": id}

@@ -2,7 +2,7 @@
 
 Reads   the words
 Gives   Parser: argparse's, but every mistake is one sentence (ConfigError), nothing is abbreviated,
-        and a command may take settings of the config tree; run_config of a run directory
+        and a command may take settings of the config tree
 
 Settings are `key=value`, `--key=value` or `--key value`, anywhere between the options. They keep
 their order, and the last one of a key counts. A value may begin with a minus sign.
@@ -14,11 +14,9 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from laminar.config import Config, ConfigError, is_key, load
-from laminar.run.directory import CONFIG_FILE
+from laminar.config import ConfigError, is_key
 from laminar.run.program import NAME, typed
 
 
@@ -110,13 +108,3 @@ def _setting(word: str) -> str:
         hint = f"; a config file is given as -c {word}" if word.endswith(".toml") else ""
         raise ConfigError(f"{word!r} is neither key=value nor --key value{hint}")
     return word
-
-
-def run_config(run_dir: Path) -> Config:
-    """The configuration of a run that was named by its directory."""
-    if not run_dir.is_dir():
-        what = "is not a directory" if run_dir.exists() else "does not exist"
-        raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
-    return load([run_dir / CONFIG_FILE])

@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from laminar.cli.arguments import Parser, run_config
+from laminar.cli.arguments import Parser
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
@@ -35,7 +35,7 @@ from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
-from laminar.run.directory import CONFIG_FILE
+from laminar.run.directory import CONFIG_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import add_child_option, follow_starter
 

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.history import replay_log
-from laminar.cli.arguments import run_config
 from laminar.cli.resume import values_of
 from laminar.cli.train import Beginning, add_ways, begin, place_of
 from laminar.config import Config, ConfigError, load
@@ -31,7 +30,14 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import Origin
 from laminar.names.ids import GroupId, Purpose
-from laminar.run.directory import CHECKPOINTS_DIR, CONFIG_FILE, ORIGIN_DIR, ORIGIN_FILE, RESUME_FILE
+from laminar.run.directory import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    ORIGIN_DIR,
+    ORIGIN_FILE,
+    RESUME_FILE,
+    run_config,
+)
 from laminar.training.file_digests import check_digests
 from laminar.training.resume import CheckpointError, decode
 

@@ -20,12 +20,13 @@ from laminar.actors.system.process import run_actors
 from laminar.actors.system.processes import MachineProcesses
 from laminar.actors.system.roles import ROLES
 from laminar.actors.system.warm import Seed
-from laminar.cli.arguments import Parser, run_config
+from laminar.cli.arguments import Parser
 from laminar.cli.endings import exit_code
 from laminar.config import Config, ConfigError
 from laminar.names import ids
 from laminar.net.transport import loopback
 from laminar.observe.hardware import hardware
+from laminar.run.directory import run_config
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import add_child_option
 

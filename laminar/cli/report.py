@@ -16,10 +16,9 @@ from laminar.analysis.headline import headline, troubles
 from laminar.analysis.page import html
 from laminar.analysis.page_data import PageData, page_data
 from laminar.analysis.report import replace_text, summarize, write_summary
-from laminar.cli.arguments import run_config
 from laminar.cli.endings import say
 from laminar.config import ConfigError
-from laminar.run.directory import COMPARISON_FILE, REPORT_FILE
+from laminar.run.directory import COMPARISON_FILE, REPORT_FILE, run_config
 from laminar.tasks.decoding import decoder_of
 
 SHARES_SHOWN = 3  #: of what a process did, the largest first

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.log_behind import check_log
 from laminar.coordinator.system import RealDisk
@@ -40,6 +39,7 @@ from laminar.run.directory import (
     ORIGIN_DIR,
     RESUME_FILE,
     STATUS_FILE,
+    run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
 from laminar.training.resume import CheckpointError, decode

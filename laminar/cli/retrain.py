@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laminar.analysis.trained_steps import Step, Trained, trained
-from laminar.cli.arguments import run_config
 from laminar.config import Config, ConfigError
 from laminar.names import exit_codes, ids
-from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE
+from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers

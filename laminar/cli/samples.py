@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from laminar.analysis.samples import Choice, Sample, find_samples
-from laminar.cli.arguments import run_config
 from laminar.cli.emulated import notes
 from laminar.cli.endings import say
 from laminar.cli.log import positive
+from laminar.run.directory import run_config
 from laminar.tasks.decoding import decoder_of
 
 SHOWN = 10

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import count_of, range_line
 from laminar.analysis.report import summary_of, write_summary
-from laminar.cli.arguments import run_config
 from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
 from laminar.cli.memory import check_memory, memory_lines
@@ -42,6 +41,7 @@ from laminar.run.directory import (
     METRICS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_DIR,
+    run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from laminar.config import Config, ConfigError, load
+
 CONFIG_FILE = "config.toml"
 LOCK_FILE = "run.lock"
 PROCESSES_DIR = "processes"
@@ -48,6 +50,16 @@ ORIGIN_DIR = "origin"
 ORIGIN_FILE = "origin.json"  #: in ORIGIN_DIR: the origin of the first coordinator-started
 REFUSED_DIR = "refused"
 EXPORT_DIR = "export"
+
+
+def run_config(run_dir: Path) -> Config:
+    """The configuration of a run that was named by its directory."""
+    if not run_dir.is_dir():
+        what = "is not a directory" if run_dir.exists() else "does not exist"
+        raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    return load([run_dir / CONFIG_FILE])
 
 
 def older_parts(path: Path) -> list[tuple[int, Path]]:

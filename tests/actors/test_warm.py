@@ -263,6 +263,31 @@ def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) ->
     assert warm_process._become(actor, os.getpid()) == exit_codes.FAILED
 
 
+WITHOUT_CONFIG = """
+import os, socket, sys
+from pathlib import Path
+from laminar.actors.system import warm_process
+from laminar.actors.system.warm_process import Launch
+from laminar.run.lock import RunLock
+
+run = sys.argv[1]
+node, actor = socket.socketpair()
+node.send(b"1")
+launch = Launch(run_dir=run, name="relay-0", role="relay", node="", address="", environment={})
+lock_fd = os.dup(RunLock.alone(Path(run), "node-0").fd)
+forked = warm_process._Actor(launch, actor, os.open(os.devnull, os.O_RDONLY), lock_fd)
+sys.exit(warm_process._become(forked, os.getppid()))
+"""
+
+
+def test_an_actor_whose_configuration_is_gone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    words = [sys.executable, "-c", WITHOUT_CONFIG, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    said = f"relay-0: {tmp_path} is no run directory: it has no config.toml\n"
+    assert (done.returncode, done.stderr) == (exit_codes.USER_ERROR, said)
+
+
 async def test_a_launch_names_what_differs_from_the_nodes_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

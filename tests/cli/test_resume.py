@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from laminar.cli import resume
-from laminar.cli.arguments import run_config
 from laminar.config import ConfigError, dumps, load
 from laminar.coordinator.loop import settings_of
 from laminar.coordinator.system import RealDisk
@@ -21,7 +20,7 @@ from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
 from laminar.names import exit_codes, ids
-from laminar.run.directory import RESUME_FILE
+from laminar.run.directory import RESUME_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.training.resume import LearnerFacts, Resume, decode, encode
 from tests.kit.logs import write_log

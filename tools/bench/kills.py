@@ -39,12 +39,11 @@ sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.analysis.history import WallClock, records, typed_event  # noqa: E402
 from laminar.analysis.timeline import EMPTY_STEPS, read_steps  # noqa: E402
-from laminar.cli.arguments import run_config  # noqa: E402
 from laminar.eventlog.record import EventRecord  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import COORDINATOR, Event  # noqa: E402
 from laminar.names.roles import Role  # noqa: E402
-from laminar.run.directory import TIMELINE_DIR  # noqa: E402
+from laminar.run.directory import TIMELINE_DIR, run_config  # noqa: E402
 from laminar.run.lock import holders  # noqa: E402
 from tools.bench.emulated import laminar, read_json  # noqa: E402
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from laminar.actors.host import Actor, Host
-from laminar.config import Config, load
+from laminar.config import Config
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
 from laminar.names import exit_codes
@@ -35,7 +35,7 @@ from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure, get_logger, logger_of
 from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
-from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR
+from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import (
@@ -230,7 +230,7 @@ class OwnProcess:
     def __init__(self, lock: RunLock, name: str, role: str) -> None:
         """`name`: of its first actor, by which its log is called."""
         self.lock, self.run_dir, self.role = lock, lock.run_dir, role
-        self.config: Config = load([lock.run_dir / CONFIG_FILE])
+        self.config: Config = run_config(lock.run_dir)
         self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self.telemetry = configure(self.run_dir, self.config.run.name, name)
         self.terminal = self.telemetry.outlet("terminal", print_lines)

@@ -211,11 +211,11 @@ def _become(actor: _Actor, node_pid: int) -> int:
     _adopt(launch)
     try:
         lock = RunLock.inherit(Path(launch.run_dir), launch.name, actor.lock_fd)
+        names = (launch.name, *launch.beside)
+        return run_actors(lock, names, launch.role, launch.node, launch.address, make)
     except ConfigError as error:
         print(f"{launch.name}: {error}", file=sys.stderr)
         return exit_codes.USER_ERROR
-    names = (launch.name, *launch.beside)
-    return run_actors(lock, names, launch.role, launch.node, launch.address, make)
 
 
 def leave(code: int) -> NoReturn:
