@@ -94,7 +94,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return self.lease_ms * MS
 
     def lease_of_ms(self, role: str) -> int:
-        """Of a process of this role."""
+        """The lease of a process of this role."""
         return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
 
     def seed_of(self, row: Row) -> int:

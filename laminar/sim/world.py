@@ -114,7 +114,7 @@ class World:
 
     @property
     def rows(self) -> dict[str, Row]:
-        """Of the store."""
+        """The rows of the store."""
         return self.database.tables.saved
 
     # --- running ------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class World:
         return self.coordinator.ended
 
     def run(self) -> str:
-        """To the end of the run; the digest of its last state. Raises Violation."""
+        """Run the world to the end of the run; the digest of its last state. Raises Violation."""
         with self:
             return self._run()
 
@@ -238,8 +238,8 @@ class World:
         return self._children.get(node, [])
 
     def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
-        """Its kernel closes its connections, and its node sees it; who has started a node sees its
-        end."""
+        """A process ended: its kernel closes its connections, and its node sees it, or who started
+        a node."""
         self.bulk.process_ended(boot_id)
         if process.role == "node":
             self.machines.ended(process, code)

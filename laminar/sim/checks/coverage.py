@@ -88,7 +88,7 @@ EXPECTED: tuple[str, ...] = (
 
 
 def _kind_of(timer: str) -> str:
-    """Without the name of the process that it is about."""
+    """The kind of a timer, without the name of the process that it is about."""
     kind, subject = keys.parse_timer(timer)
     command = subject.partition(":")[0]
     return f"{kind}:{command}" if kind == keys.TimerKind.COMMAND else kind

@@ -95,7 +95,7 @@ def failure_has_a_reason(world: World, state: State) -> None:
 
 
 def _rewards_failed(world: World, state: State) -> bool:
-    """Its rewards ended it, and the store has as many bad ones as that takes at least."""
+    """Whether rewards ended the run, and the store has as many bad ones as that takes at least."""
     settings = world.scenario.settings
     batch = settings.groups_per_step * settings.group_size
     trained = [row for row in world.rows.values() if row.purpose == Purpose.TRAIN]
@@ -118,7 +118,8 @@ def _struck(world: World, state: State) -> bool:
 
 
 def _could_not_start(world: World, state: State) -> bool:
-    """It waited for a process that had died before anybody had heard of it, and is not started."""
+    """Whether the run waited at its start for a process that died unheard of, and is not started
+    again."""
     roles = world.checks.leases.not_started_again
     return "not started" in state.failure and any(role in state.failure for role in roles)
 
@@ -130,7 +131,8 @@ def _batch_is_deadly(world: World, state: State) -> bool:
 
 
 def _gone_since_resumption(world: World, state: State) -> bool:
-    """It was resumed, and what it waited for stays dead: nobody of it had joined again."""
+    """Whether the run was resumed, and what it waited for stays dead: nobody of it had joined
+    again."""
     resumed = any(mark.startswith("coordinator:resumes-") for mark in world.coverage.counts)
     gone = (p.name for p in world.processes.values() if world.faults.dead_for_good(p))
     return resumed and any(name in state.failure for name in gone)
@@ -148,7 +150,7 @@ def books_are_closed(state: State, rows: dict[str, Row]) -> None:
 
 
 def store_agrees_with_itself(world: World) -> None:
-    """As an audit asks of its file; and it has each row as it was saved last."""
+    """The store passes an audit of its file, and has each row as it was saved last."""
     tables = world.database.tables
     for problem in books.contradictions(tables):
         raise Violation("nothing_is_damaged", problem)

@@ -12,7 +12,7 @@ from laminar.sim.runtime.violation import Violation
 
 
 def state_is_sound(state: State, seq: int) -> None:
-    """As it is after this event."""
+    """The state after this event keeps every invariant."""
     try:
         invariants.check(state)
     except AssertionError as error:

@@ -99,8 +99,8 @@ class Leases:
             self.stranded.discard(event.name)
 
     def _note_dead(self) -> None:
-        """Of the store's machine who is dead, and of all machines the replicas if they all are,
-        where no node starts them again: it is dead or silent."""
+        """Note the dead that no node starts again (it is dead or silent): processes of the store's
+        machine, and the replicas of all machines if all of them are."""
         processes = self._world.processes
         replicas = [process for process in processes.values() if process.role == "rollout"]
         others = self._world.children_of(processes["store-0"].node)

@@ -25,7 +25,7 @@ MOVES_MAX = 3
 
 
 class Moves:
-    """Of one run."""
+    """The checks of one run."""
 
     def __init__(self) -> None:
         self._orders: dict[int, cmd.ReleaseTrajectories] = {}  #: by id
@@ -70,8 +70,8 @@ class Moves:
             raise Violation("late_release_has_no_effect", what, source)
 
     def _moved_may_be_moved(self, order: cmd.ReleaseTrajectories, state: State) -> None:
-        """Not what a batch has waited for, what may kill replicas, held-out answers, nor what has
-        moved three times."""
+        """What is moved is nothing that a batch has waited for, that may kill replicas, is held
+        out, or has moved three times."""
         for item in order.items:
             trajectory = state.trajectories[item.trajectory_id]
             found = self._why_not(trajectory, state)

@@ -96,7 +96,7 @@ class Prompts:
         self._given[group] = seq, row
 
     def _rows_of(self, given: dict[str, int]) -> dict[tuple[str, int], str]:
-        """Of the other run and of this one."""
+        """The rows of the other run and of this one."""
         return {(_pass_of(g), row): g for g, row in (self._before | given).items()}
 
     def _group(self, index: int) -> str:

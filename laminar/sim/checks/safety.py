@@ -308,7 +308,8 @@ class Checks:
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")
 
     def coordinator_crashed(self) -> None:
-        """Its handler raised: what it had changed of the state by then is nothing to compare."""
+        """A handler of the coordinator raised: what it had changed by then is nothing to
+        compare."""
         self._machine = None
 
     def _take_back(self, seq: int) -> None:

@@ -136,7 +136,7 @@ class TrainingChecks:
             raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
     def told(self, process: SimProcess, command: Command) -> None:
-        """It carries this out."""
+        """The trainer carries out this command."""
         if isinstance(command, cmd.TrainStep | cmd.RedoStep):
             self._told.pop(process.boot_id, None)
             self._told[process.boot_id] = command
@@ -204,5 +204,5 @@ class TrainingChecks:
             raise Violation("loaded_is_trained", what, process.name)
 
     def made_as(self, version: int, digest: str) -> bool:
-        """These are weights that the trainer made under this number."""
+        """Whether these are weights that the trainer made under this number."""
         return digest in self._made.get(self._steps.get(version, -1), ())

@@ -33,7 +33,7 @@ KILLED = 0.5
 
 
 class Effects:
-    """On one world."""
+    """What faults do to one world."""
 
     def __init__(self, world: World, until_ns: int, *, healed: bool) -> None:
         """`until_ns`: until when faults happen; `healed`: nothing goes wrong in this world."""
@@ -57,8 +57,8 @@ class Effects:
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
 
     def may_lose_trainer(self, process: SimProcess) -> bool:
-        """It comes back: there is a checkpoint, or the first step is still known, and its node
-        starts it again. A batch that is interrupted too often ends the run."""
+        """Whether the trainer comes back: there is a checkpoint, or the first step is known, and
+        its node starts it again. A batch that is interrupted too often ends the run."""
         world, state = self.world, self.world.coordinator.state
         starts_left = process.boot < min(world.scenario.max_restarts, TRAINER_LOSSES)
         lives = process.alive and not process.stopping and not process.paused
@@ -93,7 +93,7 @@ class Effects:
         return node.name in self.dead or node.name in self.gone
 
     def restart_machine(self, node: SimProcess) -> bool:
-        """It dies, and its processes with it; it is started again. False where that may not be."""
+        """A machine dies with its processes, and is started again. False where that may not be."""
         if not node.alive or node.stopping or self.is_gone(node):
             return False
         children = self.world.children_of(node.name)
@@ -112,7 +112,7 @@ class Effects:
         return relays.ending(coordinator.state) and self.world.checks.durability.is_whole()
 
     def lose_node(self, node: SimProcess) -> None:
-        """For good, and alone, once it has started its processes. One of a run.
+        """Lose one node for good, and alone, once it has started its processes. One of a run.
 
         They go on, as those of a node that hangs do, or end by themselves, as those of one that
         was killed; store and trainer, whose end is that of the run, only in a run that is to fail.
@@ -139,7 +139,7 @@ class Effects:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
     def stall(self, process: SimProcess) -> None:
-        """It lives and samples nothing more; its node does not do as it is ordered when that is
+        """A replica lives and samples nothing more; its node does not do as ordered when that is
         noticed, also if everything else has healed by then."""
         self.speed(process, STALLED)
         self.stalled[process.boot_id] = True

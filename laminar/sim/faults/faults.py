@@ -129,7 +129,7 @@ class Faults(Effects):
         return found
 
     def _draw_later(self, config: FaultConfig) -> None:
-        """They draw from streams of their own as well."""
+        """Draw the later faults, from streams of their own as well."""
         rare = {} if config.menu else RARE
         for kind in config.menu or LATER:
             if kind in LATER:
@@ -243,14 +243,14 @@ class Faults(Effects):
         return self._wedges("transfer-sticks", RECEIVE_TIMEOUT_MS)
 
     def long_step_s(self) -> float:
-        """By how much the trainer's next step takes longer."""
+        """How much longer the trainer's next step takes."""
         long_s, self.step_longer_s = self.step_longer_s, 0.0
         if long_s:
             self.wedged_for(round(long_s * 1000))
         return long_s
 
     def dead_for_good(self, process: SimProcess) -> bool:
-        """Its node gives up on it."""
+        """Whether a process's node gives up on it."""
         return process.name in self.dead
 
     def corrupts_weights(self) -> bool:
@@ -355,12 +355,13 @@ class Faults(Effects):
             process.die(exit_codes.KILLED)
 
     def doomed(self) -> list[SimProcess]:
-        """Who is lost in a run that is to fail; a node goes with its machine."""
+        """The processes that are lost in a run that is to fail; a node goes with its machine."""
         process = self.world.processes[f"{self.fatal_role}-0"]
         return [process, *self.world.children_of(process.name)]
 
     def _lose_for_good(self) -> None:
-        """Its node starts nothing again; with a node its whole machine is lost."""
+        """Lose a process for good: its node starts nothing again; with a node its whole machine is
+        lost."""
         if self.healed or self.world.finished:
             return
         process, *_ = doomed = self.doomed()

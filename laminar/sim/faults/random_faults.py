@@ -65,7 +65,7 @@ def _paused(faults: Effects, chance: random.Random, process: SimProcess) -> None
 
 
 def _slow(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """For a while."""
+    """A process is slow for a while."""
     faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
     faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
 
@@ -92,7 +92,7 @@ def _rack_lost(faults: Effects, chance: random.Random) -> None:
 
 
 def _single_paused(faults: Effects, chance: random.Random) -> None:
-    """Not long enough to be lost."""
+    """A process stands still, not long enough to be lost."""
     process = chance.choice([p for p in faults.world.processes.values() if p.role != "rollout"])
     faults.pause(process, faults.lease_s * SHORT * chance.random())
 
@@ -219,12 +219,12 @@ def _node_silent(faults: Effects, chance: random.Random) -> None:
 
 
 def _node_dies(faults: Effects, chance: random.Random) -> None:
-    """Its processes go on, and are not started again."""
+    """A node dies: its processes go on, and are not started again."""
     faults.lose_node(chance.choice(_nodes(faults)))
 
 
 def _machine_restarts(faults: Effects, chance: random.Random) -> None:
-    """It loses power for a moment, say: all of it dies, and comes back with a new node."""
+    """A machine loses power for a moment, say: all of it dies, and comes back with a new node."""
     faults.restart_machine(chance.choice(_nodes(faults)))
 
 
@@ -295,7 +295,7 @@ def _disk_full_for_good(faults: Effects, chance: random.Random) -> None:
 
 
 def _store_full(faults: Effects, chance: random.Random) -> None:
-    """Its disk has no room for a while: what writes waits."""
+    """The store's disk has no room for a while: what writes waits."""
     database = faults.world.database
 
     def has_room() -> None:
@@ -306,7 +306,7 @@ def _store_full(faults: Effects, chance: random.Random) -> None:
 
 
 def _store_silent(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """For longer than its lease: its node is told to end it and start another."""
+    """The store is silent for longer than its lease: its node is told to start another."""
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, LONGEST))
 
 
@@ -314,7 +314,8 @@ def _store_silent(faults: Effects, chance: random.Random, process: SimProcess) -
 
 
 def _trainer(blow: Blow) -> Strike:
-    """It is hit, if it can come back: it writes checkpoints, and nobody has removed them."""
+    """The trainer is hit, if it can come back: it writes checkpoints, and nobody has removed
+    them."""
 
     def strike(faults: Effects, chance: random.Random) -> None:
         process = faults.world.processes["trainer-0"]
@@ -330,7 +331,7 @@ def _silent(faults: Effects, chance: random.Random, process: SimProcess) -> None
 
 
 def _dies_there(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """At a named place in its code, when it comes there."""
+    """A process dies at a named place in its code, when it comes there."""
     faults.dies_next, faults.unheard_next = chance.choice(points.TRAINER), False
 
 

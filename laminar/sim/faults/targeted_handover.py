@@ -40,7 +40,7 @@ class HandoverFault(TargetedFault):
 
     @abstractmethod
     def is_due(self, state: State, source: Replica) -> bool:
-        """It is time to strike."""
+        """Whether it is time to strike."""
 
     @abstractmethod
     def strike(self, state: State, source: Replica) -> None:

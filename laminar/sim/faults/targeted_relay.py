@@ -57,7 +57,7 @@ class RelayWhilePublishing(TargetedFault):
         )
 
     def _hold(self, state: State) -> None:
-        """It stands still until something waits for the trainer."""
+        """The trainer stands still until something waits for it."""
         lease_ns = seconds(self.faults.lease_s)
         if not self._held_ns:
             self._held_ns = self.now
@@ -193,7 +193,7 @@ class PinLate(TargetedFault):
             self.faults.cut(COORDINATOR, name, duration_s)
 
     def _try_again(self) -> None:
-        """With the next evaluation."""
+        """Try again with the next evaluation."""
         self._cut = self._slow = False
         self._tries -= 1
         self.done = not self._tries

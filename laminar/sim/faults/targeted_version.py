@@ -74,7 +74,7 @@ class EvaluationOutOfReach(TargetedFault):
         return self.world.children_of(state.relays[self._relay].node)
 
     def _hold_replicas(self, state: State, has_weights: bool) -> None:
-        """They stand still until the relay has weights and an answer waits for a reward."""
+        """Replicas stand still until the relay has weights and an answer waits for a reward."""
         held = [process for process in self._machine(state) if process.role == "rollout"]
         for process in held:
             if process.alive and not process.paused:
@@ -172,7 +172,7 @@ class OldVersion(TargetedFault):
             self.lose(relay, "dies")
 
     def _candidates(self, state: State) -> list[Replica]:
-        """Those who work with such a version."""
+        """The replicas that work with such a version."""
         working = [r for r in state.replicas.values() if r.running and r.version in state.saved]
         if not self.evaluates or not state.num_eval:
             return working

@@ -148,7 +148,7 @@ class End:
             self.owner.wake()
 
     def arrive(self, frame: Frame | None) -> None:
-        """From the other side; None: it has closed the connection."""
+        """A frame arrives from the other side; None: it has closed the connection."""
         if frame is None:
             self.fail(ConnectionResetError("the other side closed the connection"))
         elif not self.closed and self.error is None:
@@ -228,7 +228,7 @@ class BulkNetwork:
         self._chance = stream(world.scenario.seed, "bulk")
 
     def process_ended(self, boot_id: str) -> None:
-        """Its kernel closes what it had open."""
+        """A process ended: its kernel closes what it had open."""
         for end in self._ends.pop(boot_id, []):
             end.close()
         for listening in list(self._listening.values()):
@@ -266,7 +266,7 @@ class BulkNetwork:
         return self._listening[address]
 
     def silent(self, listening: Listening) -> None:
-        """It does not listen any more."""
+        """A relay does not listen any more."""
         self._listening.pop(listening.address, None)
         for caller in listening.waiting:
             caller.fail(ConnectionRefusedError("nobody listens there"))

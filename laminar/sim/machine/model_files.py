@@ -56,7 +56,8 @@ class TrainersDisk:
         await asyncio.sleep(duration_s * self.process.slow)
 
     def refuse_if_full(self) -> None:
-        """As a fault, a disk has no room for a write, and has it again for the next."""
+        """Raise, as a fault, for a disk that has no room for a write, and has it again for the
+        next."""
         self._refused = not self._refused and self.process.world.faults.trainers_disk_is_full()
         if self._refused:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -55,7 +55,7 @@ class Child:
 
 
 class MachineProcesses(Idle):
-    """Those of one machine, but its node."""
+    """The processes of one machine, but its node."""
 
     def __init__(self, process: SimProcess) -> None:
         super().__init__(process)

@@ -78,7 +78,7 @@ class SimPlane:
             self._process.after(0, self._turn)
 
     def _turn(self) -> None:
-        """Until there is nothing to do at this instant."""
+        """Take turns until there is nothing to do at this instant."""
         self._turn_due = False
         if self._closed:
             return
@@ -117,7 +117,7 @@ class SimPlane:
 
 
 class SimMachine:
-    """Of one boot of a relay."""
+    """The machine of one boot of a relay."""
 
     memory_bytes = MEMORY_BYTES
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WatchedTables(Tables):
-    """They tell the checks of a world who writes what, and under which placement."""
+    """Tables that tell the checks of a world who writes what, and under which placement."""
 
     def __init__(self, connection: sqlite3.Connection, world: World) -> None:
         super().__init__(connection, folder=None)
@@ -71,7 +71,7 @@ class WatchedTables(Tables):
                 yield row.id
 
     def _placement(self, trajectory_id: str) -> int:
-        """Under which the request that is being handled writes to this trajectory."""
+        """The placement under which the present request writes to this trajectory."""
         if not self._placements:
             items = self._request.items  # type: ignore[union-attr]
             self._placements = {item.trajectory_id: item.placement for item in reversed(items)}

@@ -25,7 +25,7 @@ def weights_of(name: str) -> Bytes:
 
 
 def manifest_for(view: Bytes, version: int, step: int) -> Manifest:
-    """Of these bytes under this number."""
+    """The manifest of these bytes under this number."""
     return manifest_of(
         view, version=version, step=step, tensors=TENSORS, probe=PROBE, chunk_bytes=CHUNK_BYTES
     )

@@ -46,7 +46,7 @@ class ReachableWeights:
         return mapped
 
     async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
-        """It may have been removed, and bytes may have changed there."""
+        """The copy of a checkpoint; it may have been removed, and bytes may have changed there."""
         world = self._world
         duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
         await asyncio.sleep(duration_s * self._process.slow)
@@ -60,7 +60,7 @@ class ReachableWeights:
         return self._copy
 
     def digest_of(self, source: WeightSource) -> str:
-        """Of what an engine loads now."""
+        """The digest of what an engine loads now."""
         if self._copy is not None and source.path == self._copy.path:
             return self._copy.manifest.digest
         return manifest_for(self._mapped[source.path].slot(source.offset), 0, 0).digest

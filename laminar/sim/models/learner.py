@@ -86,7 +86,8 @@ class SimTrainer(Idle):
     def _outcome(
         self, samples: Sequence[steps.TrainSample]
     ) -> tuple[dict[steps.Origin, steps.Suspect], str | None]:
-        """Of a batch that is trained the first time; it follows from the batch ever after."""
+        """The outcome of a batch that is trained the first time; it follows from the batch ever
+        after."""
         origins = dict.fromkeys(steps.origin_of(span) for s in samples for span in s.spans)
         suspects = {o: steps.Suspect(1.0, 0.5) for o in origins if self._differs()}
         left_out = steps.sampled_by(samples, suspects)
@@ -101,7 +102,8 @@ class SimTrainer(Idle):
         return [[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences]
 
     async def reload(self, directory: Path) -> None:
-        """It is what was written just now, as the digest of what is published then says."""
+        """Nothing to do: it is what was written just now, as the digest of what is published then
+        says."""
         await self.work(SAVE_S)
 
     async def restore(self, directory: Path) -> Resume:

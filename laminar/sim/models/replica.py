@@ -165,7 +165,7 @@ class Replica(Idle):
         return f"{len(tokens)} tokens"
 
     def keep_steps(self, rows: bytes) -> None:
-        """They are not read."""
+        """Nothing reads engine steps here."""
 
     @property
     def num_hanging(self) -> int:

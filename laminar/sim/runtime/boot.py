@@ -39,7 +39,8 @@ checkpoint that it is to go on from is not what it was."""
 
 
 class Log:
-    """It is not read; but a warning is a path that is seldom taken, and an error was raised."""
+    """A log that nobody reads; but a warning is a path that is seldom taken, and an error was
+    raised."""
 
     def __init__(
         self, warned: Callable[[str], None], raised: Callable[[BaseException], None]
@@ -141,7 +142,7 @@ class Boot:
 
     @property
     def runs(self) -> bool:
-        """It lives, and does not stand still."""
+        """Whether the process lives, and does not stand still."""
         return not self.loop.closed and not self.process.paused
 
     def begin(self, actor: Actor) -> None:
@@ -152,7 +153,7 @@ class Boot:
         self.process.die(await self.host.run(actor))
 
     def end(self) -> None:
-        """It is gone: nothing of it runs any more."""
+        """End the boot: nothing of it runs any more."""
         self.loop.closed = True
 
     def after(self, delay_ns: int, action: Action, *args: Any) -> None:

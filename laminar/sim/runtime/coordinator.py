@@ -234,7 +234,8 @@ class SimCoordinator:
                 self._plan(now)
 
     def _hear(self, route: bytes, frame: bytes) -> None:
-        """Who sends something readable on a connection where it has said who it is, is alive."""
+        """Count a process as alive that sends something readable on a connection where it has said
+        its name."""
         if isinstance(frame, Garbage):
             return
         if b"\xa5hello" in frame[:16]:

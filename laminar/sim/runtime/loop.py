@@ -36,7 +36,8 @@ Told = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 def _close(coroutine: Any) -> None:
-    """To its end: whatever it still waits for in a `finally` block is broken off as well."""
+    """Close a coroutine to its end: what it still waits for in a `finally` block is broken off as
+    well."""
     for _ in range(WAITS_MAX):
         with contextlib.suppress(BaseException):
             coroutine.close()
@@ -61,7 +62,7 @@ class Ready(asyncio.Handle):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Of one boot of one process."""
+    """The event loop of one boot of one process."""
 
     def __init__(self, now_ns: Callable[[], int], after: After, turned: Callable[[], None]) -> None:
         """`after`: has something called later, if this boot still lives then. `turned`: called when
@@ -170,7 +171,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.enter(self._call, handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays with the scheduler, and calls nothing."""
+        """A cancelled timer stays with the scheduler, and calls nothing."""
 
     def discard(self) -> None:
         """End the coroutines of a dead process, here and not whenever they are collected.

@@ -23,7 +23,7 @@ START_S = (0.2, 2.0)
 
 
 class Machines:
-    """Those of one world."""
+    """The machines of one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -47,12 +47,12 @@ class SimProcess:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Who it is for the coordinator."""
+        """The name and number that the coordinator knows the process by."""
         return self.name, self.link.incarnation
 
     @property
     def link(self) -> ClientLink:
-        """Its line to the coordinator."""
+        """The process's line to the coordinator."""
         return self.current.link
 
     @property
@@ -84,7 +84,7 @@ class SimProcess:
         self.world.process_ended(self, code, self.boot_id)
 
     def starter_gone(self) -> None:
-        """Its node is gone, and it notices."""
+        """The process notices that its node is gone."""
         if self.alive:
             self.after(0, self.current.loop.enter, self.current.starter_gone)
 
@@ -102,7 +102,7 @@ class SimProcess:
         self._backlog.clear()
 
     def fail(self, reason: str) -> None:
-        """It cannot go on: it says so, and ends."""
+        """The process cannot go on: it says so, and ends."""
         self.current.loop.enter(self.current.host.fail, reason)
 
     def pause(self) -> None:
