@@ -174,7 +174,7 @@ class _Again:
         await self.learner.train_step(samples, step.step_index)
 
     def digest(self, version: int, step: int) -> str:
-        """Of the weights as they are, in the type in which they are published."""
+        """The digest of the weights as they are, in the type in which they are published."""
         from laminar.actors.trainer import NO_PROBE
         from laminar.weights.version.checkpoint import describe
 

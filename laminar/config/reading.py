@@ -1,4 +1,4 @@
-"""From files and overrides to a checked tree, and back.
+"""The way from files and overrides to a checked tree, and back.
 
 Reads   TOML files (left to right, the later wins) and `a.b=c` overrides
 Gives   Config, or ConfigError

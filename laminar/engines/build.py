@@ -1,4 +1,4 @@
-"""From the configuration to a running engine.
+"""The way from the configuration to a running engine.
 
 Reads   rollout.engine and its settings, model.name's config.json, weights.dtype
 Gives   a ReplicaEngine without weights; ConfigError when the model is not one that it can run

@@ -157,14 +157,14 @@ class EngineRunner:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        """On the loop: hand over all deltas so far."""
+        """Hand over all deltas so far, on the loop."""
         with self._lock:
             deltas, self._undelivered = self._undelivered, []
             self._delivery_due = False
         self._on_deltas(deltas)
 
     def _end(self, cause: Exception | None) -> None:
-        """On the loop, once: the thread is about to end; nothing may go on waiting."""
+        """The thread is about to end: nothing may go on waiting. Called once, on the loop."""
         if cause is None:
             self.failed.set_result(None)
         else:

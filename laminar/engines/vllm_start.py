@@ -1,4 +1,4 @@
-"""From the configuration to a running vLLM.
+"""The way from the configuration to a running vLLM.
 
 Reads   rollout.vllm.*, model.name, the devices of this machine
 Starts  vLLM's engine core (and its workers), which end with this process

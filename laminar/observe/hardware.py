@@ -42,7 +42,8 @@ def hardware() -> dict[str, Any]:
 
 
 def commit_of(directory: Path) -> str:
-    """Of the git checkout that the directory is in, with `-dirty` where files were changed."""
+    """The commit of the git checkout that the directory is in, with `-dirty` where files were
+    changed."""
     words = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         found = subprocess.run(

@@ -18,12 +18,12 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = OWN) -> int:
-    """In bytes."""
+    """The memory that this process may take, in bytes."""
     return min([int(psutil.virtual_memory().total), *_limits(root, own)])
 
 
 def _limits(root: Path, own: Path) -> Iterator[int]:
-    """Of our control group and all above it; "max" is none."""
+    """The limits of our control group and all above it; "max" is none."""
     for file in _files(root, own):
         try:
             text = file.read_text().strip()

@@ -1,4 +1,4 @@
-"""From a prompt row to the token ids that the engine starts from.
+"""The way from a prompt row to the token ids that the engine starts from.
 
 Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
 Gives   lists of token ids, made when they are first needed; raises ConfigError; whether a row has

@@ -1,4 +1,4 @@
-"""After the faults: a healed run does what is left in a time that has to do with the work.
+"""A healed run does, after the faults, what is left in a time that has to do with the work.
 
 Reads   a world that has ended, and one like it in which nothing goes wrong
 Raises  Violation
