@@ -1,8 +1,8 @@
 """What the engines of the replicas last said about themselves: for people, never for decisions.
 
-Reads   TokenProgress and ReplicaReady, as the coordinator applies them
+Reads   TokenProgress and ReplicaReady, as the coordinator applies them; commands as it decides them
 Gives   LatestGauges: of each replica, for status.json; StepGauges: figures over the reports since
-        the step before, for metrics.jsonl
+        the step before, for metrics.jsonl; RepackCounts, for both
 
 StepGauges forgets with each step what came before it, so a coordinator that replays its log from
 a step on writes the same figures as one that has seen it all.
@@ -11,8 +11,9 @@ a step on writes the same figures as one that has seen it all.
 from __future__ import annotations
 
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Stamped
+from laminar.events.base import Command, Stamped
 
 
 class LatestGauges:
@@ -95,3 +96,29 @@ def _report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
     if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
         return None
     return event if state.actors[replica].incarnation == stamped.incarnation else None
+
+
+class RepackCounts:
+    """Replicas emptied and trajectories moved, from where it begins to see them.
+
+    Zeros while the run has no repack.
+    """
+
+    def __init__(self) -> None:
+        self.emptied = self.moves = 0
+
+    def take(self, commands: list[Command], state: State) -> None:
+        if not state.settings.repack_policy:
+            return
+        for command in commands:
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self.emptied += 1
+            elif isinstance(command, cmd.GenerateTrajectory):
+                progress = state.progress.get(command.trajectory_id)
+                self.moves += progress is not None and bool(progress.source)
+
+    def drain(self) -> dict[str, float]:
+        """The figures of a step; then it begins again."""
+        found = {"repack/emptied": float(self.emptied), "repack/moves": float(self.moves)}
+        self.emptied = self.moves = 0
+        return found

@@ -25,9 +25,8 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.observe.board import Scalars
-from laminar.observe.engine_gauges import StepGauges
+from laminar.observe.engine_gauges import RepackCounts, StepGauges
 from laminar.observe.files import GrowingFile
-from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import METRICS_FILE
 

@@ -29,9 +29,8 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.process_end import how_it_ended
 from laminar.names.roles import Role
-from laminar.observe.engine_gauges import LatestGauges
+from laminar.observe.engine_gauges import LatestGauges, RepackCounts
 from laminar.observe.files import ReplacedFile
-from laminar.observe.repack_counts import RepackCounts
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import STATUS_FILE
 

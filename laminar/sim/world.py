@@ -26,8 +26,7 @@ from laminar.sim.faults.faults import Faults
 from laminar.sim.machine.bulk import BulkNetwork
 from laminar.sim.machine.database import StoreDatabase
 from laminar.sim.machine.memory import SimArena
-from laminar.sim.machine.model_files import ModelDirectory
-from laminar.sim.machine.origin import lay_origin
+from laminar.sim.machine.model_files import ModelDirectory, lay_origin
 from laminar.sim.machine.processes import MachineProcesses
 from laminar.sim.machine.relay import Relay, SimMachine
 from laminar.sim.machine.versions import VERSION_BYTES

@@ -29,7 +29,7 @@ from laminar.names.ids import TrajectoryId
 from laminar.sim.checks import final_checks
 from laminar.sim.checks.durability import reported_is_stored
 from laminar.sim.checks.liveness import heals_in_time
-from laminar.sim.machine.weights import ReachableWeights
+from laminar.sim.machine.memory import ReachableWeights
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.violation import Violation

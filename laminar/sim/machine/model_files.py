@@ -3,7 +3,7 @@
 Reads   what the learner has; whether a fault strikes
 Writes  the directories of the world, which outlive the process; lines of the book
 Gives   ModelDirectory; SimModelFiles and SimBook, the ports of actors/model_files.py and
-        actors/trainer.py. Raises Violation
+        actors/trainer.py; lay_origin, for a fork. Raises Violation
 """
 
 from __future__ import annotations
@@ -15,17 +15,28 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from laminar.run.directory import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.sim.machine.memory import COPY_S
+from laminar.sim.machine.versions import manifest_for, weights_of
+from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
+from laminar.training.resume import LearnerFacts, Resume, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.manifest import encode as encode_manifest
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
 
 SAVE_S, SYNC_S, LINE_S = 0.2, 0.3, 0.01
+
+ORIGIN_NAME = "of another run"
+"""The name of the weights, and of the optimizer's moment, that a fork begins with."""
 
 
 @dataclass(slots=True)
@@ -130,3 +141,20 @@ class SimBook:
 
     def close(self) -> None:
         """Every line of it is on the disk."""
+
+
+def lay_origin(world: World) -> None:
+    """Lay what a fork begins with on the shared disk: a checkpoint of a run that is none here."""
+    origin = world.scenario.origin
+    if origin is None:
+        return
+    weights = weights_of(ORIGIN_NAME)
+    facts = LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
+    resume = Resume(
+        version=origin.version, step=origin.step, before=origin.digest, batches=(), learner=facts
+    )
+    manifest = manifest_for(weights, origin.version, origin.step)
+    extra = {RESUME_FILE: encode(resume), VERSION_FILE: encode_manifest(manifest)}
+    world.models[str(RUN_DIR / ORIGIN_DIR)] = ModelDirectory(weights, ORIGIN_NAME, extra)
+    world.names[weights.tobytes()] = ORIGIN_NAME
+    world.coverage.hit("fork:begun")

@@ -27,8 +27,8 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.names import exit_codes
+from laminar.sim.machine.memory import ReachableWeights
 from laminar.sim.machine.versions import PROBE_LOGPROB
-from laminar.sim.machine.weights import ReachableWeights
 from laminar.sim.runtime.idle import Idle
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
