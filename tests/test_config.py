@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,13 +58,160 @@ def test_every_shipped_config_is_accepted(file: Path) -> None:
 
 def test_later_files_and_overrides_win_and_the_resolved_file_reads_back(tmp_path: Path) -> None:
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
-    first.write_text('seed = 1\nmodel.name = "m"\n[data]\ndataset = "gcd"\nval_size = 5\n')
+    first.write_text('seed = 1\nmodel.name = "org/m"\n[data]\ndataset = "gcd"\nval_size = 5\n')
     second.write_text("[data]\nval_size = 6\n")
     config = load([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "run.name=x"])
     assert (config.seed, config.data.val_size, config.optim.betas) == (3, 6, (0.8, 0.9))
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dumps(config))
     assert load([resolved]) == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("data.train_files=[a.jsonl,b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("data.train_files=[ a.jsonl , b c.jsonl ]", ["a.jsonl", "b c.jsonl"]),
+        ("data.train_files=['a,b.jsonl',\"it's.jsonl\",c]", ["a,b.jsonl", "it's.jsonl", "c"]),
+        (r"data.train_files=['it\'s.jsonl',c]", ["it's.jsonl", "c"]),
+        ("data.train_files=['[a].jsonl',c]", ["[a].jsonl", "c"]),
+        ("data.train_files=[hf://datasets/o/n/a.b,/b]", ["hf://datasets/o/n/a.b", "/b"]),
+        ("data.train_files=a.jsonl", ["a.jsonl"]),
+        ("trainer.logger=[]", []),
+        ("trainer.logger=[ ]", []),
+        ("trainer.logger=[wandb]", ["wandb"]),
+        ("optim.betas=[0.8,0.9]", (0.8, 0.9)),
+        ("data.dataset_config={min_word_len:3,words:[a,'b c'],deep:{x:true}}",
+         {"min_word_len": 3, "words": ["a", "b c"], "deep": {"x": True}}),
+        ("data.dataset_config={}", {}),
+        ("data.system_prompt=[INST] answer", "[INST] answer"),
+        ("data.system_prompt={x}", "{x}"),
+    ],
+)  # fmt: skip
+def test_a_list_of_the_command_line_needs_no_quotes(setting: str, value: object) -> None:
+    """As Hydra takes it; what is TOML is taken as TOML."""
+    base = ["rollout.engine=emulated"]
+    node: Any = load([], [*base, setting])
+    for part in setting.partition("=")[0].split("."):
+        node = getattr(node, part)
+    assert node == value
+
+
+def test_functions_of_the_command_line_are_a_list_of_tables() -> None:
+    setting = "reward.functions=[{path:a.py,name:f},{name:math,weight:0.5}]"
+    functions = load([], [*GOOD, setting]).reward.functions
+    assert [(f.path, f.name, f.weight) for f in functions] == [
+        ("a.py", "f", 1.0),
+        ("", "math", 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.train_files=[a.jsonl",
+        "data.train_files=[a.jsonl,,b]",
+        "data.train_files=[a.jsonl]b",
+        "data.train_files=['a.jsonl]",
+        "data.dataset_config={a}",
+    ],
+)
+def test_a_list_that_is_none_is_one_sentence(setting: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(setting))) as refused:
+        load([], [*GOOD, setting])
+    assert "\n" not in str(refused.value)
+
+
+FILES = """
+model.name = "base"
+data.train_files = ["rows.jsonl", "hf://datasets/o/n/x.parquet"]
+data.val_files = ["sub/held.jsonl"]
+reward.functions = [{ path = "reward.py" }, { name = "math" }]
+algorithm.batch_strategy = "order.py:choose"
+"""
+
+
+def test_paths_of_a_file_are_looked_for_beside_it_then_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here = tmp_path / "my", tmp_path / "here"
+    for directory in (beside / "sub", beside / "base", here / "base", here / "sub"):
+        directory.mkdir(parents=True)
+    for file in (beside / "rows.jsonl", beside / "reward.py", here / "rows.jsonl"):
+        file.touch()
+    for file in (here / "sub" / "held.jsonl", here / "order.py"):
+        file.touch()
+    (beside / "run.toml").write_text(FILES)
+    monkeypatch.chdir(here)
+    config = load(["../my/run.toml"])
+    assert config.model.name == str(beside / "base")
+    assert config.data.train_files == [str(beside / "rows.jsonl"), "hf://datasets/o/n/x.parquet"]
+    assert config.data.val_files == [str(here / "sub" / "held.jsonl")]
+    assert [f.path for f in config.reward.functions] == [str(beside / "reward.py"), ""]
+    assert config.algorithm.batch_strategy == f"{here / 'order.py'}:choose"
+    assert config.run.output_dir == "runs"
+
+
+def test_each_file_has_its_own_place_and_the_command_line_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").touch()
+        (tmp_path / name / "reward.py").touch()
+    (tmp_path / "a" / "x.toml").write_text(
+        'model.name = "org/name"\ndata.train_files = ["rows.jsonl"]\n'
+        'reward.custom_reward_function.path = "reward.py"\n'
+    )
+    (tmp_path / "b" / "y.toml").write_text('data.train_files = ["rows.jsonl"]\n')
+    (tmp_path / "reward.py").touch()
+    monkeypatch.chdir(tmp_path)
+    files = ["a/x.toml", "b/y.toml"]
+    config = load(files)
+    assert config.data.train_files == [str(tmp_path / "b" / "rows.jsonl")]
+    assert config.reward.custom_reward_function.path == str(tmp_path / "a" / "reward.py")
+    config = load(files, ["reward.custom_reward_function.path=reward.py", "data.train_files=c"])
+    assert config.reward.custom_reward_function.path == str(tmp_path / "reward.py")
+    assert config.data.train_files == ["c"]
+
+
+def test_a_path_that_leads_nowhere_is_named_with_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my").mkdir()
+    file = tmp_path / "my" / "run.toml"
+    file.write_text('model.name = "org/name"\ndata.train_files = ["rows.jsonl"]\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        load([file])
+    said = str(refused.value)
+    assert (
+        f"data.train_files = 'rows.jsonl' is neither in {tmp_path / 'my'} nor in {tmp_path}" in said
+    )
+    monkeypatch.chdir(tmp_path / "my")
+    with pytest.raises(ConfigError, match=rf"is not in {tmp_path / 'my'};"):
+        load(["run.toml"])
+    assert load([file], ["data.train_files=[]", "data.dataset=gcd"]).data.train_files == []
+
+
+def test_a_directory_goes_before_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model.name = "org/name"\ndata.dataset = "gcd"\n')
+    monkeypatch.chdir("/")
+    assert load([file]).model.name == "org/name"
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert load([file]).model.name == str(tmp_path / "org" / "name")
+
+
+def test_what_a_run_has_written_is_taken_as_it_stands(tmp_path: Path) -> None:
+    """A run that was moved, or whose model is gone, can be read."""
+    (tmp_path / "rows.jsonl").touch()
+    file = tmp_path / "config.toml"
+    file.write_text('model.name = "m"\ndata.train_files = ["rows.jsonl"]\n')
+    config = load([], resolved=file)
+    assert (config.model.name, config.data.train_files) == ("m", ["rows.jsonl"])
 
 
 def test_the_async_section_keeps_its_name() -> None:

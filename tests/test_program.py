@@ -29,11 +29,14 @@ def bin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_it_is_named_by_its_path_when_it_is_not_on_path(bin_dir: Path, tmp_path: Path) -> None:
+def test_it_is_named_by_its_path_when_it_is_not_on_path(
+    bin_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert program.typed("audit", "runs/a b") == "env/bin/laminar audit 'runs/a b'"
     (tmp_path / "below").mkdir()
-    there = program.typed("train", at=tmp_path / "below")
-    assert there == f"{bin_dir}/laminar train"
+    monkeypatch.chdir(tmp_path / "below")
+    program._program.cache_clear()
+    assert program.typed("train") == f"{bin_dir}/laminar train"
 
 
 def test_on_path_it_is_its_name(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
 
 def _config(run_dir: Path) -> Config | None:
     try:
-        return load([run_dir / CONFIG_FILE])
+        return load([], resolved=run_dir / CONFIG_FILE)
     except ConfigError:
         return None
 

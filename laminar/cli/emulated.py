@@ -20,7 +20,8 @@ EMULATED = (
 def notes(run_dir: Path) -> list[str]:
     """Notes for the first lines of an output; a directory without a configuration has none."""
     try:
-        emulated = (run_dir / CONFIG_FILE).is_file() and load([run_dir / CONFIG_FILE]).is_emulated
+        file = run_dir / CONFIG_FILE
+        emulated = file.is_file() and load([], resolved=file).is_emulated
     except ConfigError:
         return []
     return [f"note: {EMULATED}"] if emulated else []

@@ -21,7 +21,7 @@ import msgspec
 
 from laminar.analysis.history import replay_log
 from laminar.cli.resume import values_of
-from laminar.cli.train import Beginning, add_ways, begin, place_of
+from laminar.cli.train import Beginning, add_ways, begin, place_of, take_train_settings
 from laminar.config import Config, ConfigError, load
 from laminar.core.forks import order_of
 from laminar.core.state import State, Trained
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--at-step", type=int, metavar="N", required=True)
     add_ways(parser)
-    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
+    take_train_settings(parser)
     parser.set_defaults(function=fork, resume=None)
 
 
@@ -57,7 +57,7 @@ def fork(arguments: argparse.Namespace) -> int:
     run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
     before = run_config(run)
     directory = _checkpoint(run, step)
-    config = load([run / CONFIG_FILE], [*_defaults(run, step, overrides), *overrides])
+    config = load([], [*_defaults(run, step, overrides), *overrides], resolved=run / CONFIG_FILE)
     _check(before, config, run, step)
     run_dir = place_of(config, arguments.move_old)
     origin = _origin(before, run, directory)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,12 @@ WORDS = [
 ]
 
 CONFIG = """\
-# A run of your own. In this directory: laminar train -c run.toml --dry-run, then without --dry-run.
+# A run of your own: laminar train -c run.toml --dry-run, then without --dry-run.
+# Relative paths are looked for beside this file, then where you start it.
 # Every key with its default: {reference}
 
 [run]
-name = {name}  # the run is in runs/ below the directory where you start it
+name = {name}  # the run directory, in runs/ where you start it
 
 [model]
 name = {model}  # a directory, or a name on the hub such as "Qwen/Qwen2.5-0.5B-Instruct"
@@ -102,8 +102,8 @@ def init(arguments: argparse.Namespace) -> int:
             f"{directory} cannot be written: {error.strerror}; name another directory"
         ) from None
     print(f"wrote {', '.join(str(directory / name) for name in files)}")
-    train = typed("train", "-c", "run.toml", at=directory)
-    print(f"look  cd {shlex.quote(str(directory))} && {train} --dry-run")
+    train = typed("train", "-c", directory / "run.toml")
+    print(f"look  {train} --dry-run")
     print(f"run   {train}")
     return exit_codes.COMPLETE
 

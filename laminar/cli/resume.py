@@ -71,7 +71,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     if files:  # what they leave to be worked out is compared when that is done
         config = load(files, [*overrides, *place])
     else:
-        config = load([run_dir / CONFIG_FILE], [*overrides, *place])
+        config = load([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)
     steps = config.trainer.total_training_steps
     if steps and steps < state.completed:

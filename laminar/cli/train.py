@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from laminar.analysis.evaluations import is_shaped, score, share
 from laminar.analysis.headline import count_of, range_line
 from laminar.analysis.report import summary_of, write_summary
+from laminar.cli.arguments import Parser
 from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
 from laminar.cli.memory import check_memory, memory_lines
@@ -54,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
         "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
     )
     add_ways(parser)
-    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
+    take_train_settings(parser)
     parser.set_defaults(function=train)
 
 
@@ -70,6 +71,11 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
+
+
+def take_train_settings(parser: Parser) -> None:
+    """Settings, with the options that name the usual ones."""
+    parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
 
 
 class Beginning(NamedTuple):

@@ -1,6 +1,6 @@
 """The way from files and overrides to a checked tree, and back.
 
-Reads   TOML files (left to right, the later wins) and `a.b=c` overrides
+Reads   TOML files (left to right, the later wins) and `a.b=c` overrides; where their paths lead
 Gives   Config, or ConfigError
 
 An unknown key is an error that names the nearest key; a key of another system is answered with
@@ -19,7 +19,9 @@ import msgspec
 import tomli_w
 
 from laminar.config.foreign_keys import ours
-from laminar.config.keys import ConfigError, checked, known_keys, takes_words
+from laminar.config.keys import ConfigError, checked, known_keys
+from laminar.config.overrides import parsed
+from laminar.config.paths import absolute
 from laminar.config.rules import CONFIG_CHARS_MAX, check_together
 from laminar.config.tree import Config
 
@@ -34,27 +36,44 @@ def load(
     files: Iterable[str | Path],
     overrides: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
+    *,
+    resolved: Path | None = None,
 ) -> Config:
     """Read TOML files left to right, apply `key=value` overrides, check everything. `settings`:
-    nested or dotted, with values of their own types, in the place of overrides."""
-    flat: dict[str, Any] = {}
-    for file in files:
-        flat.update(_flatten(read_toml(Path(file)), str(file)))
-    for text in overrides:
-        key, value = _parse_override(text)
-        flat[key] = value
-    flat.update(_flatten(settings or {}, ""))
-    return resolve(flat)
+    nested or dotted, with values of their own types, in the place of overrides. `resolved`: the
+    config.toml of a run, read before all others; no path in it is looked for."""
+    flat = _flatten(read_toml(resolved), str(resolved)) if resolved is not None else {}
+    sources: dict[str, Path | None] = {}
+    for file in map(Path, files):
+        found = _flatten(read_toml(file), str(file))
+        flat |= found
+        sources |= dict.fromkeys(found, file)
+    given = dict(map(parsed, overrides)) | _flatten(settings or {}, "")
+    flat = _checked(flat | given)
+    sources |= dict.fromkeys(given)
+    must_be = flat.get("rollout.engine") != "emulated"
+    for key, source in sources.items():
+        flat[key] = absolute(key, flat[key], known_keys()[key], source, must_be=must_be)
+    return _tree(flat)
 
 
 def resolve(flat: Mapping[str, Any]) -> Config:
     """Build and check the tree from dotted keys; raises ConfigError."""
+    return _tree(_checked(flat))
+
+
+def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Each value by its declaration."""
     keys = known_keys()
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
+    for key in flat:
         if key not in keys:
             raise ConfigError(_unknown_key(key, keys))
-        value = checked(key, value, keys[key])
+    return {key: checked(key, value, keys[key]) for key, value in flat.items()}
+
+
+def _tree(flat: Mapping[str, Any]) -> Config:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
         node = tree
         *parents, leaf = key.split(".")
         for part in parents:
@@ -121,18 +140,3 @@ def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     near = (same_leaf or close or difflib.get_close_matches(key, keys, n=1, cutoff=0.0))[0]
     return f"unknown key {key}; the nearest key is {near}"
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, sign, raw = text.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"override {text!r} is not of the form key=value")
-    key = key.strip()
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, raw
-    declared = known_keys().get(key)
-    if declared and takes_words(declared.kind) and not isinstance(value, str):
-        return key, raw  # a name that looks like a number or a date is still a name
-    return key, value

@@ -21,6 +21,12 @@ def says(text: str) -> Meta:
     return Meta(description=text)
 
 
+def path(form: str) -> Meta:
+    """A path, or a list of them, that paths.py makes absolute; `form`: "file", "file:name", or
+    "model", which may be a name on the hub."""
+    return Meta(extra={"path": form})
+
+
 Natural = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -54,7 +60,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    name: Annotated[str, says("a Hugging Face directory, or ORG/NAME[@REVISION] on the hub")] = ""
+    name: Annotated[
+        str, path("model"), says("a Hugging Face directory, or ORG/NAME[@REVISION] on the hub")
+    ] = ""
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
@@ -67,10 +75,14 @@ class DataConfig(Section, frozen=True, kw_only=True):
     )
     dataset_seed: Annotated[int, says("the seed of these items")] = 42
     train_files: Annotated[
-        list[str], says("training data: .jsonl, .parquet, or hf://datasets/ORG/NAME/FILE")
+        list[str],
+        path("file"),
+        says("training data: .jsonl, .parquet, or hf://datasets/ORG/NAME/FILE"),
     ] = []
     val_files: Annotated[
-        list[str], says("held-out data; empty: val_size rows of the training data are held out")
+        list[str],
+        path("file"),
+        says("held-out data; empty: val_size rows of the training data are held out"),
     ] = []
     val_size: Annotated[Natural, says("held-out prompts; 0: no evaluation")] = 128
     prompt_key: Annotated[
@@ -182,9 +194,9 @@ class AsyncConfig(Section, frozen=True, kw_only=True):
 
 
 class RewardFunctionConfig(Section, frozen=True, kw_only=True):
-    path: Annotated[str, says("a Python file; empty: the dataset's own scorer, or math-verify")] = (
-        ""
-    )
+    path: Annotated[
+        str, path("file"), says("a Python file; empty: the dataset's own scorer, or math-verify")
+    ] = ""
     name: Annotated[
         str, says("the function; empty: compute_score, else the file's only public function")
     ] = ""
@@ -193,7 +205,9 @@ class RewardFunctionConfig(Section, frozen=True, kw_only=True):
 class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
     """One entry of reward.functions."""
 
-    path: str = ""  #: a Python file; empty: name is a scorer that comes with it
+    path: Annotated[str, path("file")] = (
+        ""  #: a Python file; empty: name is a scorer that comes with it
+    )
     name: str = ""  #: of the function, as above; or dataset, math, exact
     weight: float = 1.0  #: of its score in the sum; 0: only its metric
 
@@ -274,6 +288,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = 0
     batch_strategy: Annotated[
         str,
+        path("file:name"),
         says(
             "deadline | priority | your function as path.py:name: which prompts make a batch; see "
             "docs/training.md"

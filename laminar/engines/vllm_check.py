@@ -21,7 +21,7 @@ STDIN = Path("/dev/stdin")
 def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what vLLM prints is not our answer
-    config = load([STDIN])
+    config = load([], resolved=STDIN)
     from laminar.engines.vllm_start import engine_config
 
     try:

@@ -59,7 +59,7 @@ def run_config(run_dir: Path) -> Config:
         raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
-    return load([run_dir / CONFIG_FILE])
+    return load([], resolved=run_dir / CONFIG_FILE)
 
 
 def older_parts(path: Path) -> list[tuple[int, Path]]:

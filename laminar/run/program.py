@@ -16,9 +16,9 @@ from pathlib import Path
 NAME = "laminar"
 
 
-def typed(*words: object, at: Path = Path()) -> str:
-    """The command line that these words make, to be pasted in the directory `at`."""
-    return " ".join([_program(at), *(shlex.quote(str(word)) for word in words)])
+def typed(*words: object) -> str:
+    """The command line that these words make, to be pasted in the working directory."""
+    return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
 
 
 def with_extra(name: str) -> str:
@@ -27,13 +27,13 @@ def with_extra(name: str) -> str:
 
 
 @cache
-def _program(at: Path) -> str:
-    """`laminar` where that is this one; else its path, from `at` if it is below."""
+def _program() -> str:
+    """`laminar` where that is this one; else its path, a relative one if it is below."""
     own = Path(sys.executable).parent / NAME
     found = shutil.which(NAME)
     if not own.is_file():
         return NAME if found else f"{shlex.quote(sys.executable)} -m laminar.cli.main"
     if found and os.path.samefile(found, own):
         return NAME
-    relative = os.path.relpath(own, at)
+    relative = os.path.relpath(own)
     return shlex.quote(str(own) if relative.startswith(os.pardir) else relative)

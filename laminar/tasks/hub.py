@@ -10,16 +10,15 @@ run's config.toml names the snapshot, commit included. A directory that exists i
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from laminar.config import Config, ConfigError
+from laminar.config.paths import HUB_FILE, HUB_MODEL
 
-REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
-DATA_PREFIX = "hf://datasets/"
+DATA_PREFIX = f"{HUB_FILE}datasets/"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 """What loads a model and its tokenizer; a repository often has the same weights in other forms."""
 
@@ -46,20 +45,25 @@ def localize(config: Config) -> Config:
 
 
 def _model_directory(name: str) -> str:
-    found = REPOSITORY.fullmatch(name)
+    found = HUB_MODEL.fullmatch(name)
     if found is None or Path(name).exists():
         return name
     wanted = HubFiles("model", found["repo"], found["revision"], MODEL_FILES)
-    return str(_fetch(wanted, f"model.name = {name!r} is no directory here, and"))
+    return str(
+        _fetch(
+            wanted,
+            f"model.name = {name!r} is no directory beside a config file or in {Path.cwd()}, and",
+        )
+    )
 
 
 def _data_files(name: str) -> list[str]:
     """A data file as it stands; one on the hub, or several by a pattern, as their paths."""
-    if not name.startswith("hf://"):
+    if not name.startswith(HUB_FILE):
         return [name]
     org, _, rest = name.removeprefix(DATA_PREFIX).partition("/")
     repository, _, pattern = rest.partition("/")
-    found = REPOSITORY.fullmatch(f"{org}/{repository}")
+    found = HUB_MODEL.fullmatch(f"{org}/{repository}")
     if not name.startswith(DATA_PREFIX) or found is None or not pattern:
         raise ConfigError(
             f"data file {name!r} is no file of a dataset on the hub; write "

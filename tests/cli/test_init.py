@@ -19,12 +19,14 @@ def test_what_it_writes_passes_every_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["init", "mine"]) == exit_codes.COMPLETE
-    monkeypatch.chdir(tmp_path / "mine")
-    assert run(["train", "-c", "run.toml", "--dry-run"]) == exit_codes.COMPLETE
-    shown = capsys.readouterr().out
-    assert "8 training prompts, 2 held out" in shown
-    assert "'tnahpele': 1\n" in shown and "'': 0\n" in shown
-    assert not (tmp_path / "mine" / "runs").exists()
+    assert f"train -c {Path('mine') / 'run.toml'} --dry-run\n" in capsys.readouterr().out
+    for where, file in ((tmp_path, "mine/run.toml"), (tmp_path / "mine", "run.toml")):
+        monkeypatch.chdir(where)
+        assert run(["train", "-c", file, "--dry-run"]) == exit_codes.COMPLETE
+        shown = capsys.readouterr().out
+        assert "8 training prompts, 2 held out" in shown
+        assert "'tnahpele': 1\n" in shown and "'': 0\n" in shown
+        assert not (where / "runs").exists()
 
 
 def test_the_name_of_a_directory_may_be_anything(tmp_path: Path) -> None:
@@ -49,10 +51,14 @@ def test_the_quickstart_runs_from_any_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["quickstart", "--dry-run", "trainer.total_training_steps=7"]
+    words = ["quickstart", "--dry-run", "--max-steps", "7", "--output-dir=here", "run.name=x"]
     assert run(words) == exit_codes.COMPLETE
     shown = capsys.readouterr().out
-    assert f"model      {shipped.QUICKSTART_MODEL}" in shown and "steps      7 of 16" in shown
+    assert (
+        f"model      {shipped.QUICKSTART_MODEL.resolve()}" in shown
+        and "steps      7 of 16" in shown
+    )
+    assert "run        here/x\n" in shown
 
 
 def test_what_is_shipped_is_what_the_checkout_has() -> None:

@@ -31,7 +31,7 @@ from tests.run.conftest import laminar
 FACTS = LearnerFacts(torch="2", threads=1, micro_batch_tokens=1, reference="", moved={})
 BASE = (
     "data.dataset=spell_backward",
-    "model.name=model",
+    "model.name=org/model",
     "data.train_batch_size=2",
     "rollout.group_size=2",
     "trainer.total_training_steps=4",
