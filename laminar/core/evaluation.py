@@ -154,7 +154,7 @@ def _in_reach(state: State, version: int) -> bool:
 
 
 def _move_on(ctx: Context) -> None:
-    """It was evicted before it was pinned, or went with a machine, and there is no checkpoint of
+    """The version was evicted before it was pinned, or went with a machine, and no checkpoint has
     it: evaluate the newest instead."""
     state = ctx.state
     state.evaluation, state.evaluation_due = None, state.newest
@@ -242,6 +242,6 @@ def _finish(ctx: Context, evaluation: Evaluation) -> None:
 
 
 def _pin(ctx: Context) -> None:
-    """At every relay: a lost share may be run again on any machine."""
+    """Pin the version at every relay: a lost share may be run again on any machine."""
     for name in ctx.state.relays:
         kept_versions.tell_one(ctx, name)

@@ -209,7 +209,7 @@ def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
 
 @handles(ev.NodeHeard, valid=anything)
 def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
-    """From now on it restarts the processes that it sees end."""
+    """A node that is heard again restarts from now on the processes that it sees end."""
     node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
@@ -232,12 +232,13 @@ def _missed_by_its_node(ctx: Context, name: str, reason: str) -> bool:
 
 
 def _is_needed(state: State, actor: Actor) -> bool:
-    """It is to come back when it is lost."""
+    """Whether the run needs an actor back when it is lost."""
     return not relays.ending(state) or store_restarts.may_join(state, actor.role)
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
-    """Its node has not killed it: it is fenced, and ends itself as soon as it hears of that."""
+    """A node has not killed its process: that is fenced, and ends itself as soon as it hears of
+    it."""
     name = order.actor
     ctx.done(keys.restart(name))
     if ctx.state.actor_alive(name):  # who is lost already has a time to come back
@@ -258,10 +259,8 @@ def on_rejoin_expired(ctx: Context, name: str) -> None:
 
 
 def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
-    """It is not started again. True if the run cannot go on without it, and ends.
-
-    A node may be replaced yet: its processes have a time to come back.
-    """
+    """A process is not started again. True if the run cannot go on without it, and ends. A node may
+    be replaced yet: its processes have a time to come back."""
     actor = ctx.state.actors.get(name)
     if actor is not None and actor.role == Role.NODE and applies(ctx.state.settings, NODE_RESTARTS):
         return False
