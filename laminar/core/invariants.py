@@ -317,7 +317,7 @@ _WAYS_ON = {
 
 
 def _trainer_is_at_it(state: State) -> bool:
-    """Whether the trainer has an order, or is about to be there."""
+    """It has an order, or is about to be there."""
     orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.LOAD, keys.REDO)
     return any(key in state.commands for key in orders) or _is_awaited(state, Role.TRAINER)
 
@@ -382,7 +382,7 @@ def versions_monotonic(state: State) -> None:
     for replica in state.replicas.values():
         _require(replica.version < state.next_version, replica)
     in_training = 1 if state.batch else 0
-    given_up = bool(state.failure)  # the batch of a lost trainer is not completed any more
+    given_up = bool(state.failed)  # the batch of a lost trainer is not completed any more
     _require(state.chosen - state.completed == in_training or given_up, state.chosen)
 
 

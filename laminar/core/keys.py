@@ -33,7 +33,7 @@ def generate(trajectory_id: str) -> CommandKey:
 
 
 def score(scored: str) -> CommandKey:
-    """The key of scoring a trajectory, or a whole group."""
+    """Of a trajectory, or of a whole group."""
     return CommandKey(f"score:{scored}")
 
 
@@ -113,7 +113,7 @@ def receive(relay: str) -> TimerName:
 
 
 def deadline(key: CommandKey) -> TimerName:
-    """The deadline of an outstanding command."""
+    """Of an outstanding command."""
     return _timer(TimerKind.COMMAND, key)
 
 

@@ -1,7 +1,7 @@
 """The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
-Writes  state.phase, state.draining, state.drained_for, state.failure, state.exit_code
+Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
 Emits   PublishWeights (version 0), ExportModel, StopActor
 
 Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
@@ -14,6 +14,7 @@ from __future__ import annotations
 from laminar.core import buffering, groups, keys, publishing, relays, store_restarts
 from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
+from laminar.core.failures import Failure, FailureKind
 from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.registry import ENDS_RUN, handles
 from laminar.core.rules import ENDING_STAYS_OPEN, START_NEEDS_REPLICA, applies, can_resume
@@ -26,6 +27,8 @@ from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
 from laminar.names.roles import Role
 
+RUN = "run"
+"""The subject of what the user has asked for."""
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
 STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
@@ -39,19 +42,23 @@ def plan(ctx: Context) -> bool:
     return _PLANS[ctx.state.phase](ctx)
 
 
-def fail(ctx: Context, reason: str, exit_code: int) -> bool:
+def fail(
+    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
+) -> bool:
     """End the run with a reason; False when it has one already, or stops: the first is kept."""
     state = ctx.state
-    if state.failure or state.phase in (Phase.STOPPING, Phase.ENDED):
+    if state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
         return False
-    state.failure, state.exit_code = reason, exit_code
+    state.failed = Failure(kind, subject, ctx.stamped.seq, detail)
+    state.exit_code = exit_code
     _begin_ending(ctx)
     return True
 
 
-def drain(ctx: Context, reason: str) -> None:
+def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     """End the run in good order as on_drain_requested does; it has failed, with this reason."""
-    ctx.state.draining, ctx.state.drained_for = True, reason
+    ctx.state.draining = True
+    ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
 
 
 @handles(ev.DrainRequested, valid=anything, leads_to=(*ENDS_RUN, cmd.ExportModel, cmd.PullWeights))
@@ -66,8 +73,9 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     if event.at_once and _stays_open(state, drained=repeat):
         _stop_at_once(ctx, event.reason)
     elif event.at_once or (state.phase == Phase.STARTING and not repeat):
-        when = "before it began" if state.phase == Phase.STARTING else "at once"
-        if not fail(ctx, f"stopped {when}: {event.reason}", 130) and repeat:
+        early = state.phase == Phase.STARTING
+        kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
+        if not fail(ctx, kind, RUN, event.reason, exit_code=130) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
@@ -79,14 +87,15 @@ def _stays_open(state: State, *, drained: bool) -> bool:
         return False
     if state.phase != Phase.ENDING:
         return state.phase in STAYS_OPEN
-    ends_early = drained and not (state.failure or buffering.steps_done(state))
+    ends_early = drained and not (state.failed or buffering.steps_done(state))
     return ends_early and applies(state.settings, ENDING_STAYS_OPEN)
 
 
 def _stop_at_once(ctx: Context, reason: str) -> None:
     """All processes end, and the books stay open."""
     state = ctx.state
-    state.stopped, state.failure, state.exit_code = True, f"stopped at once: {reason}", 130
+    state.stopped, state.exit_code = True, 130
+    state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
     move_run(state, "stop at once")
     _order_stops(ctx)
 
@@ -103,7 +112,8 @@ def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
         actor.last_peer_seq = event.peer_seq
     fired = clear_timer(ctx.state, keys.TimerName(event.timer))
     awaited = ctx.done(keys.end(event.ended_by)) is not None
-    if not (fail(ctx, event.reason, 1) or new or fired or awaited):
+    given_up = fail(ctx, FailureKind.EVENT_GIVEN_UP, event.actor, event.reason)
+    if not (given_up or new or fired or awaited):
         ctx.ignore("run-ending")
 
 
@@ -133,7 +143,7 @@ def on_start_timeout(ctx: Context) -> None:
     if not state.replicas:
         missing.append(Role.ROLLOUT)
     waited = ", ".join(missing) or "the first weights to be published"
-    fail(ctx, f"not started within {state.settings.start_timeout_ms} ms: missing {waited}", 1)
+    fail(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
 
 
 def _ready(state: State, role: Role) -> bool:
@@ -239,8 +249,8 @@ def _final_evaluation(ctx: Context) -> bool:
 
 def _begin_ending(ctx: Context) -> None:
     state = ctx.state
-    if state.drained_for:
-        state.failure, state.exit_code = state.drained_for, 1
+    if state.failing:
+        state.failed, state.exit_code = state.failing, 1
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_WAIT)
     ctx.clear_timer(keys.START)

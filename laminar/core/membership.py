@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from laminar.core import keys, lifecycle, recovery, redo, relays, store_restarts
 from laminar.core.context import Context
+from laminar.core.failures import FailureKind
 from laminar.core.indexes import (
     add_actor,
     clear_timer,
@@ -134,7 +135,8 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     name = ctx.stamped.peer
     alone = ctx.state.actors[name].role in SINGLE_ROLES and not redo.may_be_lost(ctx.state, name)
     if event.user_error or alone:
-        if not lifecycle.fail(ctx, f"{name}: {event.reason}", 2 if event.user_error else 1):
+        code = 2 if event.user_error else 1
+        if not lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
             ctx.ignore("run-ending")
     else:
         actor_lost(ctx, name, event.reason)
@@ -157,8 +159,8 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
         _gone_for_good(ctx, event.actor, f"{event.actor} was restarted and never joined: {why}")
         return
     if actor is None:
-        never = f"{event.actor} never joined: {why}"
-        if event.restarting or not lifecycle.fail(ctx, never, 1):
+        never = FailureKind.NEVER_JOINED
+        if event.restarting or not lifecycle.fail(ctx, never, event.actor, why):
             ctx.ignore("never-joined")
         return
     stop, restart = ctx.done(keys.stop(event.actor)), ctx.done(keys.restart(event.actor))
@@ -266,14 +268,14 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
         return False
     if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
         ctx.clear_timer(keys.rejoin(name))
-        return lifecycle.fail(ctx, f"the store is lost: {why}", 1)
+        return lifecycle.fail(ctx, FailureKind.STORE_LOST, name, why)
     if redo.may_be_lost(ctx.state, name) and not relays.ending(ctx.state):
-        return lifecycle.fail(ctx, why, 1)
+        return lifecycle.fail(ctx, FailureKind.TRAINER_LOST, name, why)
     if relays.indispensable(ctx.state, name):
-        return lifecycle.fail(ctx, f"the trainer's machine has no relay: {why}", 1)
+        return lifecycle.fail(ctx, FailureKind.RELAY_LOST, name, why)
     if relays.can_work(ctx.state):
         return False
-    return lifecycle.fail(ctx, f"no replica is left: {why}", 1)
+    return lifecycle.fail(ctx, FailureKind.REPLICAS_LOST, name, why)
 
 
 def actor_lost(
@@ -305,7 +307,7 @@ def actor_lost(
     if state.phase in (Phase.STOPPING, Phase.ENDED):
         return
     if _ends_run(state, actor):
-        lifecycle.fail(ctx, f"{name} is lost: {reason}", 1)
+        lifecycle.fail(ctx, FailureKind.PROCESS_LOST, name, reason)
     elif actor.role == Role.NODE:
         _machine_lost(ctx, name, reason, replaced=replaced)
 
@@ -323,7 +325,7 @@ def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> No
     comes_back = applies(state.settings, NODE_RESTARTS)
     needed = (a for a in there if a.role in SINGLE_ROLES)
     if not comes_back and any(a.alive or keys.rejoin(a.name) in state.timers for a in needed):
-        lifecycle.fail(ctx, f"{node} is lost: {reason}", 1)
+        lifecycle.fail(ctx, FailureKind.PROCESS_LOST, node, reason)
         return
     for actor in there:
         if actor.alive:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
 from laminar.core.context import Context
+from laminar.core.failures import FailureKind
 from laminar.core.indexes import live_actor
 from laminar.core.registry import ENDS_RUN, handles
 from laminar.core.rules import END_NEEDS_NO_TRAINER, TRAINER_RESUMES, applies
@@ -35,7 +36,6 @@ DEATHS_MAX = 3
 so many replicas."""
 NAMED_MAX = 8
 """Groups of such a batch that are named."""
-NO_CHECKPOINT = "has found no checkpoint that the log confirms, and there was one"
 
 
 # --- it is lost, and comes back -----------------------------------------------------------------
@@ -68,7 +68,8 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     if blame and batch is not None and keys.TRAIN in state.commands:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
-            lifecycle.fail(ctx, _deadly(batch, name, reason), 1)
+            deadly = _deadly(batch, name, reason)
+            lifecycle.fail(ctx, FailureKind.BATCH_DEADLY, name, deadly)
             return
     ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
 
@@ -113,7 +114,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     state.saved = {c.version: c.path for c in confirmed}
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_begin_anew(state):
-        lifecycle.fail(ctx, f"{name} {NO_CHECKPOINT}", 1)
+        lifecycle.fail(ctx, FailureKind.NO_CHECKPOINT, name)
         return
     state.redone = newest.step if newest is not None else 0
     lineage.checkpoints_kept(state)
@@ -132,8 +133,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
 
 
 def _can_begin_anew(state: State) -> bool:
-    """Whether training can begin again with the model of the configuration: every step can be
-    redone."""
+    """With the model of the configuration: all that was trained can be done again."""
     return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
 
 
@@ -207,7 +207,7 @@ def plan(ctx: Context) -> bool:
 
 
 def _go_on(ctx: Context) -> None:
-    """The trainer has all that the log has: it goes on."""
+    """It has all that the log has."""
     state = ctx.state
     state.redone = -1
     if state.batch is not None:

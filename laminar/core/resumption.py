@@ -39,12 +39,12 @@ _ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_over(state: State) -> bool:
-    """Whether the run has ended, and not because the user stopped it before its time."""
+    """It has ended, and not because the user stopped it before its time."""
     return state.phase == Phase.ENDED and not _was_stopped(state)
 
 
 def _was_stopped(state: State) -> bool:
-    """Whether the user stopped the run, or has asked for it to end and it is about to."""
+    """By the user; or it is about to end in good order, as the user has asked."""
     drains = state.draining and not (state.failure or state.drained_for)
     return state.stopped or (drains and not buffering.steps_done(state))
 
@@ -81,7 +81,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
     lost = [actor for actor in state.actors.values() if actor.alive or had_left]
     if event.asked and _was_stopped(state):
-        state.stopped, state.draining, state.failure, state.exit_code = False, False, "", 0
+        state.stopped, state.draining, state.failed, state.exit_code = False, False, None, 0
         if state.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)
     elif more_steps and state.phase in _STEPS_DONE and not buffering.steps_done(state):
@@ -93,7 +93,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 
 def _train_on(ctx: Context) -> None:
-    """The run was to end, and goes on now: what was exported is a version like others."""
+    """It was to end, and goes on now: what was exported is a version like others."""
     move_run(ctx.state, "go on")
     publishing.forget_export(ctx)
 

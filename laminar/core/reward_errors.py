@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from laminar.core import lifecycle
 from laminar.core.context import Context
+from laminar.core.failures import FailureKind
 from laminar.core.rules import REWARD_ERRORS, applies
 from laminar.core.state import RewardErrors
 from laminar.core.statuses import Phase
@@ -28,6 +29,8 @@ WINDOW_BATCHES = 4
 """The limit holds for the last attempts, as many as so many batches have: enough that one bad
 prompt ends nothing, and so few that a reward which breaks late does not train many steps."""
 FIRST_CHARS = 500
+REWARD = "reward"
+"""The subject of these failures."""
 
 
 def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
@@ -83,7 +86,9 @@ def _judge(ctx: Context, found: RewardErrors) -> None:
     if attempts >= _least(ctx) and found.failed * 1000 > permille * attempts:
         first = found.first or "its reason did not arrive"
         what = f"the reward failed on {found.failed} of the last {attempts} training answers"
-        lifecycle.drain(ctx, f"{what}, more than {share}; the first failure: {first}")
+        what = f"{what}, more than {share}; the first failure: {first}"
+        lifecycle.drain(ctx, FailureKind.REWARD_FAILS, REWARD, what)
     elif permille < 1000 and found.unscored_in_row >= _window(ctx):
         what = f"no score for any of the last {found.unscored_in_row} training answers"
-        lifecycle.drain(ctx, f"{what}: the reward function gave None for each ({share})")
+        what = f"{what}: the reward function gave None for each ({share})"
+        lifecycle.drain(ctx, FailureKind.NO_SCORES, REWARD, what)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from laminar.core.failures import Failure
 from laminar.core.held_out import EvaluationResult, HeldOut
 from laminar.core.keys import CommandKey, TimerName
 from laminar.core.ledger import Ledger
@@ -54,7 +55,7 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What repack knows of one replica: its engine as it was last told, and what is handed over."""
+    """Of one replica, for repack: its engine as it was last told, and what is handed over."""
 
     max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
     kv_capacity: int = 0  #: tokens
@@ -70,7 +71,7 @@ class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What repack knows of one trajectory: how far it is, and between which replicas it moves."""
+    """Of one trajectory, for repack: how far it is, and between which replicas it moves."""
 
     prompt_tokens: int = 0
     sampled: int = 0  #: tokens, as they were last told; the ledger counts Trajectory.num_tokens
@@ -292,9 +293,9 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     next_evaluation: int = 0
 
     draining: bool = False
-    drained_for: str = ""  #: why the run drains, where that is a failure; empty: the user asked
+    failing: Failure | None = None  #: why the run drains; None: the user asked
     stopped: bool = False  #: at once: what is open stays so, until the run is resumed
-    failure: str = ""
+    failed: Failure | None = None
     exit_code: int = 0
 
     #: by key, e.g. "generate:0.17.3"; the order is the order of issue
@@ -312,8 +313,18 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     staleness_max: int = 0
 
     @property
+    def failure(self) -> str:
+        """Why the run has failed, as a sentence; empty: it has not."""
+        return self.failed.sentence if self.failed is not None else ""
+
+    @property
+    def drained_for(self) -> str:
+        """Why it drains, likewise; empty: it does not, or the user asked."""
+        return self.failing.sentence if self.failing is not None else ""
+
+    @property
     def first_version(self) -> int:
-        """The version of the weights that the run begins with."""
+        """Of the weights that the run begins with."""
         return self.origin.version if self.origin is not None else 0
 
     @property

@@ -18,6 +18,7 @@ from laminar.core import (
     relays,
 )
 from laminar.core.context import Context
+from laminar.core.failures import FailureKind
 from laminar.core.keys import CommandKey, TimerKind, TimerName
 from laminar.core.registry import LOSES_ACTOR, handles
 from laminar.core.state import State
@@ -44,7 +45,9 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     if kind == TimerKind.START:
         lifecycle.on_start_timeout(ctx)
     elif kind == TimerKind.WEIGHTS:
-        lifecycle.fail(ctx, f"the relay did not publish the weights of step {state.completed}", 1)
+        relay = indexes.master_relay(state)
+        name = relay.name if relay is not None else Role.RELAY
+        lifecycle.fail(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
     elif kind == TimerKind.BATCH_WAIT:
         recovery.batch_wait_expired(ctx)
     elif kind == TimerKind.REPACK:
@@ -86,7 +89,7 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:
-        lifecycle.fail(ctx, f"{command.to} did not finish {what} in time", 1)
+        lifecycle.fail(ctx, FailureKind.OVERDUE, command.to, what)
 
 
 def _restarts_store(state: State, command: Command) -> bool:

@@ -24,6 +24,7 @@ from laminar.core import (
     relays,
 )
 from laminar.core.context import Context
+from laminar.core.failures import FailureKind
 from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import ENDS_RUN, handles
 from laminar.core.replica_index import Kind
@@ -88,8 +89,8 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
 
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
     trained = ctx.state.newest_digest
-    reason = f"the export read back has digest {event.digest}, but {trained} was trained"
-    if not lifecycle.fail(ctx, reason, 1):
+    found = f"{event.digest}, but {trained} was trained"
+    if not lifecycle.fail(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
         ctx.ignore("run-ending")
 
 

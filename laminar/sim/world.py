@@ -215,6 +215,7 @@ class World:
         tokens."""
         if self.database.tables.without_payload and not self._trains():
             return
+        self.faults.harm("trainer")
         for path in [path for path in self.models if f"/{CHECKPOINTS_DIR}/step" in path]:
             del self.models[path]
             self.checks.training.lost.add(path)

@@ -19,6 +19,7 @@ from tools.rows.golden import Golden, disk_of_golden, manifest, problem
 
 GOLDENS = manifest()
 YOUNGER: set[type[Event]] = {
+    ev.EventGivenUp,
     ev.TrajectoriesReleased,
     ev.CheckpointLoaded,
     ev.StepRedone,

@@ -177,7 +177,7 @@ def packed(snapshot: object) -> bytes:
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
         (lambda s: packed(with_state(s, phase=3)), "it is of another release: "),
         (lambda s: packed(with_state(s, phase="odd")), "it is of another release: "),
-        (lambda s: packed(with_state(s, failure="odd")), "its state has another form"),
+        (lambda s: packed(with_state(s, export_path="odd")), "its state has another form"),
         (lambda s: packed(with_state(s, phase=b"\xff")), "it is of another release: "),
     ],
 )

@@ -16,19 +16,25 @@ from laminar.actors.clients import StoreClient
 from laminar.actors.openings import Openings
 from laminar.actors.rollout import Rollout
 from laminar.actors.store import Store
+from laminar.core.failures import Failure, FailureKind
 from laminar.core.machine import Machine
 from laminar.core.scores import bits_of
+from laminar.core.state import State
+from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.engines.made_up_tokens import tokens_of
 from laminar.engines.protocol import WeightSource
+from laminar.eventlog.record import EventRecord
+from laminar.eventlog.replay import stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR
+from laminar.events.base import COORDINATOR, Event
 from laminar.events.reasons import DropReason
 from laminar.names import exit_codes
 from laminar.names.ids import TrajectoryId
-from laminar.sim.checks import final_checks
+from laminar.sim.checks import failures, final_checks
 from laminar.sim.checks.durability import reported_is_stored
 from laminar.sim.checks.liveness import heals_in_time
+from laminar.sim.faults.effects import LOST
 from laminar.sim.machine.memory import ReachableWeights
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.coordinator import SimCoordinator
@@ -37,7 +43,7 @@ from laminar.sim.scenario import seconds
 from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage import rules
-from tests.kit.sim_worlds import PACKED, calm, config, ran
+from tests.kit.sim_worlds import PACKED, calm, config, ran, records
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
 
@@ -133,28 +139,58 @@ def test_work_that_is_missing() -> None:
     assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
 
 
-def test_failure_without_a_loss() -> None:
-    world = ran(calm(**SMALL), seed=3)
+def failed(world: World, kind: FailureKind, subject: str, cause: int) -> State:
+    """Its last state says that it has failed so."""
     state = world.coordinator.state
     assert state is not None
-    state.failure, state.exit_code = "store-0 is lost: it is said", 1
-    name = broken(lambda: final_checks.failure_has_a_reason(world, state))
-    assert name == "failure_has_a_reason"
+    state.failed, state.exit_code = Failure(kind, subject, cause), 1
+    return state
 
 
-def test_failure_of_what_its_lost_node_has_ended() -> None:
-    """A node that was paused for too long learns that it is fenced, and ends its processes."""
+def seq_of(world: World, wanted: type[Event], peer: str = "") -> int:
+    """The first event of this kind in the log."""
+    found = [stamped(record) for record in records(world) if isinstance(record, EventRecord)]
+    return next(s.seq for s in found if isinstance(s.event, wanted) and peer in ("", s.peer))
+
+
+def test_failure_that_no_fault_explains() -> None:
+    """The event that it names is about its subject; but nothing had happened to that."""
     world = ran(calm(**SMALL), seed=3)
-    state = world.coordinator.state
-    assert state is not None
-    state.failure, state.exit_code = "store-0: ended by SIGTERM", 1
-    assert broken(lambda: final_checks.failure_has_a_reason(world, state))
-    world.checks.failure = 1, ["node-0"]
-    final_checks.failure_has_a_reason(world, state)
+    cause = seq_of(world, ev.ActorLeft, "store-0")
+    state = failed(world, FailureKind.PROCESS_LOST, "store-0", cause)
+    with pytest.raises(Violation, match="no fault and no limit"):
+        failures.failure_has_a_reason(world, state)
+    world.faults.harm("store-0")
+    failures.failure_has_a_reason(world, state)
 
 
-def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
-    """The run fails for the reason that it had before; nobody can write what had no end by then."""
+@pytest.mark.parametrize(
+    ("kind", "subject", "said"),
+    [
+        (FailureKind.PROCESS_LOST, "trainer-0", "is not about its subject"),
+        (FailureKind.EVENT_GIVEN_UP, "store-0", "its cause is"),
+        (FailureKind.STOPPED, "run", "another exit code"),
+    ],
+)
+def test_failure_whose_cause_is_another_matter(kind: FailureKind, subject: str, said: str) -> None:
+    world = ran(calm(**SMALL), seed=3)
+    for name in ("store-0", "trainer-0"):
+        world.faults.harm(name)
+    state = failed(world, kind, subject, seq_of(world, ev.ActorLeft, "store-0"))
+    with pytest.raises(Violation, match=said):
+        failures.failure_has_a_reason(world, state)
+
+
+def test_failure_whose_cause_is_not_in_the_log() -> None:
+    world = ran(calm(**SMALL), seed=3)
+    world.faults.harm("store-0")
+    state = failed(world, FailureKind.PROCESS_LOST, "store-0", 10**6)
+    with pytest.raises(Violation, match="its cause is None"):
+        failures.failure_has_a_reason(world, state)
+
+
+def test_books_stay_open_only_where_a_fault_has_ended_the_store() -> None:
+    """The run had failed before; nobody can write what had no end by then."""
     with World(calm(**SMALL), 3) as world:
         world.begin()
         while not world.rows:
@@ -166,15 +202,15 @@ def test_store_that_is_lost_when_its_run_is_already_ending() -> None:
         while not world.finished:
             world.scheduler.step()
         assert broken(lambda: final_checks.judge(world)) == "books_are_closed"
-        world.coverage.hit("fault:lost-store")
+        world.faults.harm("store-0", LOST)
         assert final_checks.judge(world)
 
 
 def test_relay_that_dies_too_often_before_it_has_joined() -> None:
-    """No fence tells of that, but the last report of its node does."""
     with World(calm(max_restarts=0, **SMALL), 3) as world:
         world.begin()
         world.network.cut("relay-0", COORDINATOR, +1)
+        world.faults.harm("relay-0")
         relay = world.processes["relay-0"]
         while not relay.alive:
             world.scheduler.step()
@@ -182,30 +218,9 @@ def test_relay_that_dies_too_often_before_it_has_joined() -> None:
         while not world.finished:
             world.scheduler.step()
         state = world.coordinator.state
-        assert state is not None and "relay-0 never joined" in state.failure
+        assert state is not None and state.failed is not None
+        assert (state.failed.kind, state.failed.subject) == (FailureKind.NEVER_JOINED, "relay-0")
         assert final_checks.judge(world)
-        state.failure = "relay-1 never joined"
-        name = broken(lambda: final_checks.failure_has_a_reason(world, state))
-        assert name == "failure_has_a_reason"
-
-
-def test_start_that_waits_for_a_relay_which_nobody_starts_again() -> None:
-    """It and its node die before the coordinator has heard of it: no fence tells of that."""
-    with World(calm(**SMALL), 3) as world:
-        world.begin()
-        world.network.cut("relay-0", COORDINATOR, +1)
-        while not all(child.boot for child in world.children_of("node-0")):
-            world.scheduler.step()
-        world.faults.lose_node(world.processes["node-0"])
-        world.processes["relay-0"].die(exit_codes.KILLED)
-        while not world.finished:
-            world.scheduler.step()
-        state = world.coordinator.state
-        assert state is not None and "missing trainer, relay" in state.failure
-        assert final_checks.judge(world)
-        state.failure = "not started within 120000 ms: missing store"
-        name = broken(lambda: final_checks.failure_has_a_reason(world, state))
-        assert name == "failure_has_a_reason"
 
 
 def test_state_that_the_log_does_not_lead_to() -> None:
@@ -358,44 +373,17 @@ def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
         heals_in_time(world, without_faults)
 
 
-def test_run_that_never_began_may_wait_for_the_deadline_of_its_start() -> None:
+def test_run_that_failed_may_have_waited_for_a_process_and_for_the_store() -> None:
     world = ran(calm(**SMALL), seed=3)
-    state = world.coordinator.state
-    assert state is not None
     healed(world)
-    state.failure = "not started within 120000 ms: missing store"
-    world.scheduler.now = seconds(140)
+    failed(world, FailureKind.NOT_STARTED, "store", 1)
+    world.scheduler.now = seconds(120 + END_TIMEOUT_MS / 1000 + 20)
     heals_in_time(world, without_faults)
     world.scheduler.now = seconds(5_000)
-    with pytest.raises(Violation, match=r"heals_in_time: it took 4880 s"):
+    with pytest.raises(Violation, match=rf"it took {4_880 - END_TIMEOUT_MS // 1000} s"):
         heals_in_time(world, without_faults)
-
-
-def test_run_without_a_coordinator_for_long_reaches_that_deadline_later() -> None:
-    """They are in the log's time, which stands still while no coordinator runs."""
-    world = ran(calm(**SMALL), seed=3)
-    state = world.coordinator.state
-    assert state is not None
-    healed(world)
-    state.failure = "not started within 120000 ms: missing store"
-    world.scheduler.now = seconds(5_120)
-    with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s"):
-        heals_in_time(world, without_faults)
-    world.checks.log_time.coordinator_started(Machine(), seconds(5_000))
-    heals_in_time(world, without_faults)
-
-
-def test_trainer_with_other_bytes_may_use_up_the_restarts_of_its_relay() -> None:
-    world = ran(calm(**SMALL), seed=3)
-    state = world.coordinator.state
-    assert state is not None
-    healed(world)
-    state.failure = "the trainer's machine has no relay: relay-0: ..."
-    world.scheduler.now = 10 * world.scheduler.now + seconds(20)
-    with pytest.raises(Violation, match=r"heals_in_time"):
-        heals_in_time(world, without_faults)
-    world.coverage.hit("fault:publish-differs")
-    heals_in_time(world, without_faults)
+    world.checks.log_time.coordinator_started(Machine(), seconds(4_800))
+    heals_in_time(world, without_faults)  # deadlines are in the log's time, which stood still
 
 
 def test_processes_that_only_wake_up() -> None:

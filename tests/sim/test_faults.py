@@ -205,6 +205,7 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
         until(Phase.EXPORTING)
         world.database.full = True
         until(Phase.ENDING)
+        world.faults.harm("relay-0")
         world.processes["relay-0"].die(exit_codes.KILLED)
         full_until_ns = world.scheduler.now + 10 * SECOND
         while world.scheduler.now < full_until_ns:

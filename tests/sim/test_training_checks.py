@@ -188,6 +188,7 @@ def test_a_trainer_whose_checkpoint_was_removed_fails_the_run_with_that_reason()
         made.begin()
         trainer = made.processes["trainer-0"]
         step_until(made, lambda state: bool(state.trained and state.trained[0].step_index))
+        made.faults.harm("trainer-0")
         trainer.die(exit_codes.KILLED)
         step_until(made, lambda state: keys.LOAD in state.commands)
         made.lose_checkpoints()

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from laminar.core import invariants, redo
+from laminar.core import invariants
 from laminar.core.state import State, digest
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import replay, stamped
 from laminar.eventlog.snapshot import snapshots
 from laminar.events.base import COORDINATOR, Command, Stamped
-from laminar.names.ids import Purpose
+from laminar.sim.checks.failures import failure_has_a_reason
 from laminar.sim.checks.safety import Checks, numbered
 from laminar.sim.runtime.disk import SimDisk
-from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import books
 from laminar.storage.rules import Row
@@ -40,12 +39,11 @@ def judge(world: World) -> str:
         raise Violation("run_ends", "no coordinator ever made a turn")
     invariants.check(state)
     failure_has_a_reason(world, state)
-    world.checks.node_reports.machine_comes_back(state.failure)
     store_agrees_with_itself(world)
-    if not state.failure or not _store_lost(world, state):
+    if not _may_stay_open(world, state):
         books_are_closed(state, rows)
         world.checks.prompts.every_prompt_ends(state)
-    if not state.failure:
+    if state.failed is None:
         two_books(state, rows, world.checks.training.book)
         work_is_done(state)
     events_once(world.checks, disk)
@@ -61,81 +59,13 @@ def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
     return digest(found.machine.state) if found.machine.started else ""
 
 
-def _store_lost(world: World, state: State) -> bool:
-    """No process could write the ends."""
-    _, lost = world.checks.failure
-    lost = [*lost, *world.checks.leases.stranded]
-    gone = "store" in state.failure or any(name.startswith("store") for name in lost)
-    struck = world.coverage.counts  # perhaps after the failure
-    return gone or "fault:lost-store" in struck or world.faults.dead_for_good(_node_of_store(world))
-
-
-def _node_of_store(world: World) -> SimProcess:
-    return next(world.processes[p.node] for p in world.processes.values() if p.role == "store")
-
-
-def failure_has_a_reason(world: World, state: State) -> None:
-    """A run fails only for a process that it has really lost, or one that its lost node has ended
-    or may have, or for its rewards."""
-    if not state.failure:
-        return
-    _, lost = world.checks.failure
-    with_them = [actor.name for actor in state.actors.values() if actor.node in lost]
-    named = any(name in state.failure for name in (*lost, *with_them))
-    drained = state.draining and state.exit_code == 130
-    replicas_gone = "no replica is left" in state.failure
-    poisoned = world.coordinator.exits.gave_up(state.failure)
-    known = named or drained or replicas_gone or poisoned or _struck(world, state)
-    known = known or _rewards_failed(world, state) or _could_not_start(world, state)
-    known = known or _gone_since_resumption(world, state) or _batch_is_deadly(world, state)
-    if redo.NO_CHECKPOINT in state.failure:
-        world.checks.training.none_to_go_on_from(state.failure)
-    if state.exit_code not in (1, 130) or not known:
-        raise Violation("failure_has_a_reason", f"exit {state.exit_code}: {state.failure}")
-
-
-def _rewards_failed(world: World, state: State) -> bool:
-    """Whether rewards ended the run, and the store has as many bad ones as that takes at least."""
-    settings = world.scenario.settings
-    batch = settings.groups_per_step * settings.group_size
-    trained = [row for row in world.rows.values() if row.purpose == Purpose.TRAIN]
-    lost = sum(row.end_reason == "reward-worker-lost" for row in trained)
-    failed = lost + sum(row.reward_reason not in (None, "ok") for row in trained)
-    unscored = sum(row.end_reason == "unscored" for row in trained)
-    many = failed * 1000 > settings.max_error_permille * batch or unscored >= 4 * batch
-    return bool(state.drained_for) and many
-
-
-def _struck(world: World, state: State) -> bool:
-    """A fault did it of which no fence tells: one before it joined, or lies about its weights."""
-    role, struck = world.faults.fatal_role, world.coverage.counts
-    if "fault:publish-differs" in struck and "read back" in state.failure:
-        return True
-    if f"fault:lost-{role}" not in struck:
-        return False
-    words = ("not started", "never joined", *(process.name for process in world.faults.doomed()))
-    return any(word in state.failure for word in words)
-
-
-def _could_not_start(world: World, state: State) -> bool:
-    """Whether the run waited at its start for a process that died unheard of, and is not started
-    again."""
-    roles = world.checks.leases.not_started_again
-    return "not started" in state.failure and any(role in state.failure for role in roles)
-
-
-def _batch_is_deadly(world: World, state: State) -> bool:
-    """Each of so many trainers was lost, if only to another in its place, or left."""
-    trainer = next(p for p in world.processes.values() if p.role == "trainer")
-    return f"has ended {trainer.name}" in state.failure and trainer.boot >= redo.DEATHS_MAX
-
-
-def _gone_since_resumption(world: World, state: State) -> bool:
-    """Whether the run was resumed, and what it waited for stays dead: nobody of it had joined
-    again."""
-    resumed = any(mark.startswith("coordinator:resumes-") for mark in world.coverage.counts)
-    gone = (p.name for p in world.processes.values() if world.faults.dead_for_good(p))
-    return resumed and any(name in state.failure for name in gone)
+def _may_stay_open(world: World, state: State) -> bool:
+    """No process could write the ends: a fault has ended the store, or its node, and the run has
+    failed."""
+    store = next(process for process in world.processes.values() if process.role == "store")
+    subject = state.failed.subject if state.failed is not None else ""
+    lost = world.faults.has_lost(store) or subject in (store.name, store.node)
+    return state.failed is not None and lost
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:

@@ -2,8 +2,7 @@
 of whom a node is ordered to start again: a store only if it cannot write, and lost if that is late.
 
 Reads   when a process was heard; what the coordinator says of silence; its orders to start one
-        again, and the timers of those; who lives
-Gives   for final_checks.py: which nodes are silent, and whom no node starts again
+        again, and the timers of those
 Raises  Violation
 """
 
@@ -39,9 +38,6 @@ class Leases:
         self._membership = (-1, -1)
         self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
         self.silent_nodes: dict[str, None] = {}
-        self.stranded: set[str] = set()  #: given up while their node was silent, and not back
-        #: roles that nobody starts again, when the time for the start was over
-        self.not_started_again: list[str] = []
 
     def coordinator_started(self, machine: Machine) -> None:
         """A successor has recovered."""
@@ -72,8 +68,6 @@ class Leases:
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._none_speaks(event.actor)
             self._is_not_waited_for(state, event.actor)
-            if state.actors[event.actor].node in self.silent_nodes:
-                self.stranded.add(event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):
             self._lease_ran_out(state, event.node, event.node_incarnation)
@@ -85,8 +79,6 @@ class Leases:
             self.silent_nodes.clear()
         elif isinstance(event, ev.ActorJoined):
             self._note_joined(state, event)
-        elif isinstance(event, ev.TimerFired) and event.timer == keys.START:
-            self._note_dead()
         elif isinstance(event, ev.TimerFired):
             self._is_started_again_or_lost(state, event.timer)
         self._note_members(state)
@@ -96,21 +88,6 @@ class Leases:
         actor = state.actors.get(event.name)
         if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
             self.silent_nodes.pop(event.name, None)
-            self.stranded.discard(event.name)
-
-    def _note_dead(self) -> None:
-        """Note the dead that no node starts again (it is dead or silent): processes of the store's
-        machine, and the replicas of all machines if all of them are."""
-        processes = self._world.processes
-        replicas = [process for process in processes.values() if process.role == "rollout"]
-        others = self._world.children_of(processes["store-0"].node)
-        lost = [p.role for p in others if p.role != "rollout" and self._stays_dead(p)]
-        none_left = all(map(self._stays_dead, replicas))
-        self.not_started_again = [*lost, *(["rollout"] if none_left else [])]
-
-    def _stays_dead(self, process: SimProcess) -> bool:
-        node = self._world.processes[process.node]
-        return not process.alive and (not node.alive or node.name in self.silent_nodes)
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
         """lease_ran_out: only who was silent for a lease is given up, or said to be silent."""

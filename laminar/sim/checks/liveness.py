@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from laminar.core import keys
 from laminar.core.recovery import WAITS_MAX
 from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.events.reasons import DropReason
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 FACTOR = 10
 QUICK_NS = seconds(30.0)
 """No whole run takes less than a tenth of this."""
-RESTART_S = 1.0
-"""From the decision to the new process, and from its readiness to the next decision."""
 
 
 def heals_in_time(world: World, without_faults: Callable[[], World]) -> None:
@@ -70,25 +67,17 @@ def _too_long(world: World) -> int:
 def _begin_ns(world: World) -> int:
     """When everything has healed and whatever else had to pass has passed.
 
-    What is never done has a deadline. A run whose machine was lost before anything of it had joined
-    learns that by its start's end, and one whose machine does not come back by as long a wait, also
-    where coordinators crash on just that, or it ends for another reason; one whose trainer hands
-    over other bytes when its relay has been restarted as often as may be. A disk that stays full is
-    waited for, and so is a message of the store that is given up. A coordinator that goes on
-    crashing on an event is started again after longer and longer pauses.
+    What is never done has a deadline. A coordinator that goes on crashing on an event is started
+    again after longer and longer pauses, and a disk that stays full is waited for. A run that
+    fails, or whose first machine stays away, may have waited for a process as long as a start
+    takes, and then for the store.
     """
     state, scenario = world.coordinator.state, world.scenario
     begin_ns = max(world.healed_ns, world.faults.wedged_until_ns) + world.coordinator.pauses_ns
-    failure = state.failure if state is not None else ""
     if world.coordinator.over is not None:
         begin_ns += seconds(scenario.disk_wait_s)
-    if "of store-0" in failure and world.coordinator.exits.gave_up(failure):
-        begin_ns += END_TIMEOUT_MS * MS
-    waits = ("not started within", f"on timer-fired {keys.START}:", "no other node has its place")
+    failed = state is not None and state.failed is not None
     first = world.processes[world.processes["store-0"].node]
-    if any(words in failure for words in waits) or world.faults.dead_for_good(first):
-        deadline_ns = START_TIMEOUT_MS * MS + world.checks.log_time.behind_ns
-        begin_ns = max(begin_ns, deadline_ns)
-    if "relay-0" in failure and "fault:publish-differs" in world.coverage.counts:
-        begin_ns += scenario.max_restarts * seconds(scenario.start_s + RESTART_S)
+    if failed or world.faults.dead_for_good(first):
+        begin_ns += (START_TIMEOUT_MS + END_TIMEOUT_MS) * MS + world.checks.log_time.behind_ns
     return begin_ns

@@ -1,7 +1,6 @@
 """What nodes say of their processes: each end once, as it was, and who is started again.
 
 Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
-Gives   `given_up`, who is not started again; `machine_comes_back`, for final_checks.py
 Raises  Violation, once a node had time for what it owes: not while it stands still or ends
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from laminar.core import keys
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -32,7 +32,6 @@ class NodeReports:
         self._world = world
         self._ended: dict[str, int] = {}  #: exit codes by boot id
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
-        self.given_up: dict[str, None] = {}  #: actors that are not
 
     def node_started(self, node: SimProcess) -> None:
         """The coordinator has taken a node, perhaps in the place of one that died."""
@@ -58,12 +57,17 @@ class NodeReports:
                 what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
                 raise Violation("own_processes_are_taken", what, event.name)
 
-    def machine_comes_back(self, failure: str) -> None:
+    def failed(self, stamped: Stamped, state: State) -> None:
         """machine_comes_back: no run fails for want of a node that could be started again."""
-        for node in self._world.processes.values():
-            missed = f"its machine {node.name}, and no other node"
-            if missed in failure and not self._world.faults.is_gone(node):
-                raise Violation("machine_comes_back", failure, node.name)
+        event, failed = stamped.event, state.failed
+        if failed is None or not isinstance(event, ev.TimerFired):
+            return
+        kind, _ = keys.parse_timer(event.timer)
+        process = self._world.processes.get(failed.subject)
+        if kind != keys.TimerKind.REJOIN or process is None or state.actor_alive(process.node):
+            return
+        if not self._world.faults.is_gone(self._world.processes[process.node]):
+            raise Violation("machine_comes_back", failed.sentence, process.node)
 
     def ended(self, node: SimProcess, boot_id: str, code: int) -> None:
         """A node learns that one of its processes has ended."""
@@ -77,9 +81,7 @@ class NodeReports:
             what = f"{node.name} reports {event!r}; it ended with {code}"
             raise Violation("exit_is_reported_once", what, event.actor)
         self._reported[boot_id] = event.restarting
-        if not event.restarting:
-            self.given_up[event.actor] = None
-        else:
+        if event.restarting:
             process = self._world.processes[event.actor]
             self._later(node, self._is_started, process, boot_id)
 

@@ -37,6 +37,7 @@ from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.moves import Moves, Released
 from laminar.sim.checks.node_reports import NodeReports
 from laminar.sim.checks.prompts import Prompts, answers_its_prompt
+from laminar.sim.checks.recoveries import Recoveries
 from laminar.sim.checks.training import TrainingChecks
 from laminar.sim.runtime.coordinator import SimCoordinator
 from laminar.sim.runtime.disk import SimDisk
@@ -70,6 +71,7 @@ class Checks:
         self.training = TrainingChecks(world)
         self.released = Released()
         self.moves = Moves()
+        self.recoveries = Recoveries(world)
         self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
         #: by name and incarnation: boot id, and the event that it joined with
         self.boots: dict[Key, tuple[str, int]] = {}
@@ -86,7 +88,7 @@ class Checks:
         self._numbers: dict[str, list[int]] = {}
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
-        self.failure: tuple[int, list[str]] = (0, [])  #: event of the failure, who was lost by then
+        self.failed_at = 0  #: event of the failure; 0: none
         self._kills: dict[str, list[tuple[int, str]]] = {}  #: by trajectory: placement, node
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
@@ -106,6 +108,7 @@ class Checks:
         self.log_time.observe(stamped, self.world.scheduler.now)
         self.old_placement_has_no_effect(stamped, commands)
         self.placement_is_raised(stamped, commands)
+        self.recoveries.observe(stamped, commands, state)
         self._note(stamped, commands)
         self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
@@ -116,6 +119,8 @@ class Checks:
         self.leases.observe(stamped, commands, state)
         self.node_reports.refusals(stamped, commands, state)
         self._note_failure(stamped, state)
+        if self.failed_at == stamped.seq:
+            self.node_reports.failed(stamped, state)
         self.training.observe(stamped, state)
         self.waiting_leads_to_something(stamped, commands, state)
         late_transfer_has_an_end(stamped, state)
@@ -128,6 +133,7 @@ class Checks:
         self._last_seq = stamped.seq
         self.prompts.note(stamped, commands)
         self.moves.note(stamped, commands)
+        self.recoveries.note(stamped, commands)
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
@@ -214,12 +220,10 @@ class Checks:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
     def _note_failure(self, stamped: Stamped, state: State) -> None:
-        if isinstance(stamped.event, ev.RunResumed) and not state.failure:
-            self.failure = (0, [])
-        if state.failure and not self.failure[0]:
-            lost = [name for (name, _), (why, _) in self._fenced.items() if why != "replaced"]
-            gone = (*self.leases.silent_nodes, *self.node_reports.given_up)
-            self.failure = stamped.seq, [*lost, *gone]
+        if state.failed is None:
+            self.failed_at = 0
+        elif not self.failed_at:
+            self.failed_at = stamped.seq
 
     def _boot(self, key: Key, boot_id: str, seq: int) -> None:
         self.boots[key] = (boot_id, seq)
@@ -249,6 +253,7 @@ class Checks:
 
     def process_started(self, process: SimProcess) -> None:
         self.bodies[process.boot_id] = []
+        self.recoveries.process_started(process)
 
     def sent(self, process: SimProcess, event: Event, body: bytes) -> None:
         self.bodies[process.boot_id].append(body)
@@ -318,6 +323,7 @@ class Checks:
             del self._decided[command_id]
         self.prompts.take_back(seq)
         self.moves.take_back(seq)
+        self.recoveries.take_back(seq)
         self.training.take_back(seq)
         for places in self._numbers.values():
             while places and places[-1] > seq:
@@ -328,8 +334,8 @@ class Checks:
                 del self._placed[trajectory]
         for key in [k for k, (_, since) in self._fenced.items() if since > seq]:
             del self._fenced[key]
-        if self.failure[0] > seq:
-            self.failure = 0, []
+        if self.failed_at > seq:
+            self.failed_at = 0
         boots, self.boots, self._keys, self._newest = self.boots, {}, {}, {}
         for key, (boot_id, since) in boots.items():
             if since <= seq:

@@ -99,7 +99,7 @@ class TrainingChecks:
             raise Violation("trained_as_ordered", f"step {step} is of other rows than {told}")
         if isinstance(told, cmd.RedoStep):
             return self._redone_as_logged(told)
-        if self.world.checks.failure[0]:
+        if self.world.checks.failed_at:
             return
         for sample in samples:
             row = self.world.rows[sample.sample_id]

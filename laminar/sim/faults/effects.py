@@ -22,8 +22,16 @@ if TYPE_CHECKING:
     from laminar.sim.world import World
 
 STALLED = 1e9
+EVERYBODY = "everybody"
+LOST, HELD_UP = "lost", "held-up"
+"""How a fault strikes: the process ends or is silent for its lease, or it is late or misled."""
 NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
+AWAITED: dict[str, tuple[str, ...]] = {
+    "node": (), "store": (), "trainer": ("store", "relay"), "relay": ("relay", "trainer"),
+    "rollout": ("store", "relay"),
+}  # fmt: skip
+"""Roles for which a process of a role waits while it works."""
 TRAINER_LOSSES = 4
 """Of one run, at most."""
 UNHEARD_S = 1.5
@@ -55,6 +63,25 @@ class Effects:
         self.unheard_next = False  #: what it says of its steps until then does not arrive
         self.sticks_next = False  #: the next transfer along the chain does
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
+        #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY
+        self.harmed: dict[str, set[str]] = {}
+
+    def harm(self, who: str, how: str = HELD_UP) -> None:
+        """A fault strikes: what checks hold a loss against."""
+        self.harmed.setdefault(who, set()).add(how)
+
+    def has_lost(self, process: SimProcess) -> bool:
+        """A fault has ended or silenced this process, or its node, which would start it again."""
+        names = (EVERYBODY, process.name, process.node)
+        return any(LOST in self.harmed.get(name, ()) for name in names)
+
+    def explains(self, process: SimProcess) -> bool:
+        """A fault has struck this process, what it waits for, or everybody."""
+        awaited = AWAITED[process.role]
+        at_work = [process, *(p for p in self.world.processes.values() if p.role in awaited)]
+        names = {EVERYBODY, process.role, *awaited}
+        names.update(*((p.name, p.node) for p in at_work))
+        return not names.isdisjoint(self.harmed)
 
     def may_lose_trainer(self, process: SimProcess) -> bool:
         """Whether the trainer comes back: there is a checkpoint, or the first step is known, and
@@ -77,6 +104,7 @@ class Effects:
             self._cut(process.name, COORDINATOR, UNHEARD_S)
         if self.dies_next == point and self.may_lose_trainer(process):
             self.dies_next, self.unheard_next = "", False
+            self.harm(process.name, LOST)
             self.world.coverage.hit(f"fault:{point}")
             return True
         return False
@@ -101,6 +129,7 @@ class Effects:
         if trainer is not None and not self._is_ending() and not self.may_lose_trainer(trainer):
             return False
         for process in (node, *children):
+            self.harm(process.name, LOST)
             process.die(exit_codes.KILLED)
         return True
 
@@ -122,6 +151,7 @@ class Effects:
         if self.dead or not node.alive or node.stopping or not complete:
             return
         self.dead.add(node.name)
+        self.harm(node.name, LOST)
         node.die(exit_codes.KILLED)
         first = any(child.role == "store" for child in children)
         if not first and self.chance("node-killed").random() < KILLED:
@@ -131,6 +161,7 @@ class Effects:
 
     def begun_again(self) -> None:
         """The user has started the whole run: also a node that was lost alone."""
+        self.harm(EVERYBODY, LOST)
         for name in [p.name for p in self.world.processes.values() if p.role == "node"]:
             if not any(child.name in self.dead for child in self.world.children_of(name)):
                 self.dead.discard(name)
@@ -147,12 +178,16 @@ class Effects:
 
     def speed(self, process: SimProcess, slow: float) -> None:
         if process.alive and process.slow != slow and process.boot_id not in self.stalled:
+            if slow != 1.0:
+                self.harm(process.name)
             process.model.pause()
             process.slow = slow
             process.model.resume()
 
     def pause(self, process: SimProcess, duration_s: float) -> None:
         process.pause()
+        silent = duration_s >= self.lease_of_s(process.role)
+        self.harm(process.name, LOST if silent else HELD_UP)
         boot = process.boot
 
         def resume() -> None:
@@ -166,6 +201,8 @@ class Effects:
             self._cut(source, target, duration_s)
 
     def _cut(self, source: str, target: str, duration_s: float) -> None:
+        self.harm(source)
+        self.harm(target)
         self.world.network.cut(source, target, +1)
         self.later(duration_s, self._mend, source, target, self.healed)
 

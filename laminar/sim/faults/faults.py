@@ -27,7 +27,7 @@ from laminar.events.base import Command
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose
 from laminar.sim.config import FaultConfig
-from laminar.sim.faults.effects import Effects
+from laminar.sim.faults.effects import EVERYBODY, LOST, Effects
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
@@ -56,6 +56,19 @@ DEADLINES_MS: dict[type[Command], int] = {
 }
 """What replicas or relays leave undone, one of these in a run: after so long the coordinator acts,
 and tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
+HARMED: dict[str, tuple[str, ...]] = {
+    "weights-corrupt": ("rollout",), "chunk-damaged": ("relay",),
+    "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
+    "sibling-refused": ("rollout",), "hangs": ("rollout",), "start-hangs": ("rollout",),
+    "command-ignored": ("rollout", "relay"), "transfer-sticks": ("relay",),
+    "trainers-disk-full": ("trainer",),
+}  # fmt: skip
+"""Roles of whom is late or misled when one of these strikes."""
+OF_COORDINATOR = (
+    "coordinator-killed", "coordinator-cut", "coordinator-paused", "disk-error", "disk-full",
+    "clock-step", "event-crashes", "event-poison", "disk-full-long", "disk-full-for-good",
+)  # fmt: skip
+"""While it is away, anybody may be late."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
 ENGINE_DIFFERS = "engine-differs"
@@ -152,6 +165,8 @@ class Faults(Effects):
         if self.healed:
             return
         self.world.network.weather = self._weather()
+        if not {*WEATHER}.isdisjoint(self.active):
+            self.harm(EVERYBODY)
         for kind in self.active:
             if kind in STRIKES:
                 self._again(kind)
@@ -210,6 +225,8 @@ class Faults(Effects):
 
     def publish_differs(self) -> bool:
         differs, self.differs_next = self.differs_next and not self.healed, False
+        if differs:
+            self.harm("relay")
         return differs
 
     def start_hangs(self) -> bool:
@@ -239,6 +256,7 @@ class Faults(Effects):
         """A relay that is connected to its successor sends nothing more."""
         if self.sticks_next and not self.healed:
             self.sticks_next = False
+            self.harm("relay")
             return True
         return self._wedges("transfer-sticks", RECEIVE_TIMEOUT_MS)
 
@@ -269,7 +287,10 @@ class Faults(Effects):
 
     def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
         """A bad prompt stays bad."""
-        return command.purpose == Purpose.TRAIN and command.row_index in self.poison
+        poisonous = command.purpose == Purpose.TRAIN and command.row_index in self.poison
+        if poisonous:
+            self.harm(command.to, LOST)
+        return poisonous
 
     def before_disk_use(self, disk: SimDisk) -> None:
         """Plan what goes wrong with the coordinator's next calls."""
@@ -295,6 +316,8 @@ class Faults(Effects):
             return False
         struck = self.chance(kind).random() < self.rates[kind]
         if struck:
+            for role in HARMED.get(kind, ()):
+                self.harm(role)
             self.world.coverage.hit(f"fault:{kind}")
         return struck
 
@@ -332,6 +355,8 @@ class Faults(Effects):
         if self.healed or self.world.finished:
             return
         self.world.coverage.hit(f"fault:{kind}")
+        if kind in OF_COORDINATOR:
+            self.harm(EVERYBODY)
         STRIKES[kind](self, self.chance(kind))
         self._again(kind)
 
@@ -352,6 +377,7 @@ class Faults(Effects):
         node = self.chance("machine").choice(machines)
         self.gone.add(node.name)
         for process in (node, *self.world.children_of(node.name)):
+            self.harm(process.name, LOST)
             process.die(exit_codes.KILLED)
 
     def doomed(self) -> list[SimProcess]:

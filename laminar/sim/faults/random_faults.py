@@ -18,7 +18,7 @@ from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.names import exit_codes, ids, points
-from laminar.sim.faults.effects import Effects
+from laminar.sim.faults.effects import LOST, Effects
 from laminar.sim.faults.targeted import HELD
 from laminar.sim.runtime.exits import ALWAYS
 from laminar.sim.runtime.process import SimProcess
@@ -51,11 +51,13 @@ def _one(role: str, blow: Blow) -> Strike:
 
 
 def _dies(faults: Effects, chance: random.Random, process: SimProcess) -> None:
+    faults.harm(process.name, LOST)
     process.die(exit_codes.KILLED)
 
 
 def _replaced(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """A new process joins before anybody has heard that the old one died."""
+    faults.harm(process.name, LOST)
     process.replace()
 
 
@@ -72,12 +74,14 @@ def _slow(faults: Effects, chance: random.Random, process: SimProcess) -> None:
 
 def _leaves(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     if process.welcomed and not process.paused:
+        faults.harm(process.name, LOST)
         process.emit(ev.ActorLeft())
         process.after(10 * MS, process.die, exit_codes.FAILED)
 
 
 def _complains(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     if process.welcomed and not process.paused:
+        faults.harm(process.name, LOST)
         process.fail("out of memory")
 
 
@@ -88,6 +92,7 @@ def _rack_lost(faults: Effects, chance: random.Random) -> None:
     """A quarter of the replicas, in the same instant."""
     alive = [p for p in faults.world.rollouts if p.alive]
     for process in chance.sample(alive, len(alive) // 4):
+        faults.harm(process.name, LOST)
         process.die(exit_codes.KILLED)
 
 
@@ -186,6 +191,7 @@ def _swizzle_clog(faults: Effects, chance: random.Random) -> None:
 
 def _clog(faults: Effects, name: str) -> None:
     if not faults.healed:
+        faults.harm(name)
         faults.world.network.clog(name, COORDINATOR)
         faults.world.network.clog(COORDINATOR, name)
 
@@ -199,6 +205,7 @@ def _connection_breaks(faults: Effects, chance: random.Random) -> None:
     """What is in flight is lost; the process finds the coordinator again."""
     process = chance.choice(list(faults.world.processes.values()))
     if process.alive:
+        faults.harm(process.name)
         process.disconnect()
         faults.later(chance.uniform(0, 0.5), faults.world.reconnect, process)
 
@@ -301,6 +308,7 @@ def _store_full(faults: Effects, chance: random.Random) -> None:
     def has_room() -> None:
         database.full = False
 
+    faults.harm("store")
     database.full = True
     faults.later(chance.uniform(0.1, STORE_FULL_S), has_room)
 

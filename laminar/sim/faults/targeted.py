@@ -20,7 +20,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose
-from laminar.sim.faults.effects import Effects
+from laminar.sim.faults.effects import LOST, Effects
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
@@ -43,6 +43,7 @@ def lose(faults: Effects, process: SimProcess, way: str) -> None:
     """The process is lost in this way, also if it stands still."""
     if not process.alive or process.stopping:
         return
+    faults.harm(process.name, LOST)
     if way == "silent":
         faults.pause(process, faults.lease_of_s(process.role) * SILENCE)
     elif way == "replaced":

@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 from laminar.core import keys
 from laminar.core.state import Replica, State
-from laminar.sim.faults.effects import Effects
+from laminar.sim.faults.effects import EVERYBODY, Effects
 from laminar.sim.faults.targeted import HELD, TargetedFault, evaluated, hold_up_evaluation
 
 STRIKES_MAX = 3
@@ -134,6 +134,7 @@ class CoordinatorInHandover(HandoverFault):
 
     def _kill(self) -> None:
         if not self.faults.healed:
+            self.faults.harm(EVERYBODY)
             self.world.coordinator.kill()
 
 
