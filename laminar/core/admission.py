@@ -55,7 +55,7 @@ def serving(state: State, replica: Replica) -> bool:
 
 
 def room(replica: Replica) -> int:
-    """For so many more trajectories; what is kept for others is taken."""
+    """How many more trajectories a replica has room for; what is kept for others is taken."""
     return replica.capacity - replica.load
 
 
@@ -80,7 +80,7 @@ def first_share(state: State) -> int:
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:
-    """For all of its siblings, within the replica's share."""
+    """Whether there is room for all siblings of a group, within the replica's share."""
     size, most = state.settings.group_size, share(state)
     return room(replica) >= size and (not most or replica.load + size <= most)
 

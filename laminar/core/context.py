@@ -100,7 +100,8 @@ class Context:
         return self._touched_all or bool(self._touched)
 
     def take_touched(self) -> tuple[dict[str, None], bool]:
-        """Those that were touched by name, in that order, and whether then all others were, too."""
+        """The replicas that were touched by name, in order, and whether all others were touched,
+        too."""
         taken = self._touched, self._touched_all
         self._touched, self._touched_all = {}, False
         return taken

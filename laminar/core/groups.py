@@ -184,7 +184,7 @@ def _end(
 
 
 def _withdraw(ctx: Context, trajectory: Trajectory) -> None:
-    """Its replica is not waited for any more, and it waits for no place."""
+    """Withdraw a trajectory: its replica is not waited for any more, and it waits for no place."""
     state = ctx.state
     leave_engine(ctx, trajectory)
     if state.settings.reward_scope != "group":

@@ -39,7 +39,7 @@ class Prompt(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Sum(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of one figure over the answers that have it."""
+    """The sum of one figure over the answers that have it."""
 
     answers: int = 0
     bits: int = 0
@@ -100,7 +100,7 @@ def count(held: HeldOut, row: int, event: ev.TrajectoryRewarded) -> None:
 
 
 def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
-    """Of an evaluation that is done."""
+    """The figures of an evaluation that is done."""
     prompts = list(held.prompts.values())
     answered = sum(prompt.answers for prompt in prompts)
     scores = [float_of(prompt.score_bits) for prompt in prompts]
@@ -161,7 +161,8 @@ def _finite(bits: int) -> float | None:
 
 
 def _standard_error(values: list[float]) -> float:
-    """Of the mean over prompts: answers to one prompt are not independent. 0 for one prompt."""
+    """The standard error of the mean over prompts: answers to one prompt are not independent. 0 for
+    one prompt."""
     count = len(values)
     if count < 2:
         return 0.0

@@ -107,7 +107,7 @@ def _rank(group: Group) -> tuple[int, int]:
 
 
 def indexes_of(state: State) -> Indexes:
-    """Those of this state, made when they are first asked for and kept beside its fields.
+    """The indexes of this state, made when they are first asked for and kept beside its fields.
 
     Code that changes an indexed field asks before the change: the indexes may be made just then.
     """
@@ -131,7 +131,7 @@ def add_actor(state: State, actor: Actor) -> None:
 
 
 def end_actor(state: State, name: str) -> None:
-    """Its process is gone, or fenced."""
+    """An actor's process is gone, or fenced."""
     indexes, actor = indexes_of(state), state.actors[name]
     indexes.left.append(actor.boot_id)
     indexes.num_alive -= actor.alive
@@ -200,7 +200,7 @@ def load_changed(state: State, replica: Replica) -> None:
 
 
 def gauges_changed(state: State, replica: Replica) -> None:
-    """Its engine, or what it runs, is further."""
+    """A replica's engine, or what it runs, is further."""
     standings = indexes_of(state).standings
     standings.pop(replica.name, None)
     for trajectory_id in replica.given:
@@ -215,7 +215,7 @@ def straggler_changed(state: State, trajectory: Trajectory) -> None:
 
 
 def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
-    """It has finished: its siblings are expected to be as long."""
+    """A trajectory has finished: its siblings are expected to be as long."""
     indexes = indexes_of(state)
     indexes.count_length(trajectory, -1)
     trajectory.num_tokens = num_tokens
@@ -253,14 +253,14 @@ def remove_relay(state: State, relay: Relay) -> None:
 
 
 def relay_changed(state: State, relay: Relay) -> None:
-    """It has a newer version, or is gone: the replicas of its machine have another choice."""
+    """A relay has a newer version, or is gone: the replicas of its machine have another choice."""
     indexes = indexes_of(state)
     for name in indexes.served_by(relay.name):
         indexes.replicas.update(state, state.replicas[name])
 
 
 def set_held(state: State, relay: Relay, held: list[int]) -> bool:
-    """These versions can be pulled there; True if that changes anything."""
+    """Note the versions that can be pulled from a relay; True if that changes anything."""
     holders = indexes_of(state).held
     if relay.held == held:
         return False
@@ -348,7 +348,7 @@ def assign(state: State, trajectory: Trajectory, replica: str) -> None:
 
 
 def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
-    """It has ended; it is handed back and forgotten."""
+    """A trajectory has ended; it is handed back and forgotten."""
     by_replica = indexes_of(state).trajectories
     trajectory = state.trajectories.pop(trajectory_id)
     state.progress.pop(trajectory_id, None)
@@ -364,7 +364,7 @@ def add_ready(state: State, group: Group) -> None:
 
 
 def remove_ready(state: State, group: Group) -> None:
-    """It is in a batch, or dropped; nothing happens for one that was not ready."""
+    """A group is in a batch, or dropped; nothing happens for one that was not ready."""
     ready = indexes_of(state).ready
     if group.id in state.ready:
         del state.ready[group.id]
@@ -378,7 +378,7 @@ def add_lost(state: State, trajectory: Trajectory) -> None:
 
 
 def remove_lost(state: State, trajectory: Trajectory) -> None:
-    """It has a place again, or ends; nothing happens for one that was not lost."""
+    """A lost trajectory has a place again, or ends; nothing happens for one that was not lost."""
     lost = indexes_of(state).lost
     if trajectory.id in state.lost:
         del state.lost[trajectory.id]

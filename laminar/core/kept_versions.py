@@ -19,7 +19,7 @@ from laminar.events import commands as cmd
 
 
 def tell(ctx: Context) -> None:
-    """To every relay, if other versions have unfinished work now. The newest is kept anyway."""
+    """Tell every relay if other versions have unfinished work now. The newest is kept anyway."""
     state = ctx.state
     if not applies(state.settings, UNFINISHED_KEPT):
         return

@@ -33,7 +33,7 @@ def generate(trajectory_id: str) -> CommandKey:
 
 
 def score(scored: str) -> CommandKey:
-    """Of a trajectory, or of a whole group."""
+    """The key of scoring a trajectory, or a whole group."""
     return CommandKey(f"score:{scored}")
 
 
@@ -113,7 +113,7 @@ def receive(relay: str) -> TimerName:
 
 
 def deadline(key: CommandKey) -> TimerName:
-    """Of an outstanding command."""
+    """The deadline of an outstanding command."""
     return _timer(TimerKind.COMMAND, key)
 
 

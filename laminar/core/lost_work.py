@@ -39,7 +39,7 @@ class LostWork:
                 self.wait_is_over(state.trajectories[trajectory_id])
 
     def add(self, state: State, trajectory: Trajectory) -> None:
-        """It waits for its version, unless it begins again."""
+        """Add a lost trajectory: it waits for its version, unless it begins again."""
         group = state.groups[trajectory.group]
         entry = (group.deadline, group.order, next(self._count), trajectory.id)
         self._entries[trajectory.id] = entry
@@ -61,7 +61,7 @@ class LostWork:
             insort(self.anywhere.setdefault(trajectory.version, []), entry)
 
     def begins_again(self, trajectory: Trajectory) -> None:
-        """Its tokens are given up."""
+        """A lost trajectory begins again: its tokens are given up."""
         self.wait_is_over(trajectory)
         self._not_resumable(trajectory)
 
@@ -72,7 +72,7 @@ class LostWork:
             self.resumable.pop(trajectory.version, None)
 
     def versions(self) -> dict[int, None]:
-        """Those of lost work, whatever will do for it."""
+        """The versions of lost work, whatever will do for it."""
         return dict.fromkeys([*self.waiting, *self.anywhere])
 
     def content(self) -> Any:

@@ -50,7 +50,7 @@ class Machine:
     """State and the only way to change it."""
 
     def __init__(self, state: State | None = None) -> None:
-        """At the beginning of a run, or with the state that a snapshot has kept."""
+        """Start at the beginning of a run, or with the state that a snapshot has kept."""
         if state is not None:
             require_known(state.logic, state.settings)
         self._state = state

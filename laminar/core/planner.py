@@ -75,7 +75,7 @@ def _plan_reserved(ctx: Context, replica: Replica) -> None:
 
 
 def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
-    """Of those behind the one just looked at, who comes into question depends on the evaluation."""
+    """Plan places kept for others: which replicas come into question depends on the evaluation."""
     state, last = ctx.state, -1
     while True:
         known = state.evaluation, state.evaluation_due

@@ -21,7 +21,7 @@ from laminar.names.roles import Role
 
 
 def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
-    """Or it would wait for work that never fits."""
+    """Whether a replica holds a group; else it would wait for work that never fits."""
     return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
 
 
@@ -56,7 +56,8 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     ev.RelayReady, valid=anything, leads_to=(cmd.PublishWeights, cmd.ForwardWeights, cmd.PinVersion)
 )
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
-    """It takes its place in the chain; that of the trainer's machine needs what the trainer has."""
+    """A relay takes its place in the chain; that of the trainer's machine needs what the trainer
+    has."""
     if _ready(ctx):
         relay = relays.join(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
         if relay is master_relay(ctx.state):

@@ -133,7 +133,8 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
 
 
 def _can_begin_anew(state: State) -> bool:
-    """With the model of the configuration: all that was trained can be done again."""
+    """Whether training can begin again with the model of the configuration: every step can be
+    redone."""
     return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
 
 
@@ -207,7 +208,7 @@ def plan(ctx: Context) -> bool:
 
 
 def _go_on(ctx: Context) -> None:
-    """It has all that the log has."""
+    """The trainer has all that the log has: it goes on."""
     state = ctx.state
     state.redone = -1
     if state.batch is not None:

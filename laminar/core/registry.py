@@ -40,7 +40,7 @@ complete a batch, an evaluation or the data; without another role the run fails.
 
 
 class Handling(NamedTuple):
-    """Of one event."""
+    """The handling of one event."""
 
     handler: Callable[[Context, Any], None]
     valid: Callable[[State, Any], bool]  #: false: no correct process could report it in this run

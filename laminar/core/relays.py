@@ -212,7 +212,7 @@ def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
 
 
 def touch_replicas(ctx: Context, relay: Relay) -> None:
-    """Those that pull from this relay have another choice now."""
+    """The replicas that pull from this relay have another choice now."""
     for name in indexes_of(ctx.state).served_by(relay.name):
         ctx.touch(name)
 

@@ -66,8 +66,8 @@ class _Load:
 
 
 class _Destinations:
-    """Those that are not emptied, by how many more each can run: in classes of powers of two, so
-    that a search looks at a few of them and not at all; within a class by need.
+    """The replicas that are not emptied, by how many more each can run: in classes of powers of
+    two, so that a search looks at a few of them and not at all; within a class by need.
 
     An entry of a class is need * number of all + number: it sorts by both, and fast."""
 
@@ -91,7 +91,7 @@ class _Destinations:
         del ranked[bisect_left(ranked, load.need * len(self._loads) + number)]
 
     def best(self, source: _Load, prefill_tokens: int) -> int:
-        """Of some on which it fits and for which it pays, the one with the most on it; -1: none."""
+        """The fullest replica on which the work fits and for which it pays; -1: none."""
         loads, found = self._loads, -1
         over = (self._need_max - source.need + 1) * len(loads)
         for ranked in self._classes[source.running.bit_length() :]:
@@ -107,7 +107,8 @@ class _Destinations:
 
 
 def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> list[Move]:
-    """At most so many moves; sources ascending by their cache, each to the fullest that has room.
+    """Plan at most so many moves; sources ascending by their cache, each to the fullest that has
+    room.
 
     `prefill_tokens` are prefilled in the time of a decode step; 0: what it costs is not asked.
     """

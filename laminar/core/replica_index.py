@@ -171,7 +171,7 @@ class ReplicaIndex:
     def least(
         self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
     ) -> Replica | None:
-        """Of these kinds the least loaded with room for so many more, the first of equals."""
+        """The least loaded of these kinds with room for so many more, the first of equals."""
         best: tuple[int, int] | None = None
         for kind in kinds:
             for (running, capacity), numbers in self.kinds.get(kind, {}).items():

@@ -39,12 +39,12 @@ _ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_over(state: State) -> bool:
-    """It has ended, and not because the user stopped it before its time."""
+    """Whether the run has ended, and not because the user stopped it before its time."""
     return state.phase == Phase.ENDED and not _was_stopped(state)
 
 
 def _was_stopped(state: State) -> bool:
-    """By the user; or it is about to end in good order, as the user has asked."""
+    """Whether the user stopped the run, or has asked for it to end and it is about to."""
     drains = state.draining and not (state.failure or state.drained_for)
     return state.stopped or (drains and not buffering.steps_done(state))
 
@@ -93,7 +93,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 
 def _train_on(ctx: Context) -> None:
-    """It was to end, and goes on now: what was exported is a version like others."""
+    """The run was to end, and goes on now: what was exported is a version like others."""
     move_run(ctx.state, "go on")
     publishing.forget_export(ctx)
 

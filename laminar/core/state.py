@@ -55,7 +55,7 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of one replica, for repack: its engine as it was last told, and what is handed over."""
+    """What repack knows of one replica: its engine as it was last told, and what is handed over."""
 
     max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
     kv_capacity: int = 0  #: tokens
@@ -71,7 +71,7 @@ class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of one trajectory, for repack: how far it is, and between which replicas it moves."""
+    """What repack knows of one trajectory: how far it is, and between which replicas it moves."""
 
     prompt_tokens: int = 0
     sampled: int = 0  #: tokens, as they were last told; the ledger counts Trajectory.num_tokens
@@ -324,7 +324,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     @property
     def first_version(self) -> int:
-        """Of the weights that the run begins with."""
+        """The version of the weights that the run begins with."""
         return self.origin.version if self.origin is not None else 0
 
     @property

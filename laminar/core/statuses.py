@@ -1,4 +1,4 @@
-"""In which phase a run is, and in which status a trajectory or a group: one enumeration each.
+"""The phase of a run, and the status of a trajectory or a group: one enumeration each.
 
 Reads   nothing
 Gives   Phase, TrajectoryStatus, GroupStatus; what each means and what follows it: transitions.py
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Of a run, in order."""
+    """The phases of a run, in order."""
 
     STARTING = "starting"
     RUNNING = "running"

@@ -40,7 +40,7 @@ def may_join(state: State, role: str) -> bool:
 
 
 def awaited(state: State) -> bool:
-    """It is lost, or about to be restarted, and has a time to come back."""
+    """Whether the store is lost, or about to be restarted, and has a time to come back."""
     return any(
         keys.rejoin(name) in state.timers or keys.restart(name) in state.commands
         for name in indexes_of(state).roles.get(Role.STORE, ())
@@ -55,7 +55,7 @@ def waits(state: State, command: Command) -> bool:
 
 
 def lost(ctx: Context, name: str) -> None:
-    """Its orders wait, and it has the time of a start to return."""
+    """The store is lost: its orders wait, and it has the time of a start to return."""
     for key in _orders(ctx.state, name):
         ctx.clear_timer(keys.deadline(key))
     if ctx.state.phase not in (Phase.STOPPING, Phase.ENDED):
@@ -70,7 +70,7 @@ def joined(state: State, actor: Actor) -> None:
 
 
 def ready(ctx: Context, name: str) -> None:
-    """It can write: who waited for it, and what it is to do, has its whole time again."""
+    """The store can write: who waited for it, and what it is to do, has its whole time again."""
     state = ctx.state
     ctx.clear_timer(keys.rejoin(name))
     for key in _orders(state, name):

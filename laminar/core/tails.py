@@ -23,7 +23,7 @@ MOVES_MAX = 3
 
 
 def tails(state: State) -> dict[int, list[Standing]]:
-    """Of every version, its replicas in their tail, in the order of state.replicas.
+    """The replicas in their tail by version, in the order of state.replicas.
 
     Whether they admit is asked once for each kind of them, and what they hold is counted only where
     something of it has changed since it was asked last.
@@ -77,9 +77,9 @@ def _counted(state: State, replica: Replica) -> Standing:
 
 
 def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
-    """Of a replica in its tail, wherever it may take new work; and whether it follows from what the
-    replica and the groups that it runs have done, and not from the mean of all that has finished.
-    """
+    """The standing of a replica in its tail, wherever it may take new work; and whether it follows
+    from what the replica and the groups that it runs have done, and not from the mean of all that
+    has finished."""
     packing = replica.packing
     assert packing is not None, replica
     trajectories, progress, lengths = state.trajectories, state.progress, indexes_of(state).lengths

@@ -74,7 +74,7 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
 
 
 def _keep_gauges(packing: Packing, event: ev.TokenProgress) -> None:
-    """For repack; nothing is planned because of them."""
+    """Keep the gauges for repack; nothing is planned because of them."""
     packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
     packing.max_batch = event.max_batch or packing.max_batch
     packing.kv_used, packing.waiting = event.kv_used_tokens, event.waiting
