@@ -11,7 +11,6 @@ name.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -128,14 +127,13 @@ def described(function: FunctionSpec) -> str:
 
 def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
     """Raise ConfigError for a row that one of the functions could never score."""
-    signatures = [
-        inspect.signature(load_in_silence(f.path, f.name)[1]) if f.kind == "custom" else None
-        for f in spec.functions
+    loaded = [
+        load_in_silence(f.path, f.name)[1] if f.kind == "custom" else None for f in spec.functions
     ]
     for row in rows:
-        for function, signature in zip(spec.functions, signatures, strict=True):
-            if signature is not None:
-                check_arguments(function, signature, _restored(row))
+        for function, custom in zip(spec.functions, loaded, strict=True):
+            if custom is not None:
+                check_arguments(function, custom, _restored(row))
             else:
                 _check_row(function, row)
 

@@ -115,6 +115,8 @@ def result_of(value: Any) -> RewardResult:
     extras: Extras = {}
     if isinstance(value, RewardResult):
         return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = {**value[1], "score": value[0]}
     if isinstance(value, Mapping):
         if "score" not in value:
             detail = f"returned a dict without score: {listed(value)}"
@@ -173,8 +175,9 @@ def _all_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]
 
 
 def _number(value: Any) -> float | None:
-    """A finite number as a float, else None; scalars of NumPy and torch are numbers, too."""
-    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+    """A finite number as a float, else None; so is an array or a tensor of one entry."""
+    shape = getattr(value, "shape", None)
+    if not isinstance(value, numbers.Real) and shape is not None and math.prod(shape) == 1:
         value = value.item()
     try:
         finite = isinstance(value, numbers.Real) and math.isfinite(value)

@@ -3,8 +3,9 @@
 Reads   the user's Python file, a RewardCall per score
 Gives   FunctionSpec of it, its scorer; ConfigError at start for what cannot work
 
-Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or
-verifiers (`completion`). The names of the parameters say which, so such a file runs unchanged.
+Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or a
+Rubric of verifiers, its old style (`completion`). The names of the parameters say which, so such a
+file runs unchanged. A function may also be an object with `__call__` or a functools.partial.
 """
 
 from __future__ import annotations
@@ -71,19 +72,33 @@ def load_function(path: str, name: str) -> tuple[str, Function]:
     """Import a Python file and find the function in it (and its name); raises ConfigError."""
     module = _import_file(Path(path))
     public = _public(module)
-    if not name and "compute_score" in public:
-        name = "compute_score"
-    elif not name and len(public) == 1:
-        name = next(iter(public))
-    elif not name:
-        raise ConfigError(
-            f"{path} has the public functions {listed(public)}; name one of them in "
-            "reward.custom_reward_function.name, or in its entry of reward.functions"
-        )
+    if not name:
+        name = _the_function(path, public)
     function = getattr(module, name, None)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{name} in {path} is a class; name a function, or an object that the file makes of it"
+        )
     if not callable(function):
         raise ConfigError(f"{path} has no function {name!r}; it has {listed(public)}")
     return name, function
+
+
+def _the_function(path: str, public: dict[str, Function]) -> str:
+    """The name of the function that is meant where none is given."""
+    if "compute_score" in public:
+        return "compute_score"
+    if len(public) == 1:
+        return next(iter(public))
+    if not public:
+        raise ConfigError(
+            f"{path} has no public function; write one, such as "
+            "compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
+    raise ConfigError(
+        f"{path} has the public functions {listed(public)}; name one of them in "
+        "reward.custom_reward_function.name, or in its entry of reward.functions"
+    )
 
 
 def _style(function: Function, where: str) -> str:
@@ -91,9 +106,11 @@ def _style(function: Function, where: str) -> str:
     for marker, style in MARKERS.items():
         if marker in names:
             return style
+    trace = "; the trace of a verifiers Task is not supported" if "trace" in names else ""
     raise ConfigError(
         f"the parameters of {where} are {listed(names)}; it needs solution_str (verl), "
-        "completions (TRL, all siblings in one call) or completion (verifiers)"
+        "completions (TRL, all siblings in one call) or completion (a Rubric of verifiers, its old "
+        f"style){trace}"
     )
 
 
@@ -120,22 +137,27 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _public(module: ModuleType) -> dict[str, Function]:
-    """The functions that the file itself defines, in its order."""
-    return {
+    """The functions that the file itself defines, in its order; without one, its objects that can
+    be called."""
+    found = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
+        if callable(value) and not inspect.isclass(value) and not name.startswith("_")
     }
+    own = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, partial) or getattr(value, "__module__", "") == module.__name__
+    }
+    return {name: value for name, value in own.items() if inspect.isfunction(value)} or own
 
 
-def check_arguments(spec: FunctionSpec, signature: inspect.Signature, row: PromptRow) -> None:
+def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> None:
     """Raise ConfigError if the function cannot be called with what a row has."""
     call = RewardCall(row, [("", [])])
     offered = _group_values(call, _Log(1)) if spec.style == "group" else _values(spec.style, call)
     try:
-        signature.bind(**_accepted(signature, offered))
+        inspect.signature(function).bind(**_accepted(function, offered))
     except TypeError as error:
         raise ConfigError(
             f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
@@ -173,11 +195,9 @@ class _Settle:
 def _score_one(
     spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
 ) -> list[RewardResult]:
-    signature = inspect.signature(function)
-
     def score(completion: tuple[str, list[int]]) -> Any:
         alone = RewardCall(call.row, [completion], call.step)
-        return settle(function(**_accepted(signature, _values(spec.style, alone))))
+        return settle(function(**_accepted(function, _values(spec.style, alone))))
 
     return [guarded(partial(score, one), spec.path) for one in call.completions]
 
@@ -186,9 +206,9 @@ def _score_group(
     spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
 ) -> list[RewardResult]:
     count, log = len(call.completions), _Log(len(call.completions))
-    offered = _accepted(inspect.signature(function), _group_values(call, log))
+    offered = _accepted(function, _group_values(call, log))
     try:
-        scores = settle(function(**offered))
+        scores = _unpacked(settle(function(**offered)))
     except BaseException as error:  # SystemExit too is the function's own failure
         return [RewardResult(None, "error", describe(error, spec.path))] * count
     if not isinstance(scores, list | tuple) or len(scores) != count:
@@ -199,6 +219,14 @@ def _score_group(
         RewardResult(r.score, r.reason, r.detail, extras_in({**r.extras, **extras}))
         for r, extras in zip(results, log.extras, strict=True)
     ]
+
+
+def _unpacked(scores: Any) -> Any:
+    """An array or a tensor with an entry for each sibling, in one row or one column, as a list."""
+    shape = tuple(getattr(scores, "shape", ()))
+    if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
+        return scores.reshape(-1).tolist()
+    return scores
 
 
 def _shape(value: Any) -> str:
@@ -221,9 +249,11 @@ class _Log:
             extras.update(extras_in({column: value}))
 
 
-def _accepted(signature: inspect.Signature, offered: dict[str, Any]) -> dict[str, Any]:
-    """What the function declares; everything when it has **kwargs."""
-    parameters = signature.parameters
+def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
+    """What the function declares, everything when it has **kwargs; what a partial has, it keeps."""
+    if isinstance(function, partial):
+        offered = {n: value for n, value in offered.items() if n not in function.keywords}
+    parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return offered
     return {name: value for name, value in offered.items() if name in parameters}

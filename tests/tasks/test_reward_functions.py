@@ -1,7 +1,9 @@
 """Reward functions in this process: the spec, the styles, the built-in scorers, every error."""
 
 import math
+import re
 import textwrap
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -123,6 +125,47 @@ def test_which_function_of_the_file(script):
     assert only(spec_of(script(more), name="_helper")).name == "_helper"
 
 
+OBJECTS = """
+    from functools import partial
+    from fractions import Fraction  # a class, and of another file
+    class _Scorer:
+        async def __call__(self, completion, answer, **columns):
+            return float(completion == answer)
+    def _close(solution_str, ground_truth, extra_info, scale=1.0):
+        return scale * (solution_str == ground_truth) + extra_info["base"]
+    def _all(completions, weight, **columns):
+        return [weight * len(c) for c in completions]
+    scorer = _Scorer()
+    close = partial(_close, scale=2.0, extra_info={"base": 1.0})
+    lengths = partial(_all, weight=3.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "scores"),
+    [
+        ("scorer", "single", [1.0, 0.0]),
+        ("close", "verl", [3.0, 1.0]),
+        ("lengths", "group", [3.0, 6.0]),
+    ],
+)
+def test_an_object_that_can_be_called_is_a_function(script, name, style, scores):
+    """An instance with __call__, or a partial: what it has bound, no row replaces."""
+    spec = spec_of(script(OBJECTS), name=name)
+    assert only(spec).style == style
+    a_row = row(weight=9.0, extra_info={"base": 5.0})
+    check_rows(spec, [a_row])
+    assert [r.score for r in scored(spec, ["4", "44"], a_row)] == scores
+
+
+def test_an_object_is_what_a_file_is_about_only_without_a_function(script):
+    fails("close, lengths, scorer", path=script(OBJECTS))
+    with_function = textwrap.dedent(OBJECTS) + "def mine(completion): return 1.0\n"
+    assert only(spec_of(script(with_function))).name == "mine"
+    alone = OBJECTS.replace("close = ", "_c = ").replace("lengths = ", "_l = ")
+    assert only(spec_of(script(alone))).name == "scorer"
+
+
 def test_a_decorated_function_is_found_under_its_own_name(script):
     source = """
         def _wrap(f):
@@ -157,7 +200,9 @@ def test_spec_errors(script, tmp_path):
     fails("does not import", "SystemExit: 3", path=script("raise SystemExit(3)"))
     fails("'score'", "compute_score", path=verl, name="score")
     fails("'LIMIT'", "none", path=script("LIMIT = 3"), name="LIMIT")
-    fails("none", "name", path=script("LIMIT = 3"))
+    fails("no public function", "compute_score", path=script("LIMIT = 3"))
+    fails("Mine in", "is a class", path=script("class Mine: ..."), name="Mine")
+    fails("old style", "trace of a verifiers Task", path=script("def f(trace): ..."))
     fails("a, b", "name", path=script("def a(completion): ...\ndef b(completion): ..."))
     fails("f of", "text, truth", "completion", path=script("def f(text, truth): ..."))
     fails("'group'", "completions", path=verl, scope="group")
@@ -398,6 +443,10 @@ def test_what_a_function_raises_is_an_error_of_the_function(script, body, detail
         ("{'acc': 1.0}", "without score: acc"),
         ("{'score': float('nan')}", "nan"),
         ("{'score': '1'}", "str"),
+        ("np.array([0.5, 1.0])", "ndarray"),
+        ("np.array([])", "ndarray"),
+        ("(1.0, 2.0)", "tuple"),
+        ("('1', {})", "str"),
     ],
 )
 def test_what_is_not_a_finite_number_is_an_error_of_its_own(script, value, detail):
@@ -419,13 +468,59 @@ def test_what_is_not_a_finite_number_is_an_error_of_its_own(script, value, detai
         ("np.int64(-3)", -3.0),
         ("np.bool_(True)", 1.0),
         ("np.array(0.5)", 0.5),
+        ("np.array([0.5])", 0.5),
+        ("np.array([[7]])", 7.0),
+        ("torch.tensor(0.5)", 0.5),
+        ("torch.tensor([0.5], requires_grad=True)", 0.5),
+        ("torch.tensor(0.5, dtype=torch.bfloat16)", 0.5),
+        ("torch.tensor([True])", 1.0),
     ],
 )
 def test_a_number_is_a_number_of_any_kind(script, value, score):
     source = (
-        f"from fractions import Fraction\nimport numpy as np\ndef f(solution_str): return {value}"
+        "from fractions import Fraction\nimport numpy as np\nimport torch\n"
+        f"def f(solution_str): return {value}"
     )
     assert custom(script, source)[0] == RewardResult(score)
+
+
+def test_a_score_may_come_with_a_dict(script):
+    source = (
+        "import numpy as np\ndef f(completion): return np.float32(0.5), {'words': 2, 'pred': 'x'}"
+    )
+    assert custom(script, source)[0] == RewardResult(0.5, "ok", "", {"words": 2.0, "pred": "x"})
+    found = custom(script, "def f(completions): return [(1, {'n': 2}), {'score': 3, 'n': 4}]", "ab")
+    assert [(r.score, r.extras) for r in found] == [(1.0, {"n": 2.0}), (3.0, {"n": 4.0})]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "torch.tensor([1.0, 2.0], requires_grad=True)",
+        "torch.tensor([[1.0], [2.0]])",
+        "np.array([1, 2])",
+        "[np.float64(1), torch.tensor([2.0])]",
+        "(torch.tensor(1), np.array([2]))",
+    ],
+)
+def test_a_group_function_may_give_an_array(script, value):
+    source = f"import numpy as np\nimport torch\ndef f(completions): return {value}"
+    assert [r.score for r in custom(script, source, ["a", "b"])] == [1.0, 2.0]
+
+
+EXAMPLES = (Path(__file__).parents[2] / "docs" / "data_and_rewards.md").read_text()
+
+
+@pytest.mark.parametrize("prompt", ["2+2?", CHAT], ids=["text", "messages"])
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [("compute_score", [1.0, 0.0]), ("length_reward", [-0.04, -0.03]), ("is_right", [1.0, 0.0])],
+)
+def test_the_examples_of_the_page_score_text_and_messages(script, prompt, name, scores):
+    (source,) = re.findall(r"```python\n(.*?)```", EXAMPLES, re.DOTALL)
+    for truth in ("4", 4):
+        found = scored(spec_of(script(source), name=name), ["is 4", "abc"], row(prompt, truth))
+        assert [r.score for r in found] == scores, found
 
 
 def test_one_bad_response_leaves_its_siblings_alone(script):
