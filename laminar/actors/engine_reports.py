@@ -25,7 +25,7 @@ from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 
 GAUGES_PER_S_MAX = 500
-"""Of a whole run: each is a record of the coordinator's log."""
+"""The most gauges of a whole run: each is a record of the coordinator's log."""
 STEPS_KEPT = 15
 """Steps of each batch size, the latest: their median passes over a step that was held up, or that
 prefilled what came in."""

@@ -34,7 +34,8 @@ ORPHAN_EXIT_S = 20.0
 WATCH_S = 0.5
 ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
-"""Of a failure: it goes to every process of the run. The log of this one has all of it."""
+"""The longest reason of a failure: it goes to every process of the run. The log of this one has all
+of it."""
 
 Item = TypeVar("Item")
 ItemIn = TypeVar("ItemIn", contravariant=True)

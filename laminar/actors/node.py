@@ -30,9 +30,9 @@ GRACE_S = 10.0
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
 TAKEN_S = 10.0
-"""Who is refused ends sooner than this after its start, or had been taken before."""
+"""A process that is refused ends sooner than this after its start, or had been taken before."""
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 10.0
-"""Before a process that was not taken is started again; doubled each time."""
+"""The pause before a process that was not taken is started again; doubled each time."""
 
 
 class ChildProcess(Protocol):

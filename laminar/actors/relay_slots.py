@@ -21,7 +21,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.table import VersionTable
 
 CHAIN = "chain"
-"""As a writer: the relay before this one."""
+"""The name of the relay before this one, as a writer."""
 
 
 class SlotMemory(Protocol):

@@ -37,7 +37,7 @@ from laminar.tasks.rewards import (
 )
 
 DETAILS_MAX = 3
-"""Of each reason, by one process: the run keeps the first, and the event log stays small."""
+"""Details of each reason by one process: the run keeps the first, and the event log stays small."""
 
 
 class RewardWorkers(Protocol):

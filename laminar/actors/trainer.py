@@ -50,9 +50,9 @@ PROBE_SEQUENCES, PROBE_LENGTH, PROBE_PROMPTS = 8, 32, 32
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Nats per token on average; what was measured is in docs/weights.md."""
 NO_PROBE = mf.Probe(sequences=((0, 0),), logprobs=((0.0,),), tolerance=1.0, mean_tolerance=1.0)
-"""Of weights that go to nobody."""
+"""The probe of weights that go to nobody."""
 ROUNDING = ("torch", "threads", "micro_batch_tokens")
-"""On which of a checkpoint's facts it depends whether a step gives the same bytes again."""
+"""The facts of a checkpoint on which it depends whether a step gives the same bytes again."""
 PROBE_OUTLIER = 10.0
 """How many times the tolerance one token may be off."""
 

@@ -30,8 +30,9 @@ SLOT_POLL_S = 0.02
 RELAY_CHECK_S = 1.0
 """How often a slot that waits to be written is asked for again: the answer tells a new relay."""
 SLOT_WAIT_S = 330.0
-"""For an owed publish; longer than the coordinator's deadline for the same command, which decides.
-A transfer that holds the slots has a deadline of five minutes, too, and it began before."""
+"""How long an owed publish waits for a slot; longer than the coordinator's deadline for the same
+command, which decides. A transfer that holds the slots has a deadline of five minutes, too, and it
+began before."""
 
 
 class SlotWriter(Protocol):
@@ -50,7 +51,7 @@ class SlotWriter(Protocol):
 
 
 Attach = Callable[[str], SlotWriter]
-"""By the path of the arena; ArenaError if it cannot be mapped."""
+"""Maps the arena of this path; ArenaError if it cannot be mapped."""
 
 
 class WeightPublisher:

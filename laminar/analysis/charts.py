@@ -19,7 +19,7 @@ from itertools import pairwise
 COLOURS = (
     "#1f5fa8", "#c4501b", "#23804a", "#7d3fb0", "#a67a00", "#b8336a", "#1b8a8f", "#5c5c5c",
 )  # fmt: skip
-"""Of lines; each has a contrast of at least 3 to white."""
+"""The colours of lines; each has a contrast of at least 3 to white."""
 POINTS_MAX = 400
 
 WIDTH, HEIGHT = 421, 260  #: of three beside one another
@@ -31,7 +31,7 @@ STYLE = (
     ".title{font-size:13.5px;font-weight:600}.label{fill:#555}.faint{fill:#666}"
     ".grid{stroke:#e6e8eb}.axis{stroke:#59636e}"
 )
-"""Of the parts of a chart, wherever it is."""
+"""The style of the parts of a chart, wherever it is."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
 NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
-"""As admission.refusal says it."""
+"""Reasons as admission.refusal names them."""
 
 
 class Spell(NamedTuple):

@@ -58,7 +58,7 @@ REASONS = {
     "no-gain": "prefill and slower steps elsewhere would have cost more steps than it gained",
     "changed": "with the same event others were emptied, or a batch was chosen",
 }
-"""In words, as the end of a sentence."""
+"""Each reason in words, as the end of a sentence."""
 NOT_IN_TAIL = ("admits", "not-heard", "waiting", "full", "loading")
 
 

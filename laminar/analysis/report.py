@@ -54,7 +54,7 @@ from laminar.names.ids import Purpose
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 
 RATE_PARTS = 20
-"""Of the time in which a run samples: the throughput's interval is from the rates in them."""
+"""Parts of the time in which a run samples: the throughput's interval is from the rates in them."""
 LEFT_OUT_SHOWN = 32
 """Replicas and versions whose rows were left out; the log has all."""
 

@@ -30,7 +30,7 @@ from laminar.storage.rules import Row, Span
 from laminar.storage.tables import ALL, Tables, Wanted
 
 ROWS, PAYLOADS = 1024, 32
-"""Of one read transaction: rows alone, and rows with all their tokens."""
+"""Rows of one read transaction: rows alone, and rows with all their tokens."""
 
 Decode = Callable[[list[int]], str]
 Item = TypeVar("Item")

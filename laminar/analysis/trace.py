@@ -69,7 +69,7 @@ KINDS = (
     REWARD,
     OWN,
 )
-"""From top to bottom within a process."""
+"""The tracks of a process, from top to bottom."""
 
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
 

@@ -35,7 +35,7 @@ HEAD = "lm_head.weight"
 FLOAT32 = 4  #: bytes of each parameter, gradient and moment of the trainer
 BYTES = {"float32": 4, "bfloat16": 2}
 ASK_S = 20.0
-"""For nvidia-smi, which is slow on a machine whose GPUs sleep."""
+"""The time for nvidia-smi, which is slow on a machine whose GPUs sleep."""
 
 
 @dataclass(frozen=True)

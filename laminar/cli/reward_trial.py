@@ -35,7 +35,7 @@ from laminar.tasks.rewards import (
 ROWS = 3
 SHOWN_CHARS = 60
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
-"""In which an answer is written for a function of the user."""
+"""The forms in which an answer is written for a function of the user."""
 NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
 Encode = Callable[[str], list[int]]
 

@@ -27,7 +27,7 @@ from laminar.run.program import typed
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
-"""By default; a large model's step and export may take longer, and go on after it."""
+"""The default timeout; a large model's step and export may take longer, and go on after it."""
 KILL_AFTER_S = 45.0
 """An end at once that takes longer is made by SIGKILL: the supervisor's own limits are below it."""
 KILLED_S = 5.0

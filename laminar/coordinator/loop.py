@@ -57,8 +57,8 @@ from laminar.run.stop_requests import NOW, STARTER_GONE, handle_signals, stop_si
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
 COMMANDS_BYTES_MAX = 256 << 20
-"""Of commands that wait for one process: for the store, at the end of a run with a million open
-trajectories, 144 MB."""
+"""The most bytes of commands that wait for one process: for the store, at the end of a run with a
+million open trajectories, 144 MB."""
 STALL_MS = 120_000
 """An engine that samples nothing for two minutes with work to do is wedged (a long prefill of a
 large model on a CPU stays below it)."""
@@ -121,7 +121,7 @@ FULL_COLLECTIONS_APART = 1 << 30
 """Younger collections between two of all objects: never. One looks through the whole state, 60 to
 100 ms with 160,000 trajectories, for cycles that the core does not make."""
 STORY_LINES = 20
-"""Of the log, about the subject of an event that the core could not handle."""
+"""Lines of the log about the subject of an event that the core could not handle."""
 
 
 class Coordinator:

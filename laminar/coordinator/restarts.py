@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from laminar.names import exit_codes
 
 DEATHS_MAX = 20
-"""Of one run, those for want of room on the disk not counted."""
+"""Deaths of one run, those for want of room on the disk not counted."""
 SERVED_S = 5.0
 """What a coordinator repeats after a start, it repeats sooner; one that lived longer had worked."""
 PAUSE_MIN_S, PAUSE_MAX_S = 0.25, 10.0

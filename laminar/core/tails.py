@@ -19,7 +19,7 @@ from laminar.core.state import Replica, State, Trajectory
 from laminar.names.ids import Purpose
 
 MOVES_MAX = 3
-"""Of one trajectory. In a trial none gained by more."""
+"""Moves of one trajectory. In a trial none gained by more."""
 
 
 def tails(state: State) -> dict[int, list[Standing]]:

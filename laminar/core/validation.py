@@ -18,9 +18,10 @@ from laminar.core.versions import step_of
 from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40
-"""Of tokens or trajectories in one event: sums of them stay far below the 64 bits of the wire."""
+"""The most tokens or trajectories in one event: sums of them stay far below the 64 bits of the
+wire."""
 ROWS_MAX = 1 << 27
-"""Of a data set: one permutation of it is held in memory."""
+"""The most rows of a data set: one permutation of it is held in memory."""
 
 
 class OfVersion(Protocol):

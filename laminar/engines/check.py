@@ -24,7 +24,7 @@ from laminar.engines.protocol import EngineError
 from laminar.run.program import with_extra
 
 ASK_S = 180.0
-"""For vLLM's import and a look at the model, on a machine that is busy."""
+"""The time for vLLM's import and a look at the model, on a machine that is busy."""
 TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
 

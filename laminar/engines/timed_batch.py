@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from laminar.engines.timing import EngineTiming
 
 SPARE = 0.01
-"""Of the cache, left free by what is admitted: else the next steps would throw it out again."""
+"""The share of the cache that admission leaves free: else the next steps would preempt again."""
 
 NO_LIMIT = 1 << 62
 """Tokens: more than any cache is asked to hold."""

@@ -41,7 +41,7 @@ from laminar.engines.vllm_engine import Gauges, VllmEngine
 
 WORKER = "laminar.engines.vllm_worker.LaminarWorker"
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By this name vLLM's CPU platform does not replace it by one with a process more."""
+"""The executor by a name that vLLM's CPU platform does not replace by one with a process more."""
 CPU_BLOCK = 32  #: tokens; vLLM's attention on CPU takes multiples of 32
 
 

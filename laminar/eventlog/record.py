@@ -116,7 +116,7 @@ class DecisionRecord(
 
 
 HASH_FOLLOWS = ""
-"""In place of a digest that is being worked out."""
+"""The mark in place of a digest that is being worked out."""
 
 
 class StateHashRecord(

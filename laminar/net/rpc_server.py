@@ -35,7 +35,7 @@ from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
 RETRY_MS = 250
-"""Before a request that could not be handled yet is handed over again."""
+"""The pause before a request that could not be handled yet is handed over again."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode

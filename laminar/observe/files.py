@@ -22,7 +22,7 @@ from laminar.run.directory import older_parts
 
 PART_BYTES = 64 << 20
 PARTS_KEPT = 4
-"""Of a log or timeline, the growing one included: some 250 MB for each process at most."""
+"""Parts of a log or timeline, the growing one included: some 250 MB for each process at most."""
 
 Mend = Callable[[int, int], None]
 """(descriptor, size after the last whole write): make the end of the file a place to go on from."""

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 KEPT_MAX = 10_000
 """Items that one outlet keeps for its writer."""
 PAUSE_S = 0.02
-"""Between two rounds of writing: what comes in this time is written together."""
+"""The time between two rounds of writing: what comes in it is written together."""
 DRAIN_S = 2.0
 """How long the last items of a process may take."""
 

@@ -59,7 +59,7 @@ from laminar.training.steps import (
 )
 
 MOVEMENT_ROWS = 8
-"""Of each batch, scored before and after its updates: a few hundredths of the step's work."""
+"""Rows of each batch that are scored before and after its updates: a few hundredths of the step."""
 
 
 @dataclass(frozen=True, slots=True)

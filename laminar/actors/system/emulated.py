@@ -43,7 +43,7 @@ from laminar.weights.version.restored import Restored, restore
 
 WEIGHTS_FILE = "emulated_weights.bin"
 TENSORS = 8
-"""Of equal size; a step changes one of them."""
+"""Tensors of equal size; a step changes one of them."""
 
 
 class EmulatedRewards:

@@ -29,7 +29,7 @@ from laminar.run.lock import RunLock
 from laminar.weights.arena.arena import sweep_arenas
 
 REAP_S = 1.0
-"""Between two looks for children of killed actors, which are the node's then."""
+"""The time between two looks for children of killed actors, which are the node's then."""
 
 
 def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:

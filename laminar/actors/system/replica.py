@@ -24,7 +24,7 @@ from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 from laminar.weights.version import checkpoint
 
 OUTPUT_BYTES_MAX = 8 << 20
-"""Of one replica: more is not read, and a thousand replicas may share a file system."""
+"""Output of one replica that is kept: a thousand replicas may share a file system."""
 PIECES_KEPT_MAX = 256
 """Waiting for the file; each is what a pipe holds, 64 KiB."""
 

@@ -29,12 +29,12 @@ FORK_S = 60.0
 """A fork takes milliseconds; a machine that swaps may take a thousand times as long."""
 CLOSE_S = 2.0
 TRIES = 3
-"""Of warm processes for one actor: an import that crashes would crash again."""
+"""Warm processes that are tried for one actor: an import that crashes would crash again."""
 OWN_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking whether there is a GPU opens it
 }
-"""Of the warm process alone; its children have what they would have without it."""
+"""Variables of the warm process alone; its children have what they would have without it."""
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
 """Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
 virtual machine reports, such copies go through the cache at a little over half the speed."""

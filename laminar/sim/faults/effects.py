@@ -33,7 +33,7 @@ AWAITED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Roles for which a process of a role waits while it works."""
 TRAINER_LOSSES = 4
-"""Of one run, at most."""
+"""Losses of the trainer in one run, at most."""
 UNHEARD_S = 1.5
 """Longer than it takes to write a checkpoint, and much less than a lease."""
 KILLED = 0.5

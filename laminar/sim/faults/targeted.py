@@ -26,7 +26,7 @@ from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
 
 WAYS = ("dies", "leaves", "complains", "replaced", "silent")
-"""To lose a process; `silent`: it stands still for longer than its lease."""
+"""The ways to lose a process; `silent`: it stands still for longer than its lease."""
 LAST_WORDS: dict[str, Event] = {
     "leaves": ev.ActorLeft(),
     "complains": ev.ActorFailed(reason="out of memory", user_error=False),

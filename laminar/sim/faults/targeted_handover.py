@@ -19,7 +19,7 @@ STORE = "store-0"
 WAY_TO_THE_STORE = 4.0
 """Delays of a message from an order to release until the store has answered."""
 HURRY = 0.02
-"""Of a replica that is to be empty soon."""
+"""The speed of a replica that is to be empty soon."""
 
 
 class HandoverFault(TargetedFault):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from laminar.sim.world import World
 
 RETRY_NS = 200 * MS
-"""After which what was lost is sent again."""
+"""The time after which what was lost is sent again."""
 GIVEN_UP_NS = 10 * SECOND
-"""Without an acknowledgement; USER_TIMEOUT_MS of weights/chain/tcp.py."""
+"""The time without an acknowledgement; USER_TIMEOUT_MS of weights/chain/tcp.py."""
 WINDOW = 8
 """Frames that are not read yet, before the sender has to wait."""
 

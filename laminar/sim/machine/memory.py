@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from laminar.sim.world import World
 
 DIGEST_S = 0.05
-"""Of a whole version, and of some chunks that came in."""
+"""The time of the digest of a whole version, and of some chunks that came in."""
 COPY_S = 0.1
-"""Of a version into a slot, or beside itself."""
+"""The time to copy a version into a slot, or beside itself."""
 
 
 class SimArena:

@@ -35,7 +35,7 @@ from laminar.sim.scenario import seconds
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
 
 DIES_S = 0.1
-"""After which a poisonous prompt kills the replica that runs it."""
+"""The time after which a poisonous prompt kills the replica that runs it."""
 
 
 class ReplicaEngine(ClockEngine):

@@ -25,9 +25,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CALLBACKS_MAX = 200_000
-"""Of one instant: a task yields again and again and waits for nothing."""
+"""The most callbacks of one instant: beyond it a task yields again and again and waits for
+nothing."""
 WAITS_MAX = 1_000
-"""For how many things a coroutine may wait while it is ended."""
+"""How many things a coroutine may wait for while it is ended."""
 TASKS_KEPT = 64
 """Finished tasks are forgotten when there are so many, or twice as many as were left then."""
 

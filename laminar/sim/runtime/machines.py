@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from laminar.sim.world import World
 
 START_S = (0.2, 2.0)
-"""From the end of a node to its successor's beginning, without the pause."""
+"""The time from the end of a node to its successor's beginning, without the pause."""
 
 
 class Machines:

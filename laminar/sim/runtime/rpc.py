@@ -29,7 +29,7 @@ RETRY_NS = 400 * MS
 TURN_NS = MS // 5
 """What arrives within it is one turn of a server."""
 AGAIN_NS = 250 * MS
-"""Before a request that could not be handled yet is handed over again."""
+"""The pause before a request that could not be handled yet is handed over again."""
 FLUSH_POLL_S = 0.05
 LEASE_LOOKS = 3
 """So often a lease a server looks who of its peers is still there."""

@@ -29,7 +29,7 @@ from laminar.weights.version.manifest import Draft, Manifest
 from laminar.weights.version.table import VersionTable
 
 STALLED_S = 5.0
-"""Without a byte where bytes are due: reported; the coordinator decides about machines."""
+"""The time without a byte where bytes are due, after which that is reported."""
 
 
 class PlaneError(RuntimeError):

@@ -45,7 +45,8 @@ from laminar.weights.version.manifest import num_chunks
 from laminar.weights.version.table import VersionTable
 
 REFUSALS_MAX = 3
-"""Of one chunk or block over one connection; a path that damages it so often is not used."""
+"""Refusals of one chunk or block over one connection; a path that damages it so often is not
+used."""
 
 
 class Forwarder(Protocol):

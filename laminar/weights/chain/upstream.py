@@ -25,7 +25,7 @@ from laminar.weights.version.table import VersionTable
 
 STRANGERS_MAX = 8
 GREETING_S = 5.0
-"""For connecting and saying hello; both sides."""
+"""The time for connecting and saying hello, of both sides."""
 
 Readiness = tuple[Endpoint, int, Callable[[int], None]]
 """What to wait for, READABLE or WRITABLE, and what to do with what it is ready for."""

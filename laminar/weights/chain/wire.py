@@ -31,7 +31,7 @@ from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
 MAGIC = b"LMRW"
 WIRE_VERSION = 1
 GREETING_BYTES_MAX = 4096
-"""Of a message from someone who has not said who they are."""
+"""The longest message from someone who has not said who they are."""
 MESSAGE_BYTES_MAX = MANIFEST_BYTES_MAX
 CHUNK_BYTES_MAX = 64 << 20
 """Chunks are 1 to 4 MiB unless a user wants otherwise."""

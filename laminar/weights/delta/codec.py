@@ -42,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
 BLOCK_ELEMENTS = 4 << 20
 """Large enough that zstd and numpy work at full speed, small enough to hide behind the wire."""
 SAMPLE_BYTES = 32 << 20
-"""Of a version, before what was encoded so far is held against the part that it covers."""
+"""Bytes of a version that are encoded before the delta is held against the part that it covers."""
 _STRIP_ELEMENTS = 1 << 18
 """Compared at once: the result of the comparison stays in the second-level cache."""
 _WORTH = 3
