@@ -8,8 +8,8 @@ Prints  a line per mutant: which check kills it, or that it lives, with what was
 
 A mutant lives in a copy of the repository (tools/patches.py). The checks, the quicker first: the
 tests that use the file, those nearest by imports; random worlds; seeds of the simulator. A check
-that has no end in its time counts as one that fails. Tests that fail without a mutant are named and
-left out.
+that has no end in its time counts as one that fails. A test that fails without the mutant as well
+is named and left out.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Mutant(NamedTuple):
         return self.mutation.applied((ROOT / self.path).read_text())
 
     def __str__(self) -> str:
-        texts = (ROOT / self.path).read_text(), self.text()
-        changed = difflib.unified_diff(*(text.splitlines() for text in texts), n=0)
+        before, after = (ROOT / self.path).read_text(), self.text()
+        changed = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
         shown = [f"    {line}" for line in changed if line[:2] not in ("--", "++", "@@")]
         return "\n".join([f"{self.path}:{self.mutation.line}  {self.mutation.what}", *shown[:6]])
 
@@ -75,7 +75,8 @@ class Checks:
     def __init__(self, seeds: int) -> None:
         self._imports = Imports()
         self._seeds = seeds
-        self.broken: set[str] = set()  #: tests that fail without a mutant
+        self.broken: set[str] = set()  #: files of tests that fail without a mutant
+        self._sound: set[str] = set()  #: tests that do not
 
     def tests(self, path: str) -> tuple[str, ...]:
         """The nearest files of tests; of equals those of the same folder or name."""
@@ -86,6 +87,20 @@ class Checks:
             if Path(user).name.startswith("test_") and user not in self.broken
         }
         return tuple(sorted(found, key=lambda user: (found[user], user))[:TESTS_MAX])
+
+    def fails_anyway(self, test: str) -> bool:
+        """Whether what failed with a mutant does so without one; its file is then asked no more."""
+        file = test.partition("::")[0]
+        if not file.startswith("tests/") or test in self._sound:
+            return False
+        with patches.copy({}, patches.WHOLE) as folder:
+            if not _failure(folder, Check("tests", (*PYTEST, test))):
+                self._sound.add(test)
+                return False
+        if file not in self.broken:
+            self.broken.add(file)
+            print(f"left out, for it fails without a mutant: {test}", flush=True)
+        return True
 
     def of(self, path: str) -> Iterator[Check]:
         users = self._imports.distances(path)
@@ -108,7 +123,6 @@ def main() -> int:
     mutants = _drawn(wanted, arguments.count, random.Random(arguments.seed))
     print(f"{len(mutants)} mutants of {sum(map(len, wanted.values()))} lines", flush=True)
     checks = Checks(arguments.seeds)
-    _leave_out_broken(checks, {mutant.path for mutant in mutants})
     killed = Counter[str]()
     lives: list[Mutant] = []
     with ThreadPool(arguments.jobs) as pool:
@@ -163,36 +177,33 @@ def _drawn(wanted: dict[str, set[int]], count: int, chance: random.Random) -> li
     return [chance.choice(by_line[place]) for place in places[:count]]
 
 
-def _leave_out_broken(checks: Checks, paths: set[str]) -> None:
-    """One run of all tests that will be asked, without a mutant."""
-    tests = sorted({test for path in paths for test in checks.tests(path)})
-    if not tests:
-        return
-    with patches.copy({}, patches.WHOLE) as folder:
-        arguments = [argument for argument in PYTEST if argument != "-x"]
-        done = _python(folder, (*arguments, "-rfE", *tests), 3 * TIMEOUT_S)
-    for line in done.stdout.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            checks.broken.add(line.split()[1].split("::")[0])
-    if checks.broken:
-        print(f"left out, for they fail without a mutant: {', '.join(sorted(checks.broken))}")
-
-
 def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
     """The mutant, what kills it (empty: nothing does), and how."""
+    where = f"{mutant.path}:{mutant.mutation.line}  {mutant.mutation.what}"
     with patches.copy({mutant.path: mutant.text()}, patches.WHOLE) as folder:
         for check in checks.of(mutant.path):
-            try:
-                done = _python(folder, check.arguments, TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                return mutant, check.name, f"{mutant.path}:{mutant.mutation.line}  no end"
-            broke = re.search(r'"broke": "([^"]+)"', done.stdout)
-            if broke or done.returncode not in (0, NO_TESTS):
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                by = broke[1] if broke else failed[1] if failed else done.stderr.strip()[-200:]
-                where = f"{mutant.path}:{mutant.mutation.line}"
-                return mutant, check.name, f"{where}  {mutant.mutation.what}: {by}"
+            failure = _failure(folder, check)
+            while failure and check.name == "tests" and checks.fails_anyway(failure):
+                check = Check("tests", (*PYTEST, *checks.tests(mutant.path)))
+                failure = _failure(folder, check)
+            if failure:
+                return mutant, check.name, f"{where}: {failure}"
     return mutant, "", ""
+
+
+def _failure(folder: Path, check: Check) -> str:
+    """Empty: it finds nothing wrong."""
+    try:
+        done = _python(folder, check.arguments, TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "no end"
+    broke = re.search(r'"broke": "([^"]+)"', done.stdout)
+    if broke is not None:
+        return broke[1]
+    if done.returncode in (0, NO_TESTS):
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else done.stderr.strip()[-200:] or "failed"
 
 
 def _python(

@@ -34,8 +34,8 @@ NOT_RUN = "not run"
 HEAD = """# Scorecard
 
 What Laminar promises about reliability, and what its tests have reached. Made by
-`python tools/scorecard.py --gate release --write`; the "change" column is run for every change,
-the "release" column by hand. "not run" means just that.
+`python tools/scorecard.py --gate release --write`; the "change" column is run for every change
+(.ci/run; rows 6 and 7 by `make test-all`), the "release" column by hand. "not run" means just that.
 
 | # | promise | change: target | change: reached | release: target | release: reached |
 |---|---|---|---|---|---|

@@ -197,14 +197,14 @@ ROWS = (
     Row(
         number=20,
         promise="Decoders answer any bytes with a message or their one error, fast and in bounds",
-        pr="200,000 mutated inputs",
+        pr="50,000 mutated inputs",
         release="10,000,000 mutated inputs: < 10 ms, memory < 8x size + 64 KiB (prompts 96x)",
         run=fuzz,
     ),
     Row(
         number=21,
         promise="Sessions deliver in order and once over a network that loses, repeats, reorders",
-        pr="200 model examples of 50 steps",
+        pr="60 model examples of 50 steps",
         release="20,000 model examples of 50 steps",
         run=model,
     ),
