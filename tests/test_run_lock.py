@@ -158,7 +158,7 @@ def test_a_process_is_told_that_its_directory_is_gone_or_anothers(run_dir: Path)
 
 
 def test_who_has_ended_is_not_named(run_dir: Path, start: Start) -> None:
-    """Neither who left in good order nor who was killed: the lock says it, not the file."""
+    """Neither who left gracefully nor who was killed: the lock says it, not the file."""
     killed, left = holding(start("node-0")), holding(start("store-0"))
     killed.kill()
     killed.wait()

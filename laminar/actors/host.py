@@ -272,7 +272,7 @@ class Host:
         self._begin.set()
 
     def _terminated(self, signal_name: str) -> None:
-        """Leave in good order; but it was not the coordinator who wanted that."""
+        """Leave gracefully; but it was not the coordinator who wanted that."""
         if not self._stop.is_set():
             self.fail(f"ended by {signal_name}", exit_codes.TERMINATED)
 
@@ -314,7 +314,7 @@ class Host:
         return code
 
     def _last_word(self, event: Event) -> None:
-        """Report, and leave; without a coordinator to report to, in good order all the same."""
+        """Report, and leave; without a coordinator to report to, gracefully all the same."""
         try:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:

@@ -17,7 +17,7 @@ from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
 NODE_ENDS = (exit_codes.COMPLETE, exit_codes.USER_ERROR, exit_codes.TERMINATED)
-"""After which a node is not started again: in good order, by a mistake, by SIGTERM."""
+"""After which a node is not started again: gracefully, by a mistake, by SIGTERM."""
 REFUSED_PAUSE_S = 1.0
 """Before one that the coordinator has not taken is tried again, at least: the run may be ending."""
 

@@ -24,6 +24,7 @@ from laminar.cli import (
     sim,
     stop,
     train,
+    watch,
 )
 from laminar.cli.arguments import Parser
 from laminar.cli.endings import exit_code
@@ -38,6 +39,7 @@ def parser() -> Parser:
         init,
         train,
         fork,
+        watch,
         stop,
         clean,
         samples,

@@ -63,7 +63,7 @@ def fork(arguments: argparse.Namespace) -> int:
     origin = _origin(before, run, directory)
     lines = [
         f"begins     with step {step} of {run}, version {origin.version}",
-        f"data       goes on there: {len(origin.unfinished)} prompts that had no end begin anew",
+        f"data       goes on there: {len(origin.unfinished)} unfinished prompts are sampled again",
         *(f"changed    {change}" for change in _changes(before, config)),
     ]
     forked = Beginning(step, lines, lambda to: _take(directory, origin, to))

@@ -1,4 +1,4 @@
-"""What `laminar train` shows while a run works: a live panel on a terminal, plain lines elsewhere.
+"""What `laminar train` and `laminar watch` show of a run: a live panel on a terminal, else lines.
 
 Reads   RUN/status.json; once, when the first step is done, the event log
 Writes  the terminal, by a thread: one that is gone or stands still holds nothing up
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ PACE_STEPS = 20
 """The time that is left is estimated from the pace of so many steps."""
 REPLICAS_SHOWN = 16
 """Of more, how many do the same is shown."""
+LINE_MAX = 120
+"""Characters of a plain line: a log is read in windows of this width."""
+BAR = 30
+"""Characters of the bar of the steps."""
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, to show that the run goes on."""
 
@@ -53,7 +57,8 @@ events before the next part begins."""
 class Progress:
     """Shows the newest status; `update` is called a few times a second."""
 
-    def __init__(self, run_dir: Path, console: Console) -> None:
+    def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
+        """`attached`: this process did not start the run, so what that took is not its to say."""
         self._path = run_dir / STATUS_FILE
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -74,8 +79,7 @@ class Progress:
         self._resumed: set[str] = set()  #: of those the ones that a resumed run begins without
         self._pids: dict[str, int] = {}  #: as they were said last
         self._shown_at = time.monotonic()
-        self._started = time.monotonic()
-        self._told: set[str] = set()
+        self._told: set[str] = {"start"} if attached else set()
         self._first_step: int | None = None  #: that a status had
 
     def __enter__(self) -> Progress:
@@ -209,32 +213,51 @@ class Progress:
             facts = status["evaluations"][-1]
             self._print_line(f"held-out after step {facts['step']}: {held_out(facts)}")
         self._shown, self._shown_at = key, now
-        self._print_line(f"{self._summary(status)}  {_replicas(status)}")
+        self._print_line(self._plain(status))
 
-    def _summary(self, status: dict[str, Any]) -> str:
+    def _plain(self, status: dict[str, Any]) -> str:
+        """What is of little use elsewhere stands last, and is cut off first."""
+        errors = status["reward_errors"]
+        failed = sum(errors["by_reason"].values()) if errors else 0
+        parts = [
+            f"[{status['seconds']:5.0f} s]",
+            f"{status['phase']:<9}",
+            self._steps(status),
+            *_learning(status),
+            *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
+            *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
+            f"{status['tokens_per_s']:.0f} tok/s",
+            *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
+            *_replicas(status),
+        ]
+        line = "  ".join(parts)
+        return line if len(line) <= LINE_MAX else f"{line[: LINE_MAX - 3]}..."
+
+    def _steps(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]
-        reward, errors = status["reward"], status["reward_errors"]
         left = self._pace.left(status["step"], total, time.monotonic())
-        return "  ".join(
-            [
-                f"[{time.monotonic() - self._started:5.0f} s]",
-                f"{status['phase']:<9}",
-                f"step {status['step']}" + (f"/{total}" if total else ""),
-                *([left] if left else []),
-                f"reward {reward:.3f}" if reward is not None else "reward -",
-                f"{status['tokens_per_s']:.0f} tok/s",
-                f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
-                f"version {status['newest_version']}",
-                *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
-                *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
-                *([f"REWARD FAILED {failed_share(errors)}"] if errors else []),
-            ]
-        )
+        step = f"step {status['step']}" + (f"/{total}" if total else "")
+        return f"{step}, {left}" if left else step
+
+    def _bar(self, status: dict[str, Any]) -> str:
+        """Of the steps, where their number is known."""
+        if not (total := status["total_steps"]):
+            return ""
+        done = BAR * min(status["step"], total) // total
+        full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
+        return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
 
     def _panel(self, status: dict[str, Any]) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2))
-        table.add_row("[bold]laminar[/bold]", self._summary(status))
-        table.add_row("trainer", f"{status['trainer']}, {status['groups_ready']} groups ready")
+        steps = f"{self._bar(status)}{self._steps(status)}, {_span(status['seconds'])}"
+        table.add_row("[bold]laminar[/bold]", f"{status['phase']:<9}  {steps}")
+        errors, repack = status["reward_errors"], status["repack"]
+        failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
+        table.add_row("learning", "  ".join([*_learning(status), *failed]))
+        moved = f", {repack['moves']} moved" if repack else ""
+        ready = f"{status['groups_ready']} groups ready"
+        rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
+        table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
         for name, replica in _shown(status["replicas"]):
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             running = f"{replica['running']} running{waiting}{_cache(replica['engine'])}"
@@ -289,16 +312,19 @@ def _cache(engine: dict[str, int] | None) -> str:
     return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
 
 
-def _more(waiting: int) -> str:
-    return f" +{waiting}" if waiting else ""
+def _learning(status: dict[str, Any]) -> list[str]:
+    reward = status["reward"]
+    return [
+        f"reward {reward:.3f}" if reward is not None else "reward -",
+        f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
+        f"v{status['newest_version']}",
+    ]
 
 
-def _replicas(status: dict[str, Any]) -> str:
-    states = (
-        f"{name} v{r['version']} {r['running']}{_more(r['waiting'])} {r['doing']}"
-        for name, r in _shown(status["replicas"])
-    )
-    return " | ".join(states)
+def _replicas(status: dict[str, Any]) -> list[str]:
+    """How many do what; the panel and status.json have each of them."""
+    doing = Counter(replica["doing"] for replica in status["replicas"].values())
+    return [", ".join(f"{count} {what}" for what, count in doing.most_common())]
 
 
 def _shown(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

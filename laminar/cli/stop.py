@@ -1,10 +1,10 @@
-"""laminar stop: end a run, in good order or at once, and wait until it has ended.
+"""laminar stop: end a run, gracefully or at once, and wait until it has ended.
 
 Reads   who has a share of the run directory's lock; RUN/status.json
 Writes  nothing; signals the processes of the run, and says what it waits for
 Gives   0 when the run has ended or did not run, 1 when it still runs at the deadline
 
-In good order means as after Ctrl-C: the step in training is completed, the model exported. To ask
+Gracefully means as after Ctrl-C: the step in training is completed, the model exported. To ask
 again is no harm. A run on another machine is stopped there: signals do not travel.
 """
 
@@ -40,7 +40,7 @@ _NAME = "stop"
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("stop", help="end a run in good order, and wait for it")
+    parser = subparsers.add_parser("stop", help="end a run gracefully, and wait for it")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--now",
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help=f"how long to wait for an end in good order (default {TIMEOUT_S:g})",
+        help=f"how long to wait for a graceful end (default {TIMEOUT_S:g})",
     )
     parser.set_defaults(function=run_stop)
 
@@ -68,7 +68,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
     try:
         asked = _ask(run_dir, at_once=arguments.now)
-        how = "at once" if arguments.now else "in good order"
+        how = "at once" if arguments.now else "gracefully"
         print(f"asked {describe(asked)} to end the run {how}", flush=True)
         ended = _wait(run_dir, KILL_AFTER_S if arguments.now else arguments.timeout)
         if not ended and arguments.now:

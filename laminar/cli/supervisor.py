@@ -5,9 +5,9 @@ Writes  requests to the standard input of the coordinator; shows progress
 Starts  laminar-coord, and a laminar-node for each machine played (machines.py); starts one that
         died again
 
-Ctrl-C, SIGTERM or SIGHUP end the run in good order (the step in training is completed, the model
+Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
 exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. If this process
-is killed, its daemons see that their standard input is closed, and end the run in good order.
+is killed, its daemons see that their standard input is closed, and end the run gracefully.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Supervisor:
         with self.progress:
             over = self._watch()
             if over.reason and not self._lock.lost():  # that is printed last
-                self.progress.note(f"the run is given up: {over.reason}")
+                self.progress.note(f"the run cannot go on: {over.reason}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # of a relay that was killed together with its node
         return over
@@ -195,7 +195,7 @@ class Supervisor:
         """End the processes: they leave within `leave_s`, else when ordered to, else they are
         killed."""
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
-            if number == signal.SIGKILL:  # one that ends in good order takes as long as it likes
+            if number == signal.SIGKILL:  # one that ends gracefully takes as long as it likes
                 self._coordinator.process.kill()
             for name, node in self._nodes:
                 if number and node.poll() is None:
@@ -215,7 +215,7 @@ class Supervisor:
 class Asked:
     """What the user has asked for by signals: the highest of four levels, and by which signal.
 
-    SIGTERM and SIGHUP ask for an end in good order, as often as they come. Ctrl-C asks for one
+    SIGTERM and SIGHUP ask for a graceful end, as often as they come. Ctrl-C asks for one
     level more each time, SIGQUIT for an end at once.
     """
 

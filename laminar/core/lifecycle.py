@@ -56,7 +56,7 @@ def fail(
 
 
 def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
-    """End the run in good order as on_drain_requested does; it has failed, with this reason."""
+    """End the run gracefully as on_drain_requested does; it has failed, with this reason."""
     ctx.state.draining = True
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
 

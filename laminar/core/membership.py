@@ -119,7 +119,7 @@ def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
 
 @handles(ev.ActorLeft, valid=anything, leads_to=LOSES_ACTOR)
 def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
-    """An actor leaves in good order only when the run stops."""
+    """An actor leaves gracefully only when the run stops."""
     name = ctx.stamped.peer
     ctx.done(keys.stop(name))
     if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):

@@ -2,7 +2,7 @@
 
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
 Writes  state.rewards
-Emits   through lifecycle.drain: the run ends in good order, and has failed
+Emits   through lifecycle.drain: the run ends gracefully, and has failed
 
 An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
 gave no number, or its worker was lost. Failures of evaluations are counted, too, but only the

@@ -28,7 +28,7 @@ class ActorJoined(Event, frozen=True, kw_only=True):
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.StopActor,))
 class ActorLeft(Event, frozen=True, kw_only=True):
-    """A process has ended in good order; its last event, also after it has failed."""
+    """A process has ended gracefully; its last event, also after it has failed."""
 
 
 @reported_by(*ACTOR_ROLES)

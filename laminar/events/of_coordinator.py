@@ -94,7 +94,7 @@ class NodeHeard(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.COORDINATOR)
 class DrainRequested(Event, frozen=True, kw_only=True):
-    """The user asked the run to end in good order (Ctrl-C), or at once (a second one)."""
+    """The user asked the run to end gracefully (Ctrl-C), or at once (a second one)."""
 
     reason: str
     at_once: bool = False  #: neither complete the step in training nor export the model

@@ -71,16 +71,17 @@ class StatusWriter:
         if isinstance(stamped.event, ev.StepCompleted):
             self.left_out += map(left_out_line, stamped.event.left_out)
         if now - self._written >= INTERVAL_S or state.phase == Phase.ENDED or metrics:
-            self._write(now, state)
+            self._write(now, stamped.time_ns, state)
 
-    def _write(self, now: float, state: State) -> None:
+    def _write(self, now: float, time_ns: int, state: State) -> None:
+        """`time_ns`: of the event that led to it, by the clock of the run."""
         self._written = now
         then, before = self._tokens
         total = sum(r.tokens_total for r in state.replicas.values())
         if now - then >= 2.0:
             self._rate = max(total - before, 0) / (now - then)
             self._tokens = (now, total)
-        status = self._status(state)
+        status = self._status(state) | {"seconds": time_ns / 1e9}
         for outlet in self._outlets:
             outlet.put(status)
 

@@ -35,7 +35,7 @@ def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What asks any process of a run to end in good order."""
+    """What asks any process of a run to end gracefully."""
     return [signal.SIGTERM, *not_ignored(signal.SIGHUP)]
 
 

@@ -113,9 +113,9 @@ def _templated(
     if 2 * count <= len(rows):
         return {}
     return {
-        "template": f"{count} of the first {len(rows)} prompts have already what the chat template "
-        "puts around a message, and get it again: give what the user says alone, or set "
-        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` is what the "
+        "template": f"{count} of the first {len(rows)} prompts already contain the text of the "
+        "chat template, which is applied again: give the user's message without it, or set "
+        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` shows what the "
         "model sees"
     }
 

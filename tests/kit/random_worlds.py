@@ -145,7 +145,7 @@ def check_failed(world: World) -> None:
 
 
 def check_end(world: World) -> None:
-    """A run ended in good order: nothing is live, and three books that do not know each other
+    """A run ended gracefully: nothing is live, and three books that do not know each other
     agree. It has failed only where the reward did, or a batch has ended its trainers."""
     state, ledger = world.state, world.state.ledger
     given_up = "has ended trainer-0 3 times" in state.failure

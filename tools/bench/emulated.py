@@ -6,7 +6,7 @@ not replay.
 
 The processes, sockets, files and shared memory are those of a real run; engines, trainer, prompts
 and rewards are emulated (docs/engines.md). After half of --seconds, counted from the first weights,
-the coordinator gets SIGKILL; at the end `laminar stop` ends the run in good order.
+the coordinator gets SIGKILL; at the end `laminar stop` ends the run gracefully.
 
 cpu_percent        of one core, by role, between the first weights and the end
 log_bytes_per_s    of the event log, likewise; events_per_s

@@ -126,7 +126,7 @@ class Run:
         self._until(lambda: self.step() >= step, f"step {step} is done")
 
     def drain(self) -> None:
-        """Ends it in good order, two steps from now: `status.json` may lag behind by one."""
+        """Ends it gracefully, two steps from now: `status.json` may lag behind by one."""
         self.until_step(self.step() + 2)
         self.train.send_signal(signal.SIGTERM)
 

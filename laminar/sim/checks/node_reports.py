@@ -86,7 +86,7 @@ class NodeReports:
             self._later(node, self._is_started, process, boot_id)
 
     def left(self, node: SimProcess, alive: list[str]) -> None:
-        """machine_is_left_empty: a node that ends in good order has ended its processes."""
+        """machine_is_left_empty: a node that ends gracefully has ended its processes."""
         if alive:
             what = f"{node.name} ends, and {', '.join(alive)} go on"
             raise Violation("machine_is_left_empty", what, node.name)

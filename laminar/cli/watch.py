@@ -1,0 +1,83 @@
+"""laminar watch RUN: the panel of `laminar train`, of a run that another process has started.
+
+Reads   RUN/status.json, who has a share of the run's lock; at the end the event log
+Writes  standard output
+Gives   0, whatever becomes of the run: `laminar train` and summary.json have its exit code
+
+Ctrl-C ends the watching; the run never sees that anybody watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from laminar.analysis.report import summary_of
+from laminar.cli.progress import Progress
+from laminar.cli.terminal import Terminal
+from laminar.cli.train import summary_lines
+from laminar.config import ConfigError
+from laminar.coordinator.restarts import Over
+from laminar.core.statuses import Phase
+from laminar.names import exit_codes
+from laminar.run.directory import STATUS_FILE, run_config
+from laminar.run.lock import holders
+from laminar.run.program import typed
+
+POLL_S = 0.25
+ALIVE_S = 2.0
+"""How often it is asked whether a process of the run lives."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "show how a run goes that was started elsewhere; Ctrl-C leaves it alone"
+    parser = subparsers.add_parser("watch", help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.set_defaults(function=watch)
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Until the run has ended, or has no process any more."""
+    run_dir: Path = arguments.run
+    run_config(run_dir)
+    console = Terminal()
+    try:
+        with Progress(run_dir, console, attached=True) as progress:
+            alive_at = 0.0
+            while _phase(run_dir) != Phase.ENDED and not console.gone:
+                progress.update()
+                time.sleep(POLL_S)
+                if (now := time.monotonic()) - alive_at >= ALIVE_S:
+                    if not holders(run_dir):
+                        break
+                    alive_at = now
+    except KeyboardInterrupt:
+        console.lines([f"the run goes on; `{typed('watch', run_dir)}` shows it again"])
+        return exit_codes.COMPLETE
+    console.lines(_end(run_dir))
+    console.end()
+    return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
+
+
+def _phase(run_dir: Path) -> str:
+    """Empty before the coordinator has said it."""
+    try:
+        return str(json.loads((run_dir / STATUS_FILE).read_bytes())["phase"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def _end(run_dir: Path) -> list[str]:
+    """As `laminar train` ends; a run that was killed has not said why."""
+    try:
+        summary = summary_of(run_dir)
+    except ConfigError as error:
+        return [f"no process of the run is alive, and it has no summary: {error}"]
+    code = summary["exit_code"]
+    if code is None:
+        gone = "all its processes are gone"
+        return summary_lines(summary, run_dir, Over(exit_codes.CRASHED, gone))
+    return summary_lines(summary, run_dir, Over(code))
