@@ -18,8 +18,8 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId, train_group
 from laminar.run.directory import RESUME_FILE
-from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.prompts import Prompts
+from laminar.sim.checks.safety import LogTime
 from laminar.sim.models.learner import SimTrainer
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.violation import Violation

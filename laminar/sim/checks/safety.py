@@ -4,8 +4,8 @@ Reads   what goes over the wire, what the store writes, what the disk holds, wha
 Raises  Violation: the name of the promise, what contradicts it, whose story to tell
 
 What must be true at the end is in final_checks.py, which reads the books that are kept here. Those
-of what is durable, silence, prompts, the store, the trainer, nodes and the time in the log are in
-files of their own beside this one.
+of what is durable, silence, prompts, the store, the trainer and nodes are in files of their own
+beside this one.
 
 Written from the promises (docs/simulator.md), not from the code that keeps them: they count
 again, with books of their own, what the coordinator's state only claims. The invariants of the
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laminar.core import keys, store_restarts
+from laminar.core import invariants, keys, store_restarts
 from laminar.core.machine import Machine
 from laminar.core.state import State, digest
 from laminar.core.statuses import GroupStatus
@@ -28,12 +28,9 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import Purpose
 from laminar.sim.checks import held
-from laminar.sim.checks.acted import Acted
 from laminar.sim.checks.durability import Durability, reported_is_stored
 from laminar.sim.checks.held import late_transfer_has_an_end
-from laminar.sim.checks.invariants import state_is_sound
 from laminar.sim.checks.leases import Leases
-from laminar.sim.checks.log_time import LogTime
 from laminar.sim.checks.moves import Moves, Released
 from laminar.sim.checks.node_reports import NodeReports
 from laminar.sim.checks.prompts import Prompts, answers_its_prompt
@@ -407,3 +404,77 @@ def numbered(stamped: Stamped) -> tuple[Key, int]:
     if isinstance(event, ev.EventGivenUp):
         return (event.actor, event.actor_incarnation), event.peer_seq
     return (stamped.peer, stamped.incarnation), stamped.peer_seq
+
+
+class Acted:
+    """Check of commands that are carried out: each once.
+
+    The ends of trajectories are the exception: when the store has died before it said that it had
+    written them, its next process writes them again.
+    """
+
+    def __init__(self) -> None:
+        self._acted: dict[tuple[int, str], None] = {}
+
+    def note(self, command_id: int, command: Command, name: str, boot_id: str) -> None:
+        """acted_once: every command is acted on at most once."""
+        by = boot_id if isinstance(command, cmd.EndTrajectories) else ""
+        if (command_id, by) in self._acted:
+            what = f"{name} acted twice on command {command_id} of event {command_id >> 20}"
+            raise Violation("acted_once", what, name)
+        self._acted[command_id, by] = None
+
+
+class LogTime:
+    """Check of the log's time: it never goes back, and goes on as the coordinator's clock does.
+
+    Timers are in the log's time. If it stood still, every deadline would come late, though in
+    order.
+    """
+
+    def __init__(self) -> None:
+        self._log_ns = 0
+        self._world_ns = 0
+
+    def coordinator_started(self, machine: Machine, now_ns: int) -> None:
+        """A successor goes on where its predecessor's log ends: no time passes in between."""
+        self._log_ns = machine.state.time_ns if machine.started else 0
+        self._world_ns = now_ns
+
+    @property
+    def behind_ns(self) -> int:
+        """How far it is behind the world's: it stands still while no coordinator runs."""
+        return self._world_ns - self._log_ns
+
+    def observe(self, stamped: Stamped, now_ns: int) -> None:
+        """log_time_goes_on"""
+        expected_ns = self._log_ns + now_ns - self._world_ns
+        if stamped.time_ns != expected_ns:
+            what = f"event {stamped.seq} is of {stamped.time_ns} ns, the clock says {expected_ns}"
+            raise Violation("log_time_goes_on", what)
+
+
+def state_is_sound(state: State, seq: int) -> None:
+    """The state after this event keeps every invariant."""
+    try:
+        invariants.check(state)
+    except AssertionError as error:
+        what = f"after event {seq}: {error}"
+        raise Violation(_failed_invariant(error), what, *_named(error)) from error
+
+
+def _failed_invariant(error: AssertionError) -> str:
+    """The name of the function that found it."""
+    traceback = error.__traceback__
+    names = []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    known = [invariant.__name__ for invariant in invariants.ALL]
+    return next((name for name in names if name in known), "invariant")
+
+
+def _named(error: AssertionError) -> tuple[str, ...]:
+    """Ids of what an invariant complains about."""
+    found = [getattr(part, "id", None) or getattr(part, "name", None) for part in error.args]
+    return tuple(name for name in found if isinstance(name, str))
