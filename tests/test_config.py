@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from laminar.config import Config, ConfigError, dumps, known_keys, load
-from laminar.config.foreign_keys import OTHERS, TRL, VERL
+from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
 from tools import reference_toml
 
 ROOT = Path(__file__).parents[1]
@@ -225,6 +225,20 @@ def test_the_async_section_keeps_its_name() -> None:
         (["trainer.seed=1"], ["trainer.seed", "seed"]),
         (["rollout.n=4"], ["rollout.n", "rollout.group_size"]),
         (["optim.learning_rate=1"], ["optim.lr"]),
+        (["lora.rank=8"], ["lora is not supported: all parameters are trained"]),
+        (["gradient_checkpointing=true"], ["not supported", "trainer.micro_batch_tokens"]),
+        (["algorithm.filter_groups.enable=true"], ["filter_groups is not supported"]),
+        (["trainer.resume_mode=auto"], ["resume_mode is not supported", "train --resume RUN"]),
+        (["beta=0.04"], ["algorithm.kl_loss_coef", "algorithm.use_kl_loss = true"]),
+        (
+            ["per_device_train_batch_size=8"],
+            ["data.train_batch_size", "counts prompts", "rollout.group_size"],
+        ),
+        (
+            ["trainer.n_gpus_per_node=8"],
+            ["rollout.replicas", "rollout.vllm.tensor_parallel_size", "the trainer one"],
+        ),
+        (["zzz.qqq=1"], ["configs/reference.toml has all keys"]),
         (["seed=abc"], ["seed", "'abc'", "whole number"]),
         (["data.shuffle=3"], ["data.shuffle", "true or false"]),
         (["data=3"], ["data", "section"]),
@@ -351,15 +365,26 @@ def test_a_key_of_another_system_is_answered_with_ours(foreign: str) -> None:
     """By the table, whose answers exist and whose questions are no keys of ours."""
     assert foreign not in known_keys()
     for key in (foreign, foreign.replace("_", "-")):
-        with pytest.raises(ConfigError, match=r"^unknown key \S+; here it is (\S+)$") as refused:
+        with pytest.raises(ConfigError, match=r"^unknown key \S+; here it is ") as refused:
             load([], [f"{key}=8"])
-        assert str(refused.value).rpartition(" ")[2] in known_keys()
+        ours = str(refused.value).split("; ")[1].removeprefix("here it is ")
+        assert ours in known_keys()
+
+
+@pytest.mark.parametrize("part", UNSUPPORTED)
+def test_a_feature_that_is_missing_is_called_not_supported(part: str) -> None:
+    for key in (part, f"actor_rollout_ref.actor.{part}", f"{part.replace('_', '-')}.enable"):
+        with pytest.raises(ConfigError, match=rf"; {part} is not supported(: .+)?$") as refused:
+            load([], [f"{key}=8"])
+        for word in re.findall(r"\b[a-z]+\.[a-z_.]+\b", str(refused.value).partition(": ")[2]):
+            assert word in known_keys(), "what is to be used instead exists"
 
 
 @pytest.mark.parametrize(
     ("foreign", "ours"),
     [
-        ("trainer.n_gpus_per_node", "rollout.replicas"),
+        ("rollout.num_generations", "rollout.group_size"),
+        ("trainer.max_steps", "trainer.total_training_steps"),
         ("num_generations", "rollout.group_size"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
         ("grpo.weight_decay", "optim.weight_decay"),

@@ -1,14 +1,18 @@
-"""Keys that users of other systems type, and ours for the same thing.
+"""Keys that users of other systems type, and what there is here for the same thing.
 
-Gives   ours: our key for one of verl, TRL, slime, AReaL or prime-rl; empty for any other key
+Gives   answer: our key for one of verl, TRL, slime, AReaL or prime-rl, or that it is not supported
+        and what to use instead; empty for any other key
 
-By a table, because the spelling leads astray: the key nearest to `num_generations` by its letters
-is about something else. Keys whose last part is the same as in ours are found without it. A key may
-be written with dashes or underscores.
+By tables, because the spelling leads astray: the key nearest to `num_generations` by its letters is
+about something else. Keys whose last part is the same as in ours are found without them. A key may
+be written with dashes or underscores, and below a section of its own.
 """
 
 from __future__ import annotations
 
+_COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
+
+#: What follows the key, if anything does, is parted from it by a semicolon.
 VERL = {
     "actor_rollout_ref.model.path": "model.name",
     "model.path": "model.name",
@@ -31,14 +35,14 @@ VERL = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": "trainer.micro_batch_tokens",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    "algorithm.use_kl_in_reward": "algorithm.use_kl_loss",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_loss_coef",
+    "log_prob_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
+    "log_prob_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
     "async_training.staleness_threshold": "async.max_staleness",
     "async.staleness_threshold": "async.max_staleness",
-    "trainer.n_gpus_per_node": "rollout.replicas",
-    "trainer.nnodes": "run.nodes",
+    "trainer.n_gpus_per_node": "rollout.replicas; each takes rollout.vllm.tensor_parallel_size "
+    "GPUs, and the trainer one",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.output_dir",
     "trainer.output_dir": "run.output_dir",
@@ -52,8 +56,8 @@ TRL = {
     "eval_dataset": "data.val_files",
     "num_generations": "rollout.group_size",
     "max_completion_length": "data.max_response_length",
-    "per_device_train_batch_size": "data.train_batch_size",
-    "generation_batch_size": "data.train_batch_size",
+    "per_device_train_batch_size": f"data.train_batch_size{_COMPLETIONS}",
+    "generation_batch_size": f"data.train_batch_size{_COMPLETIONS}",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens",
     "learning_rate": "optim.lr",
     "optim.learning_rate": "optim.lr",
@@ -70,7 +74,7 @@ TRL = {
     "report_to": "trainer.logger",
     "output_dir": "run.output_dir",
     "run_name": "run.name",
-    "beta": "algorithm.kl_loss_coef",
+    "beta": "algorithm.kl_loss_coef; it needs algorithm.use_kl_loss = true",
     "epsilon": "algorithm.clip_ratio_low",
     "epsilon_high": "algorithm.clip_ratio_high",
     "delta": "algorithm.clip_ratio_c",
@@ -78,6 +82,7 @@ TRL = {
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "mask_truncated_completions": "algorithm.truncated",
     "use_vllm": "rollout.engine",
+    "bf16": "trainer.dtype",
     "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "vllm_max_model_length": "rollout.max_model_len",
@@ -121,6 +126,61 @@ OTHERS = {
 
 _ALL = VERL | TRL | OTHERS
 
+_ONE_GPU = "the trainer is one process on one GPU"
+_ONE_TURN = "a sample is one prompt and one response"
+_RESUME = "a run goes on with `laminar train --resume RUN`"
+_ALL_TRAINED = "all parameters are trained"
 
-def ours(key: str) -> str:
-    return _ALL.get(key.replace("-", "_"), "")
+#: Features that are missing here, by a part of the keys that other systems have for them.
+UNSUPPORTED = {
+    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_r", "use_lora"), _ALL_TRAINED),
+    **dict.fromkeys(("peft", "peft_config", "use_peft", "target_modules"), _ALL_TRAINED),
+    **dict.fromkeys(
+        (
+            "gradient_checkpointing",
+            "enable_gradient_checkpointing",
+            "gradient_checkpointing_kwargs",
+        ),
+        "a smaller trainer.micro_batch_tokens takes less memory",
+    ),
+    **dict.fromkeys(("filter_groups", "dynamic_sampling", "dynamic_sampling_filter_path"), ""),
+    **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
+    "critic": "algorithm.adv_estimator has no critic",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "megatron", "param_offload"), _ONE_GPU),
+    **dict.fromkeys(("optimizer_offload", "ulysses_sequence_parallel_size"), _ONE_GPU),
+    "nnodes": "connections stay on one machine; run.nodes emulates several on it",
+    **dict.fromkeys(("multi_turn", "max_turns", "tools", "environment_factory"), _ONE_TURN),
+    "reward_model": "a function of your own may call one: reward.custom_reward_function.path",
+    **dict.fromkeys(
+        ("use_kl_in_reward", "kl_ctrl", "kl_penalty"),
+        "the KL penalty is a term of the loss: algorithm.use_kl_loss",
+    ),
+    **dict.fromkeys(
+        ("ppo_epochs", "num_iterations"),
+        "a batch is trained once; algorithm.ppo_mini_batch_size parts it into several updates",
+    ),
+    "overlong_buffer": 'algorithm.truncated = "mask" leaves truncated responses out of the loss',
+    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "the reference is model.name"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization"), "rollout.dtype, trainer.dtype"
+    ),
+    "fp16": "trainer.dtype may be bfloat16",
+    **dict.fromkeys(("use_torch_compile", "torch_compile", "attn_implementation"), ""),
+    "use_liger_kernel": "",
+    "vllm_mode": "replicas are processes of their own; rollout.engine",
+    "push_to_hub": "the trained model is in RUN/export",
+}
+
+
+def answer(key: str) -> str:
+    """What is said after the name of an unknown key."""
+    parts = key.replace("-", "_").split(".")
+    ways = [".".join(parts[start:]) for start in range(len(parts))]
+    if ways[0] in _ALL:
+        return f"here it is {_ALL[ways[0]]}"
+    for part in parts:
+        if part in UNSUPPORTED:
+            instead = UNSUPPORTED[part]
+            return f"{part} is not supported" + (f": {instead}" if instead else "")
+    known = next((_ALL[way] for way in ways[1:] if way in _ALL), "")
+    return f"here it is {known}" if known else ""

@@ -4,7 +4,7 @@ Reads   TOML files (left to right, the later wins) and `a.b=c` overrides; where 
 Gives   Config, or ConfigError
 
 An unknown key is an error that names the nearest key; a key of another system is answered with
-ours.
+ours, or with what there is instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from laminar.config.foreign_keys import ours
+from laminar.config.foreign_keys import answer
 from laminar.config.keys import ConfigError, checked, known_keys
 from laminar.config.overrides import parsed
 from laminar.config.paths import absolute
@@ -29,7 +29,7 @@ from laminar.config.tree import Config
 def is_key(key: str) -> bool:
     """Whether `load` knows what is meant: a key, a section, or a key of another system."""
     keys = known_keys()
-    return key in keys or bool(ours(key)) or any(k.startswith(key + ".") for k in keys)
+    return key in keys or bool(answer(key)) or any(k.startswith(key + ".") for k in keys)
 
 
 def load(
@@ -133,10 +133,11 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
     if any(k.startswith(key + ".") for k in keys):
         return f"{key} is a section, not a key; write {key}.NAME=VALUE"
-    if here := ours(key):
-        return f"unknown key {key}; here it is {here}"
+    if known := answer(key):
+        return f"unknown key {key}; {known}"
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    near = (same_leaf or close or difflib.get_close_matches(key, keys, n=1, cutoff=0.0))[0]
-    return f"unknown key {key}; the nearest key is {near}"
+    near = same_leaf or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    return f"unknown key {key}; " + (
+        f"the nearest key is {near[0]}" if near else "configs/reference.toml has all keys"
+    )
