@@ -50,14 +50,14 @@ class Mutant(NamedTuple):
     """One change of one file."""
 
     path: str
+    source: str
     mutation: Mutation
 
     def text(self) -> str:
-        return self.mutation.applied((ROOT / self.path).read_text())
+        return self.mutation.applied(self.source)
 
     def __str__(self) -> str:
-        before, after = (ROOT / self.path).read_text(), self.text()
-        changed = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+        changed = difflib.unified_diff(self.source.splitlines(), self.text().splitlines(), n=0)
         shown = [f"    {line}" for line in changed if line[:2] not in ("--", "++", "@@")]
         return "\n".join([f"{self.path}:{self.mutation.line}  {self.mutation.what}", *shown[:6]])
 
@@ -72,9 +72,10 @@ class Check(NamedTuple):
 class Checks:
     """Which checks look at which file."""
 
-    def __init__(self, seeds: int) -> None:
-        self._imports = Imports()
-        self._seeds = seeds
+    def __init__(self, root: Path, seeds: int) -> None:
+        """`root`: a copy of the repository, so that one may go on working in it."""
+        self.root, self._seeds = root, seeds
+        self._imports = Imports(root)
         self.broken: set[str] = set()  #: files of tests that fail without a mutant
         self._sound: set[str] = set()  #: tests that do not
 
@@ -93,7 +94,7 @@ class Checks:
         file = test.partition("::")[0]
         if not file.startswith("tests/") or test in self._sound:
             return False
-        with patches.copy({}, patches.WHOLE) as folder:
+        with patches.copy({}, patches.WHOLE, self.root) as folder:
             if not _failure(folder, Check("tests", (*PYTEST, test))):
                 self._sound.add(test)
                 return False
@@ -122,10 +123,10 @@ def main() -> int:
     }
     mutants = _drawn(wanted, arguments.count, random.Random(arguments.seed))
     print(f"{len(mutants)} mutants of {sum(map(len, wanted.values()))} lines", flush=True)
-    checks = Checks(arguments.seeds)
     killed = Counter[str]()
     lives: list[Mutant] = []
-    with ThreadPool(arguments.jobs) as pool:
+    with patches.copy({}, patches.WHOLE) as root, ThreadPool(arguments.jobs) as pool:
+        checks = Checks(root, arguments.seeds)
         for mutant, killer, said in pool.imap_unordered(partial(_try, checks), mutants):
             print(f"{killer or 'LIVES':>13}  {said or mutant}", flush=True)
             killed[killer] += 1
@@ -170,8 +171,9 @@ def _drawn(wanted: dict[str, set[int]], count: int, chance: random.Random) -> li
     """First a line, then what becomes of it: a line of many parts is not drawn more often."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for path, lines in sorted(wanted.items()):
-        for mutation in mutations((ROOT / path).read_text(), lines):
-            by_line.setdefault((path, mutation.line), []).append(Mutant(path, mutation))
+        source = (ROOT / path).read_text()
+        for mutation in mutations(source, lines):
+            by_line.setdefault((path, mutation.line), []).append(Mutant(path, source, mutation))
     places = sorted(by_line)
     chance.shuffle(places)
     return [chance.choice(by_line[place]) for place in places[:count]]
@@ -180,7 +182,7 @@ def _drawn(wanted: dict[str, set[int]], count: int, chance: random.Random) -> li
 def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
     """The mutant, what kills it (empty: nothing does), and how."""
     where = f"{mutant.path}:{mutant.mutation.line}  {mutant.mutation.what}"
-    with patches.copy({mutant.path: mutant.text()}, patches.WHOLE) as folder:
+    with patches.copy({mutant.path: mutant.text()}, patches.WHOLE, checks.root) as folder:
         for check in checks.of(mutant.path):
             failure = _failure(folder, check)
             while failure and check.name == "tests" and checks.fails_anyway(failure):

@@ -88,15 +88,17 @@ def patched(patch: Patch, root: Path = ROOT) -> dict[str, str]:
 
 
 @contextmanager
-def copy(texts: Mapping[str, str], parts: tuple[str, ...] = PACKAGE) -> Iterator[Path]:
+def copy(
+    texts: Mapping[str, str], parts: tuple[str, ...] = PACKAGE, root: Path = ROOT
+) -> Iterator[Path]:
     """A directory with these files and folders of the repository, `texts` in place of their own."""
     with tempfile.TemporaryDirectory(prefix="patched-") as name:
         folder = Path(name)
         for part in parts:
-            if (ROOT / part).is_dir():
-                shutil.copytree(ROOT / part, folder / part, symlinks=True)  # with its bytecode
-            elif (ROOT / part).exists():
-                shutil.copy2(ROOT / part, folder / part)
+            if (root / part).is_dir():
+                shutil.copytree(root / part, folder / part, symlinks=True)  # with its bytecode
+            elif (root / part).exists():
+                shutil.copy2(root / part, folder / part)
         for path, text in texts.items():
             (folder / path).write_text(text)
         yield folder

@@ -48,7 +48,7 @@ def distribution(model: torch.nn.Module, ids: list[int], temperature: float = 1.
     [
         pytest.param(True, 1, marks=pytest.mark.vllm_ci),
         (False, 1),
-        pytest.param(True, 2, marks=pytest.mark.vllm_ci),
+        (True, 2),
         (False, 2),
     ],
 )
@@ -145,7 +145,7 @@ async def test_what_is_aborted_here_goes_on_there(tmp_path: Path) -> None:
     await there.engine.close()
 
 
-@pytest.mark.parametrize("moves", [pytest.param(10, marks=pytest.mark.vllm_ci), 50])
+@pytest.mark.parametrize("moves", [10, 50])
 async def test_moves_change_no_token(tmp_path: Path, moves: int) -> None:
     """Beside others that move, at any time, also before the first token."""
     model = model_of(1)
@@ -233,8 +233,7 @@ async def test_what_cannot_be_done_is_refused_alone(tmp_path: Path) -> None:
     assert replica.engine.failed.result() is None
 
 
-@pytest.mark.vllm_ci
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.vllm_ci), 2])
 async def test_a_core_that_is_killed_is_noticed_and_named(tmp_path: Path, ranks: int) -> None:
     """And leaves nothing in shared memory, which its ranks have, however the engine ends."""
     model = model_of(1)
@@ -299,7 +298,6 @@ async def test_a_core_that_stands_still_is_noticed(
         await asyncio.wait_for(replica.engine.close(), 20.0)
 
 
-@pytest.mark.vllm_ci
 def test_the_core_ends_with_its_replica(tmp_path: Path) -> None:
     """Also when the replica had no time to say so."""
     script = f"""

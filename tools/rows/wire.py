@@ -26,7 +26,7 @@ from tools.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_mode
 from tools.rows.wire_corpus import Target, targets
 
 SEED = 20
-CHUNK_INPUTS = 20_000
+CHUNK_INPUTS = 10_000
 WORKERS: dict[Gate, int] = {"pr": 1, "release": 2}
 INPUTS: dict[Gate, int] = {"pr": 50_000, "release": 10_000_000}
 
