@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def fork(arguments: argparse.Namespace) -> int:
-    """As `laminar train`, with what RUN had after that step; the new run's exit code."""
+    """Train as `laminar train` does, with what RUN had after that step; the new run's exit code."""
     run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
     before = run_config(run)
     directory = _checkpoint(run, step)

@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.shipped import QUICKSTART_MODEL, REFERENCE_CONFIG
 from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.run.program import typed
@@ -77,6 +76,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = sum(a == b for a, b in zip(answer, ground_truth))
     return right / max(len(answer), len(ground_truth))
 '''
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""A link to configs/ in a checkout; a copy of it in a wheel."""
+REFERENCE_CONFIG = CONFIGS / "reference.toml"
+QUICKSTART_CONFIG = CONFIGS / "quickstart.toml"
+QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
 
 
 def add_parser(subparsers: Any) -> None:

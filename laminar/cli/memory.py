@@ -94,7 +94,7 @@ def check_memory(config: Config, machines: int, machine: Machine | None = None) 
 
 
 def memory_lines(places: Sequence[Place]) -> list[str]:
-    """Of the plan."""
+    """The lines of the plan about memory."""
     if not places:
         return []
     first, *others = map(str, places)
@@ -129,7 +129,7 @@ def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
 
 
 def _version_bytes(config: Config, parameters: int, machine: Machine) -> int:
-    """Of one version, as it is published."""
+    """The bytes of one version, as it is published."""
     return parameters * BYTES[_type(config.weights.dtype, _trainer_gpus(config, machine))]
 
 
@@ -166,7 +166,7 @@ def _add_replicas(
 
 
 def _slots(config: Config, version: int, machine: Machine) -> int:
-    """As many as the relay makes, but for a limit that is too low for any."""
+    """How many slots the relay makes; a limit that is too low for any does not count."""
     most = _slot_limit(config, machine) // max(version, 1)
     return max(MIN_SLOTS, min(config.weights.slots, most))
 
@@ -248,7 +248,7 @@ def _times(machines: int) -> str:
 
 
 def _gb(size: int) -> str:
-    """In 10^9 bytes."""
+    """A size in 10^9 bytes."""
     return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
 
 

@@ -185,8 +185,8 @@ class Progress:
     def _tell_restarts(
         self, awaited: list[str], pids: dict[str, int], lost_by: dict[str, str]
     ) -> None:
-        """Who is lost; the run goes on, as far as it does not need that process. One that comes
-        back at once is seen by its process id only."""
+        """Tell which process is lost; the run goes on, as far as it does not need it. One that
+        comes back at once is seen by its process id only."""
         for name, pid in pids.items():
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
@@ -287,7 +287,7 @@ class Pace:
 
 
 def _why(lost_by: dict[str, str], name: str) -> str:
-    """In brackets; nothing where a coordinator has not seen the loss that now leads the run."""
+    """The reason of a loss, in brackets; none where the present coordinator has not seen it."""
     return f" ({lost_by[name]})" if name in lost_by else ""
 
 
@@ -299,7 +299,7 @@ def _span(seconds: float) -> str:
 
 
 def failed_share(errors: dict[str, Any]) -> str:
-    """Of how many answers the reward failed on how many, and why."""
+    """On how many of how many answers the reward failed, and why."""
     by_reason = errors["by_reason"]
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
     return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
@@ -338,7 +338,7 @@ def _shown(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any
 
 
 def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of replicas that do the same."""
+    """The sums over replicas that do the same."""
     engines = [engine for replica in replicas if (engine := replica["engine"])]
     cache = ("kv_used_tokens", "kv_capacity_tokens")
     return {
@@ -371,7 +371,7 @@ def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
 
 
 def _lengths(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
-    """In the order of the parts; what had ended before the part before it took no time."""
+    """The lengths of the parts, in order; what had ended before the part before it took no time."""
     lengths = []
     for name in dict.fromkeys(_START_PARTS.values()):
         end_ns = max(ends.get(name, begun_ns), begun_ns)

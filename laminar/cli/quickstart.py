@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from laminar.cli.shipped import QUICKSTART_CONFIG
+from laminar.cli.init import QUICKSTART_CONFIG
 from laminar.cli.train import add_ways, take_train_settings, train
 
 

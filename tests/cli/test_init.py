@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli import shipped
+from laminar.cli import init
 from laminar.cli.commands import run
 from laminar.cli.init import texts
 from laminar.names import exit_codes
@@ -55,12 +55,11 @@ def test_the_quickstart_runs_from_any_directory(
     assert run(words) == exit_codes.COMPLETE
     shown = capsys.readouterr().out
     assert (
-        f"model      {shipped.QUICKSTART_MODEL.resolve()}" in shown
-        and "steps      7 of 16" in shown
+        f"model      {init.QUICKSTART_MODEL.resolve()}" in shown and "steps      7 of 16" in shown
     )
     assert "run        here/x\n" in shown
 
 
 def test_what_is_shipped_is_what_the_checkout_has() -> None:
-    assert shipped.CONFIGS.resolve() == ROOT / "configs"
-    assert shipped.REFERENCE_CONFIG.is_file() and shipped.QUICKSTART_MODEL.is_dir()
+    assert init.CONFIGS.resolve() == ROOT / "configs"
+    assert init.REFERENCE_CONFIG.is_file() and init.QUICKSTART_MODEL.is_dir()
