@@ -33,16 +33,7 @@ def check_together(c: Config) -> None:
     _check_place(c)
     if not (c.model.name or c.is_emulated):
         raise ConfigError("model.name is empty; give the directory of a Hugging Face model")
-    if c.rollout.max_num_seqs < c.rollout.group_size:
-        raise ConfigError(
-            f"rollout.max_num_seqs = {c.rollout.max_num_seqs} is smaller than "
-            f"rollout.group_size = {c.rollout.group_size}; a replica must hold one whole group"
-        )
-    if c.rollout.group_size < 2:
-        raise ConfigError(
-            f"rollout.group_size = {c.rollout.group_size}: a group-relative advantage needs "
-            "at least 2 siblings"
-        )
+    _check_group(c)
     _check_sampling(c)
     _check_batches(c)
     _check_sizes(c)
@@ -58,6 +49,23 @@ def check_together(c: Config) -> None:
             f"data.max_prompt_length + data.max_response_length = "
             f"{c.data.max_prompt_length + c.data.max_response_length}"
         )
+    _check_leases(c)
+
+
+def _check_group(c: Config) -> None:
+    if c.rollout.max_num_seqs < c.rollout.group_size:
+        raise ConfigError(
+            f"rollout.max_num_seqs = {c.rollout.max_num_seqs} is smaller than "
+            f"rollout.group_size = {c.rollout.group_size}; a replica must hold one whole group"
+        )
+    if c.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size = {c.rollout.group_size}: a group-relative advantage needs "
+            "at least 2 siblings"
+        )
+
+
+def _check_leases(c: Config) -> None:
     if c.coordinator.lease_ms < 3 * c.coordinator.heartbeat_ms:
         raise ConfigError(
             f"coordinator.lease_ms = {c.coordinator.lease_ms} must be at least three times "

@@ -66,8 +66,7 @@ class Tick:
         """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
         processes that are connected or ask to be admitted; `given_up`: events, by name, on which
         too many coordinators have crashed; `background`: for work on a large state."""
-        self.machine = machine
-        self.log = log
+        self.machine, self.log = machine, log
         self.detector = FailureDetector(lease_ms * 1_000_000, node_lease_ms * 1_000_000, clock_ns)
         self.local: list[tuple[int, Command]] = []  #: commands for our own process
         self.bad_frames = 0

@@ -60,6 +60,8 @@ class LogWriter:
         keep_bytes: int,
     ) -> None:
         """Creates the segment file; use `begin`, which also writes its header."""
+        if segment_bytes < MAX_HEADER_BYTES:
+            raise ValueError(f"segment_bytes is {segment_bytes}: give {MAX_HEADER_BYTES} or more")
         self._disk = disk
         self._header = header
         self._segment_bytes = segment_bytes
@@ -99,8 +101,6 @@ class LogWriter:
         needs them.
         Raises LogTaken when the log grew since the scan: its writer lives, scan again or end.
         """
-        if segment_bytes < MAX_HEADER_BYTES:
-            raise ValueError(f"segment_bytes is {segment_bytes}: give {MAX_HEADER_BYTES} or more")
         header = Header(
             schema=SCHEMA_VERSION,
             logic=logic,

@@ -25,7 +25,7 @@ from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import crashes, given_up
-from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -104,12 +104,7 @@ class SimCoordinator:
         found = restored.replay
         if found.difference is not None:
             raise Violation("replay_equal", str(found.difference))
-        if restored.tail.torn_bytes:
-            self.world.coverage.hit("log:torn-tail")
-        if restored.snapshot is not None:
-            self.world.coverage.hit("log:snapshot-start")
-        if found.unlogged:
-            self.world.coverage.hit("log:decisions-of-the-dead-completed")
+        _note_start(restored, self.world.coverage.hit)
         self.incarnations = restored.incarnation
         self._watch = Watch(self.report)
         writer = take_over(
@@ -138,6 +133,12 @@ class SimCoordinator:
         self.exits.plant(found.machine)
         self.exits.serves()
         self.world.checks.coordinator_started(self, found.machine)
+        self._tell_start(found.machine)
+        self.world.connect_all()
+        self._plan(self.world.scheduler.now)
+
+    def _tell_start(self, machine: Machine) -> None:
+        scenario = self.world.scenario
         self._own = [
             ev.CoordinatorStarted(
                 incarnation=self.incarnations,
@@ -145,13 +146,11 @@ class SimCoordinator:
                 settings=scenario.settings,
                 clock_ns=UNIX_START_NS + self.wall_offset_ns + self.world.scheduler.now,
                 config="",
-                origin=None if found.machine.started else scenario.origin,
+                origin=None if machine.started else scenario.origin,
             ),
-            *self._resumed(found.machine),
+            *self._resumed(machine),
             *(event for event in self._own if isinstance(event, ev.DrainRequested)),
         ]
-        self.world.connect_all()
-        self._plan(self.world.scheduler.now)
 
     def _resumed(self, machine: Machine) -> list[Event]:
         """What it says when it finds no process, or the user has stopped the run and wants it to
@@ -350,3 +349,13 @@ class SimCoordinator:
     def _answered(self, incarnation: int, answer: ev.BatchProposed) -> None:
         if incarnation == self.incarnations and self.tick is not None:
             self.report(answer)
+
+
+def _note_start(restored: Restored, hit: Callable[[str], None]) -> None:
+    """Tell the coverage by which ways a log was restored."""
+    if restored.tail.torn_bytes:
+        hit("log:torn-tail")
+    if restored.snapshot is not None:
+        hit("log:snapshot-start")
+    if restored.replay.unlogged:
+        hit("log:decisions-of-the-dead-completed")
