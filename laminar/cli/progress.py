@@ -32,7 +32,7 @@ REPLICAS_SHOWN = 16
 """Of more, how many do the same is shown."""
 LINE_MAX = 120
 """Characters of a plain line: a log is read in windows of this width."""
-BAR = 30
+BAR = 20
 """Characters of the bar of the steps."""
 QUIET_S = 10.0
 """Without a new step, a plain log gets a line this often, to show that the run goes on."""
