@@ -148,8 +148,8 @@ class IdleTimes:
         parts = sorted(whole.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts if ns)
         yield (
-            f"In all it ran nothing {times(len(self._times))}, for {sum(whole.values()) / 1e9:.3f} "
-            f"of {life_s:.3f} s: {listed}."
+            f"In total it ran nothing {times(len(self._times))}, for "
+            f"{sum(whole.values()) / 1e9:.3f} of {life_s:.3f} s{': ' if listed else ''}{listed}."
         )
 
 

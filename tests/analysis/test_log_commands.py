@@ -21,6 +21,7 @@ from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
 from tests.analysis.conftest import Cli
+from tests.kit.golden_pages import check
 from tests.kit.logs import write_log
 from tests.kit.run_directory import CLOCK_NS, world_log
 
@@ -183,26 +184,6 @@ def test_a_reader_that_has_seen_enough_is_told_from_an_error(made: Path) -> None
 # --- story --------------------------------------------------------------------------------------
 
 
-def test_the_story_of_a_trajectory_from_prompt_to_end(made: Path, cli: Cli) -> None:
-    code, out = cli("log", "story", "0.1.2", made)
-    assert code == 0
-    order = [
-        "generate-trajectory",
-        "trajectory-started",
-        "trajectory-finished",
-        "score-trajectories",
-        "trajectory-rewarded",
-        "train-step",
-        "end-trajectories",
-        "trajectories-ended",
-    ]
-    places = [out.index(f" {tag} ") for tag in order]
-    assert places == sorted(places)
-    assert all("0.1.2" in line for line in out.splitlines())
-    times = [float(line.split()[1]) for line in out.splitlines()]
-    assert times == sorted(times)
-
-
 def test_every_mention_is_in_the_story(made: Path, cli: Cli) -> None:
     """Against a plain search through the raw text of every message."""
     messages = [(s.seq, s.event) for s, _ in world_log()]
@@ -279,8 +260,8 @@ def write_logs(run_dir: Path, attempt: int, process: str, lines: list[dict[str, 
             file.write(json.dumps(whole) + "\n")
 
 
-def with_logs(run_dir: Path) -> tuple[int, str, float]:
-    """Log lines about trajectory 0.1.2: its replica was told to generate it by this event."""
+def with_logs(run_dir: Path) -> str:
+    """Log lines about trajectory 0.1.2, and the replica that was told to generate it."""
     seq, replica, at = next(
         (s.seq, c.to, s.time_ns / 1e9)
         for s, cs in world_log()
@@ -303,39 +284,23 @@ def with_logs(run_dir: Path) -> tuple[int, str, float]:
     )
     write_logs(run_dir, 1, "stranger-0", [{"at": at + 0.03, "event": "odd", "level": "error"}])
     write_logs(run_dir, 2, "store-0", [{"at": at + 0.05, "event": "seen", "trajectory": "0.1.2"}])
-    return seq, replica, at
+    return replica
 
 
-def test_a_story_with_the_lines_of_the_processes(copy: Path, cli: Cli) -> None:
-    """Of all attempts: what names it, what comes of its commands, warnings of who had it."""
-    seq, replica, _ = with_logs(copy)
-    _, plain = cli("log", "story", "0.1.2", copy)
-    code, out = cli("log", "story", "0.1.2", copy, "--logs")
-    assert code == 0
-    logged = [line for line in out.splitlines() if " | " in line]
-    assert [line for line in out.splitlines() if " | " not in line] == plain.splitlines()
-    assert [line.split("|")[1].split(None, 1)[1] for line in logged] == [
-        "trajectory-started trajectory=0.1.2 version=0",
-        "no-id",
-        "warning: slow",
-        "seen trajectory=0.1.2",
-    ]
-    assert [line.split("|")[1].split()[0] for line in logged] == [replica] * 3 + ["store-0"]
-    assert [line[:8].strip() for line in logged] == [str(seq), str(seq), "", ""]
-
-
-def test_a_log_line_follows_the_event_that_it_belongs_to(copy: Path, cli: Cli) -> None:
-    """Though the clock of its machine is five seconds late."""
-    seq, _, at = with_logs(copy)
-    lines = cli("log", "story", "0.1.2", copy, "--logs")[1].splitlines()
-    late = next(i for i, line in enumerate(lines) if " | " in line)
-    assert f"{at - 5:>10.3f}" in lines[late]
-    assert all(int(line[:8]) <= seq for line in lines[:late])
-    assert "generate-trajectory" in lines[late - 1]
+def test_stories_are_those_of_the_page(copy: Path, cli: Cli) -> None:
+    """With the logs of all attempts: what names it, what comes of its commands, warnings of who had
+    it. A line follows the event that it belongs to, though its clock is five seconds late."""
+    with_logs(copy)
+    page = []
+    for words in (["0.1.2"], ["0.1.2", "--logs"], ["v2"]):
+        code, out = cli("log", "story", words[0], copy, *words[1:])
+        assert code == 0
+        page += [f"$ story {' '.join(words)}", out]
+    check("story", "\n".join(page))
 
 
 def test_all_lines_of_an_actor_are_in_its_story(copy: Path, cli: Cli) -> None:
-    _, replica, _ = with_logs(copy)
+    replica = with_logs(copy)
     _, out = cli("log", "story", replica, copy, "--logs")
     assert out.count(" | ") == 6
     assert "error: too-late" in out
@@ -343,7 +308,7 @@ def test_all_lines_of_an_actor_are_in_its_story(copy: Path, cli: Cli) -> None:
 
 def test_damaged_lines_are_left_out(copy: Path, cli: Cli) -> None:
     """A crash cut one short; something else wrote there, too."""
-    _, replica, _ = with_logs(copy)
+    replica = with_logs(copy)
     with (copy / "logs" / "attempt_1" / f"{replica}.jsonl").open("ab") as file:
         file.write(b'{"event": "cut-sh{"a": 1}\n[]\n7\n{"timestamp": 5}\n\xff\n')
     code, out = cli("log", "story", replica, copy, "--logs")
