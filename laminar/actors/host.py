@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from laminar.actors.protocol import CommandFilter
 from laminar.config import Config, ConfigError
+from laminar.engines.protocol import EngineError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
@@ -166,6 +167,7 @@ class Host:
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: the first welcome, or the end before it
         self._failure: tuple[str, int] | None = None
+        self._engine_failed = False  #: that is the failure
         self._tasks: dict[asyncio.Task[Any], None] = {}  #: in their order
         process.join(self)
 
@@ -236,11 +238,14 @@ class Host:
         """Items to be written beside the event loop, in order; `kept`: that wait at most."""
         return self.process.outlet(name, write, kept=kept)
 
-    def fail(self, reason: str, exit_code: int = exit_codes.FAILED) -> None:
-        """End this process with a reason; the first one counts."""
+    def fail(
+        self, reason: str, exit_code: int = exit_codes.FAILED, *, engine: bool = False
+    ) -> None:
+        """End this process with a reason; the first one counts. `engine`: it has failed."""
         self._leave()
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code)
+            self._engine_failed = engine
             self.log.error("failed", reason=reason)
 
     # --- the process --------------------------------------------------------------------------
@@ -301,7 +306,8 @@ class Host:
             reason, code = self._failure
             if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
                 user_error = code == exit_codes.USER_ERROR
-                self._last_word(ev.ActorFailed(reason=reason, user_error=user_error))
+                engine = self._engine_failed
+                self._last_word(ev.ActorFailed(reason=reason, user_error=user_error, engine=engine))
         try:
             await actor.stop()
         except Exception:
@@ -391,5 +397,7 @@ class Host:
             self.log.info("given-up", reason=str(error))
             return
         code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
-        self.fail(f"{type(error).__name__}: {error}", code)
+        engine = isinstance(error, EngineError)
+        told = str(error) if engine else f"{type(error).__name__}: {error}"
+        self.fail(told, code, engine=engine)
         self.log.error(what, exc_info=error)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -29,13 +29,23 @@ from laminar.actors.openings import Openings, Ordered, temperature_of
 from laminar.actors.running import Running, request_id
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
-from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, ReplicaEngine, TokenDelta
+from laminar.config import ConfigError
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    GenerateRequest,
+    ReplicaEngine,
+    TokenDelta,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import FailureReason, FinishReason
 from laminar.names import ids
 from laminar.storage import messages as m
+
+T = TypeVar("T")
 
 FINISH_DELAY_S = 0.002
 """Responses that end within this time share one commit of the store."""
@@ -84,7 +94,7 @@ class Rollout:
 
     async def start(self) -> None:
         rollout, parts = self.config.rollout, self.parts
-        self.engine = await parts.start_engine(self._engine_seed(), self._on_deltas)
+        self.engine = await _of_engine(parts.start_engine(self._engine_seed(), self._on_deltas))
         self.engine_reports = EngineReports(
             self.host, self.engine, parts.keep_steps, self.running, self.openings
         )
@@ -364,7 +374,17 @@ class Rollout:
             await self._flush()
 
     async def _engine_ends(self) -> None:
-        await asyncio.shield(self.engine.failed)
+        await _of_engine(asyncio.shield(self.engine.failed))
+
+
+async def _of_engine(work: Awaitable[T]) -> T:
+    """What fails in it is an EngineError, as which Host reports it; a user's mistake is not."""
+    try:
+        return await work
+    except (ConfigError, EngineError):
+        raise
+    except Exception as error:
+        raise EngineError(f"{type(error).__name__}: {error}") from error
 
 
 async def release(

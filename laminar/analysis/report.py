@@ -42,6 +42,7 @@ from laminar.analysis.timeline import (
 from laminar.analysis.windows import Windows
 from laminar.config import ConfigError
 from laminar.core.held_out import facts
+from laminar.core.losses import Losses
 from laminar.core.resumption import is_over
 from laminar.core.rules import can_resume
 from laminar.core.state import State
@@ -67,9 +68,11 @@ class Milestones:
         self.published_ns: dict[int, int] = {}  #: by version
         self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
+        self.losses = Losses()
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self.losses.take(stamped, commands)
         now, event = self._clock.unix_ns(stamped), stamped.event
         if isinstance(event, ev.CoordinatorStarted):
             self.coordinators += 1
@@ -111,6 +114,7 @@ def summary_of(
         **_lengths(account),
         **group_figures(account),
         "by_length": by_length(account),
+        "lost_by": milestones.losses.why,
         "warnings": state.warnings,
         **_rewards(state, account),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),

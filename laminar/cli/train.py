@@ -31,7 +31,7 @@ from laminar.cli.supervisor import Asked, Supervisor, roles_of, words_of
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
-from laminar.engines.check import ask_vllm
+from laminar.engines.check import vllm_asked
 from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
 from laminar.run.directory import (
@@ -46,6 +46,9 @@ from laminar.run.directory import (
 )
 from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed
+
+LOST_SHOWN = 4
+"""Reasons for which processes were lost; summary.json has all."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -108,12 +111,12 @@ def begin(
         for index in range(config.run.nodes if starts else 0):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
         places = check_memory(config, 1 if arguments.prepare else config.run.nodes)
+        vllm_takes_it = ends.enter_context(vllm_asked(config))
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
             check_data(run_dir, plan.data_digest)
-        if not starts:
-            ask_vllm(plan.config)
+        vllm_takes_it()
         console.lines([*plan_lines(plan), *memory_lines(places)])
         console.lines(forked.lines if forked is not None else [])
         found = dict(plan.warnings)
@@ -291,6 +294,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
             f"the run FAILED   {failure}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; {typed('log', 'tail', run_dir)}",
         ]
+    lines += _lost(summary["lost_by"])
     if summary["resumable"]:
         lines.append(f"resume with      {typed('train', '--resume', run_dir)}")
     lines += _held_out(summary["evaluations"])
@@ -321,6 +325,14 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
 def _skipped(summary: dict[str, Any]) -> str:
     count = summary["steps_unchanged"]
     return f"{count_of(count, 'skipped update', 'skipped updates')}, " if count else ""
+
+
+def _lost(lost_by: dict[str, str]) -> list[str]:
+    """Why processes were lost; of those with the same reason the first one's name."""
+    by_reason = {reason: name for name, reason in reversed(lost_by.items())}
+    lines = [f"{name + ' was lost':<17}{reason}" for reason, name in by_reason.items()]
+    more = [f"of {len(lost_by)} processes that were lost, the others are in {SUMMARY_FILE}"]
+    return lines[:LOST_SHOWN] + (more if len(lines) > LOST_SHOWN else [])
 
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:

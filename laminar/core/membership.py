@@ -63,6 +63,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         pid=event.pid,
         boot_id=event.boot_id,
         incarnation=incarnation,
+        start_failure=known.start_failure if known is not None else "",
     )
     add_actor(state, actor)
     store_restarts.joined(state, actor)
@@ -139,8 +140,20 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
         if not lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
             ctx.ignore("run-ending")
     else:
+        again = event.engine and _fails_at_each_start(ctx.state, name, event.reason)
         actor_lost(ctx, name, event.reason)
         _missed_by_its_node(ctx, name, event.reason)
+        if again:
+            why = f"{name}: its engine has failed in the same way at two starts: {event.reason}"
+            lifecycle.fail(ctx, why, 1)
+
+
+def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
+    """As the process before did, and no replica has weights: another start would change nothing."""
+    actor, replica = state.actors[name], state.replicas.get(name)
+    served = replica is not None and replica.version >= 0
+    before, actor.start_failure = actor.start_failure, "" if served else reason
+    return before == reason and not any(r.version >= 0 for r in state.replicas.values())
 
 
 @handles(ev.ProcessExited, valid=anything, leads_to=LOSES_ACTOR)
@@ -149,6 +162,8 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     state = ctx.state
     actor = state.actors.get(event.actor)
     why = f"its process ended with exit code {event.code}"
+    if actor is not None and actor.boot_id == event.boot_id and not actor.alive:
+        why = actor.start_failure or why
     why = f"{why}; {event.reason}" if event.reason else why
     if actor is not None and actor.boot_id != event.boot_id:
         # An old one, or one that was started again and never got as far as joining. After that,

@@ -52,6 +52,8 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     ready: bool = False
     silent: bool = False  #: a node of which nothing is heard, while its actors speak
     last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
+    #: with which the engine of the process before failed it, if that had never had weights
+    start_failure: str = ""
 
 
 class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):

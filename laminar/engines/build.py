@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -27,17 +28,19 @@ async def start_engine(
     vocab_limit: int,
     seed: int,
     on_deltas: Callable[[list[TokenDelta]], None],
+    output: Path | None = None,
 ) -> ReplicaEngine:
     """The engine of one replica; ids at or above `vocab_limit` are never sampled.
 
     `seed` is for engines that draw by themselves; the embedded one draws from each request's.
+    `output`: where an engine that has processes of its own lets them print.
     """
     if config.rollout.engine == "vllm":
         check_vllm(config)
         # Importing vLLM takes seconds, in which this process has heartbeats to send.
         start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm_start")
         engine: ReplicaEngine = await start.start_vllm(
-            config, engine_dtype(config), vocab_limit, seed, on_deltas
+            config, engine_dtype(config), vocab_limit, seed, on_deltas, output
         )
         return engine
     torch_engine = await asyncio.to_thread(_torch_engine, config, vocab_limit)

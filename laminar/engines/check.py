@@ -8,23 +8,30 @@ Without torch, except where a machine's GPUs have to be counted: it is asked bef
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from laminar.config import Config, ConfigError, dumps
+from laminar.engines.environment import VLLM
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.run.program import with_extra
 
 ASK_S = 180.0
 """The time for vLLM's import and a look at the model, on a machine that is busy."""
+PARALLEL_ENDS = ("parallel_size", "parallel_rank")
+PARALLEL_BEGINS = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
+"""How vLLM's arguments begin and end that are for engines of several processes that share the work or the requests."""
 TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
 
@@ -62,6 +69,7 @@ def check_vllm(config: Config) -> None:
             'rollout.engine = "vllm", but vLLM is not installed here: '
             f"{with_extra('vllm')}; docs/engines.md has the way for a machine without a GPU"
         )
+    _check_parallelism(config)
     size = config.rollout.vllm.tensor_parallel_size
     if size > 1:
         gpus = count_gpus()
@@ -72,32 +80,64 @@ def check_vllm(config: Config) -> None:
             )
 
 
+def _check_parallelism(config: Config) -> None:
+    """An engine has the GPUs that its node gives it."""
+    for key, value in config.rollout.vllm.extra.items():
+        if key.endswith(PARALLEL_ENDS) or key.startswith(PARALLEL_BEGINS):
+            raise ConfigError(
+                f"rollout.vllm.extra.{key} = {value!r}: a replica is one engine on one machine, "
+                "with rollout.vllm.tensor_parallel_size GPUs; leave it out, and take more GPUs by "
+                "that setting or by rollout.replicas"
+            )
+
+
 def count_gpus() -> int:
     import torch  # takes longer to load than all the rest
 
     return torch.cuda.device_count()
 
 
-def ask_vllm(config: Config) -> None:
-    """What only vLLM can say: whether it runs this model, and knows the keys of `extra`. Takes as
-    long as its import; a run that is started hears the same from its first replica."""
+@contextlib.contextmanager
+def vllm_asked(config: Config) -> Iterator[Callable[[], None]]:
+    """Ask vLLM whether it runs this model, and takes what `extra` says, in a process of its own.
+
+    That takes as long as its import, so there is time for other checks; calling what this gives
+    waits for the answer: ConfigError.
+    """
     if config.rollout.engine != "vllm":
+        yield lambda: None
         return
-    command = [sys.executable, "-m", "laminar.engines.vllm_check"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "laminar.engines.vllm_check"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=VLLM | os.environ,
+    )
+    assert child.stdin is not None
     try:
-        asked = subprocess.run(
-            command, input=dumps(config).encode(), capture_output=True, timeout=ASK_S
-        )
+        with contextlib.suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(dumps(config).encode())
+        child.stdin = None
+        yield partial(_vllm_answer, child)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def _vllm_answer(child: subprocess.Popen[bytes]) -> None:
+    try:
+        out, err = child.communicate(timeout=ASK_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f'rollout.engine = "vllm", but vLLM has not been imported within {ASK_S:g} s; try '
             '`python -c "import vllm"`'
         ) from None
-    if asked.returncode != 0:
-        last = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if child.returncode != 0:
+        last = err.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f'rollout.engine = "vllm", but vLLM does not start here: {last}')
-    if asked.stdout != TAKEN:
-        raise ConfigError(asked.stdout.decode(errors="replace"))
+    if out != TAKEN:
+        raise ConfigError(out.decode(errors="replace"))
 
 
 def weight_shapes(directory: str | Path) -> Shapes:

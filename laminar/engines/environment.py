@@ -13,6 +13,8 @@ from laminar.config import Config
 
 VLLM = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch",  # else it says that there is no Triton, at each start
     "TQDM_DISABLE": "1",  # its bars while CUDA graphs are captured would tear the live panel
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking for GPUs keeps the core from being forked
     "VLLM_LOGGING_LEVEL": "ERROR",

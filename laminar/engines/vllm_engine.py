@@ -39,6 +39,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.requests import check_request, check_sequence
+from laminar.engines.vllm_output import Output
 from laminar.names.process_end import how_it_ended
 
 T = TypeVar("T")
@@ -98,12 +99,14 @@ class VllmEngine:
         gauges: Gauges,
         thread: Executor,
         on_deltas: Callable[[list[TokenDelta]], None],
+        printed: Output,
         *,
         max_model_len: int,
         vocab_limit: int,
     ) -> None:
         """`thread` is the one that the core was started from; it ends with the engine."""
         self._llm, self._gauges, self._thread, self._on_deltas = llm, gauges, thread, on_deltas
+        self._printed = printed
         self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -281,7 +284,7 @@ class VllmEngine:
 
     def _need_life(self) -> None:
         if self.failed.done():
-            raise EngineError("the engine has stopped")
+            raise EngineError(str(self.failed.exception() or "the engine has stopped"))
 
     def _need_weights(self) -> None:
         if not self._loaded:
@@ -323,10 +326,10 @@ class VllmEngine:
                 )
 
     def _death(self) -> str:
-        """A sentence; the core's own words are in the output that it shares with this process."""
+        """A sentence; the core's own words, where it had time for them."""
         code = self._core.exitcode
         if code is None or code >= 0:
-            return "vLLM's engine core has died; the reason is in this replica's output above"
+            return f"vLLM's engine core has died: {self._printed.failure()}"
         memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
         return f"vLLM's engine core has died, {how_it_ended(code)}{memory}"
 

@@ -14,15 +14,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from laminar.config import Config, ConfigError
 from laminar.engines.environment import VLLM, vllm_environment
-from laminar.engines.protocol import TokenDelta
+from laminar.engines.protocol import EngineError, TokenDelta
+from laminar.engines.vllm_output import Output, say_failures
 from laminar.run.parent_death import die_with_parent
 
 os.environ.update(VLLM | os.environ)  # before CUDA is asked for
@@ -39,6 +42,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from laminar.engines.vllm_engine import Gauges, VllmEngine
 
+say_failures()
+
 WORKER = "laminar.engines.vllm_worker.LaminarWorker"
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor by a name that vLLM's CPU platform does not replace by one with a process more."""
@@ -51,24 +56,26 @@ async def start_vllm(
     vocab_limit: int,
     seed: int,
     on_deltas: Callable[[list[TokenDelta]], None],
+    output: Path | None = None,
 ) -> VllmEngine:
     """The engine of one replica. The core's parent is a thread that lives as long as the engine:
     the kernel tells a child of the end of the thread that forked it."""
     _cores_die_with_us()
     thread = ThreadPoolExecutor(1, "vllm")
-    loop = asyncio.get_running_loop()
+    loop, printed = asyncio.get_running_loop(), Output(output)
     made: list[Gauges] = []
 
     def gauges(vllm_config: Any, engine_index: int = 0) -> Gauges:
         made.append(Gauges(vllm_config, engine_index))
         return made[-1]
 
-    llm = await loop.run_in_executor(thread, lambda: _start(config, dtype, seed, gauges))
+    llm = await loop.run_in_executor(thread, lambda: _start(config, dtype, seed, gauges, printed))
     engine = VllmEngine(
         llm,
         made[0],
         thread,
         on_deltas,
+        printed,
         max_model_len=config.max_model_len,
         vocab_limit=vocab_limit,
     )
@@ -87,25 +94,20 @@ def engine_config(config: Config, dtype: str, seed: int) -> Any:
     arguments = _arguments(config, dtype, seed)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, OSError, NotImplementedError) as error:  # what vLLM refuses with
-        raise ConfigError(
-            f"vLLM cannot run model.name = {config.model.name!r} as configured: {_first(error)}"
-        ) from error
+    except Exception as error:  # vLLM refuses with errors of many types
+        raise ConfigError(_refusal(config, error)) from error
     _check_kv(config, vllm_config)
     return vllm_config
 
 
-def _start(config: Config, dtype: str, seed: int, gauges: Any) -> AsyncLLM:
+def _start(config: Config, dtype: str, seed: int, gauges: Any, printed: Output) -> AsyncLLM:
     vllm_config = engine_config(config, dtype, seed)
     if current_platform.is_cpu():  # create_engine_config has set it to spawn
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     try:
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauges])
     except (RuntimeError, ValueError) as error:
-        raise RuntimeError(
-            f"vLLM's engine core did not start: {_first(error)}; the reason is in this replica's "
-            "output above"
-        ) from error
+        raise EngineError(f"vLLM's engine core did not start: {printed.failure()}") from error
 
 
 def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
@@ -165,6 +167,22 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
             f"{config.max_model_len} tokens, which takes {wanted}; raise it, or lower "
             "data.max_response_length"
         )
+
+
+def _refusal(config: Config, error: Exception) -> str:
+    """It names the keys of `extra` that the error is about; those that it does not name may be."""
+    extra = config.rollout.vllm.extra
+    found = error.errors() if isinstance(error, ValidationError) else []
+    about = {str(part) for one in found for part in one["loc"]} | set(
+        re.findall(r"\w+", str(error))
+    )
+    if keys := [key for key in extra if key in about]:
+        said = " and ".join(f"rollout.vllm.extra.{key} = {extra[key]!r}" for key in keys)
+        return f"vLLM refuses {said}: {_first(error)}"
+    given = f" with rollout.vllm.extra = {extra!r}" if extra else ""
+    return (
+        f"vLLM cannot run model.name = {config.model.name!r} as configured{given}: {_first(error)}"
+    )
 
 
 def _first(error: BaseException) -> str:

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
+from laminar.engines.vllm_output import say_failures
 from laminar.engines.weight_file import MappedWeights
 from laminar.run.parent_death import die_with_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 
+say_failures()
 die_with_parent()  # a core without its replica would never free its memory
 
 

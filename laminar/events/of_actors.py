@@ -37,6 +37,7 @@ class ActorFailed(Event, frozen=True, kw_only=True):
 
     reason: str
     user_error: bool
+    engine: bool = False  #: a replica's engine failed it
 
 
 @reported_by(

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -138,9 +139,23 @@ class Telemetry:
                 time.sleep(PAUSE_S)
 
 
+_terminal = 2  #: where people read
+
+
+def output_to(path: Path) -> None:
+    """Send what this process and its children print to the file, but for `print_lines`."""
+    global _terminal
+    if _terminal == 2:
+        _terminal = os.dup(2)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
 def print_lines(lines: list[bytes]) -> None:
-    """Print lines on standard error; for an outlet."""
-    os.write(2, b"".join(lines))
+    """Print lines on the standard error that the process began with; for an outlet."""
+    os.write(_terminal, b"".join(lines))
 
 
 def tell(text: str) -> None:

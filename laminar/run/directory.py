@@ -9,6 +9,7 @@ store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for l
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
                   what a reward function prints, NAME.reward.log for replica NAME
+                  what vLLM prints, NAME.engine.log likewise
 timeline/         what each process did when
                   Of a log or a timeline FILE that has grown large, FILE.1, FILE.2, ... are the
                   parts before it; the oldest of them go
@@ -73,6 +74,11 @@ def older_parts(path: Path) -> list[tuple[int, Path]]:
 
 def _beside(path: Path) -> list[Path]:
     return list(path.parent.iterdir()) if path.parent.is_dir() else []
+
+
+def engine_log(run_dir: Path, name: str) -> Path:
+    """What the engine of one replica prints, where it has processes of its own."""
+    return run_dir / "logs" / "latest" / f"{name}.engine.log"
 
 
 def reward_log(run_dir: Path, name: str) -> Path:

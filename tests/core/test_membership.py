@@ -264,3 +264,90 @@ def test_restart_that_is_not_carried_out_leaves_a_lost_process_its_time_to_come_
     bench.own(ev.TimerFired(timer="command:restart:rollout-0"))
     assert "restart:rollout-0" not in bench.state.commands
     assert bench.state.timers["rejoin:rollout-0"] == due
+
+
+# --- an engine that fails at its start ------------------------------------------------------------
+
+BROKEN = ev.ActorFailed(reason="head_dim=20 is not supported", user_error=False, engine=True)
+
+
+def started_without_weights(replicas: int) -> Bench:
+    """All have joined and are ready; no version is loaded."""
+    bench = Bench(replicas=replicas)
+    for name in ("node-0", "store-0", "trainer-0", "relay-0", *bench.names):
+        bench.join(name)
+    for name in bench.names:
+        bench.ready(name)
+    return bench
+
+
+def fails_at_a_start(bench: Bench, name: str, failed: ev.ActorFailed = BROKEN) -> None:
+    """Its process says why, ends, and is started again."""
+    boot_id = bench.state.actors[name].boot_id
+    bench.say(name, failed)
+    if bench.state.failure:
+        return
+    bench.say("node-0", ev.ProcessExited(actor=name, boot_id=boot_id, code=1, restarting=True))
+    bench.join(name, f"{len(bench.commands)}")
+    bench.ready(name)
+
+
+def test_an_engine_that_fails_in_the_same_way_at_two_starts_ends_the_run() -> None:
+    """Nothing is different at the next start: the reason is the run's at once."""
+    bench = started_without_weights(replicas=2)
+    fails_at_a_start(bench, "rollout-0")
+    fails_at_a_start(bench, "rollout-1")
+    assert bench.state.phase == "starting" and not bench.state.failure
+    fails_at_a_start(bench, "rollout-1")
+    assert bench.state.failure == (
+        "rollout-1: its engine has failed in the same way at two starts: "
+        "head_dim=20 is not supported"
+    )
+    assert bench.state.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        ev.ActorFailed(reason="out of memory", user_error=False, engine=True),
+        ev.ActorFailed(reason=BROKEN.reason, user_error=False),
+    ],
+    ids=["another reason", "not its engine"],
+)
+def test_two_starts_that_fail_in_other_ways_are_left_to_the_node(second: ev.ActorFailed) -> None:
+    bench = started_without_weights(replicas=1)
+    fails_at_a_start(bench, "rollout-0")
+    fails_at_a_start(bench, "rollout-0", second)
+    assert not bench.state.failure
+
+
+def test_a_run_that_has_a_replica_at_work_goes_on_without_the_broken_one() -> None:
+    bench = Bench(replicas=2)
+    bench.start()
+    for _ in range(3):
+        fails_at_a_start(bench, "rollout-1")
+    assert bench.state.phase == "running" and not bench.state.failure
+
+
+def test_a_replica_that_had_weights_has_not_failed_at_its_start() -> None:
+    bench = Bench(replicas=1)
+    bench.start()
+    fails_at_a_start(bench, "rollout-0")
+    fails_at_a_start(bench, "rollout-0")
+    assert not bench.state.failure
+    fails_at_a_start(bench, "rollout-0")
+    assert "at two starts" in bench.state.failure
+
+
+def test_the_last_word_of_an_engine_is_why_no_replica_is_left() -> None:
+    """Its exit code says nothing."""
+    bench = started_without_weights(replicas=1)
+    boot_id = bench.state.actors["rollout-0"].boot_id
+    bench.say("rollout-0", BROKEN)
+    gone = ev.ProcessExited(
+        actor="rollout-0", boot_id=boot_id, code=1, restarting=False, reason="it was the last time"
+    )
+    bench.say("node-0", gone)
+    assert bench.state.failure == (
+        "no replica is left: rollout-0: head_dim=20 is not supported; it was the last time"
+    )

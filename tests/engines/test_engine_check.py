@@ -13,7 +13,7 @@ import pytest
 from laminar.cli.commands import run
 from laminar.config import ConfigError, load
 from laminar.engines import check
-from laminar.engines.check import ask_vllm, check_vllm
+from laminar.engines.check import check_vllm, vllm_asked
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -57,9 +57,23 @@ def test_tensor_parallelism_takes_the_gpus_of_one_machine(
         check_vllm(config)
 
 
+@pytest.mark.parametrize(
+    "key", ["pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "nnodes"]
+)
+def test_parallelism_by_extra_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would take GPUs that the node has given to others."""
+    installed(monkeypatch)
+    config = load([QUICKSTART], ["rollout.engine=vllm", f"rollout.vllm.extra={{{key}=2}}"])
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.vllm\.extra\.{key} = 2: .*tensor_parallel_size"
+    ):
+        check_vllm(config)
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="here vLLM starts")
 def test_a_vllm_that_does_not_start_is_a_sentence() -> None:
     """The last line of what it said."""
     config = load([QUICKSTART], ["rollout.engine=vllm"])
-    with pytest.raises(ConfigError, match=r"vLLM does not start here: .*No module named 'vllm'$"):
-        ask_vllm(config)
+    told = pytest.raises(ConfigError, match=r"vLLM does not start here: .*No module named 'vllm'$")
+    with vllm_asked(config) as answered, told:
+        answered()

@@ -164,6 +164,6 @@ def test_few_origins_are_all_reported() -> None:
 
 def test_a_message_that_nobody_would_take_is_named_with_its_size() -> None:
     failed = ev.ActorFailed(reason="x" * MESSAGE_BYTES_MAX, user_error=False)
-    size = MESSAGE_BYTES_MAX + 43
+    size = MESSAGE_BYTES_MAX + 51
     with pytest.raises(TooLarge, match=rf"actor-failed has {size} bytes, more .*15728640"):
         encode(failed)

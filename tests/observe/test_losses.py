@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.core.losses import Losses
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.observe.status import Losses
 
 NAME = "rollout-0"
 
@@ -56,3 +56,12 @@ def test_the_reason_that_is_known_first(events: tuple[Event, ...], why: str) -> 
 def test_an_order_has_its_reason() -> None:
     timer = ev.TimerFired(timer=f"progress:{NAME}")
     assert told(timer, KILLED, orders=(RESTART,)) == "it sampled nothing"
+
+
+def test_an_end_in_good_order_is_no_loss() -> None:
+    losses = Losses()
+    stamped = Stamped(
+        seq=1, time_ns=0, peer="node-0", incarnation=1, peer_seq=1, event=ended("a", 0)
+    )
+    losses.take(stamped, [])
+    assert losses.why == {}

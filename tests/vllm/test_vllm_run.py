@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -117,17 +118,55 @@ def _status(run: Path) -> dict[str, Any]:
     return status
 
 
-@pytest.mark.parametrize("dry", [True, False])
-def test_a_mistake_is_one_sentence_and_code_2(tmp_path: Path, dry: bool) -> None:
-    """A dry run finds it as well as the replica that would start."""
-    options = ["--dry-run"] if dry else []
-    mistake = "rollout.vllm.extra={max_log_len=1}"
-    where = f"run.output_dir={tmp_path}"
-    done = laminar("train", "-c", "configs/quickstart.toml", *options, where, VLLM, mistake)
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ("{max_log_len=1}", "rollout.vllm.extra.max_log_len is not an argument of vLLM"),
+        ("{quantization='cubes'}", "vLLM refuses rollout.vllm.extra.quantization = 'cubes': "),
+    ],
+)
+def test_a_mistake_in_extra_is_one_sentence_and_code_2(
+    extra: str, told: str, tmp_path: Path
+) -> None:
+    """It leaves no run directory, so that the corrected command is not refused for it."""
+    where, mistake = f"run.output_dir={tmp_path}", f"rollout.vllm.extra={extra}"
+    done = laminar("train", "-c", "configs/quickstart.toml", where, VLLM, mistake)
     assert done.returncode == 2, done.stdout + done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "max_log_len" in line]
-    assert said and "is not an argument of vLLM" in said[-1]
-    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_fails_at_each_start_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    """vLLM takes this model's config, and its attention on CPU does not know heads of 20: the
+    engine's own words are the run's, on a terminal without tracebacks and in the directory."""
+    model = tmp_path / "model"
+    _odd_heads(model)
+    run = train(tmp_path, VLLM, f"model.name={model}")
+    told = "head_dim=20"
+    assert run.code == 1, run.output
+    failure = run.summary["failure"]
+    assert "failed in the same way at two starts" in failure and told in failure
+    assert told in json.dumps(run.summary["lost_by"]) and told in json.dumps(_status(run.directory))
+    assert told in run.output and "Traceback" not in run.output and "Triton" not in run.output
+    assert run.output.count("\n") < 80, run.output
+    logs = [path.read_text() for path in run.directory.glob("logs/latest/*.engine.log")]
+    assert len(logs) == 2 and all("Traceback" in text for text in logs)
+    failed = [e for e in history(run.directory) if isinstance(e, ev.ActorFailed)]
+    assert all(e.engine for e in failed) and len(failed) <= 4
+
+
+def _odd_heads(directory: Path) -> None:
+    """A random Qwen2 with heads of 20 numbers, and the shipped model's tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    base = ROOT / "configs" / "models" / "spell-0.6m"
+    shutil.copytree(base, directory)
+    shipped = json.loads((base / "config.json").read_text())
+    kept = {key: shipped[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 80, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**kept, **sizes, **heads, tie_word_embeddings=True, bos_token_id=None)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
 def test_a_dry_run_takes_what_vllm_takes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
-from laminar.run.directory import reward_log
+from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.reward_functions import reward_spec
 from laminar.tasks.reward_pool import RewardPool
@@ -61,7 +61,9 @@ class RealParts:
         config = self._host.config
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
-        return await start_engine(config, tokenizer_size(self._tokenizer), seed, on_deltas)
+        output = engine_log(self._host.run_dir, self._host.name)
+        size = tokenizer_size(self._tokenizer)
+        return await start_engine(config, size, seed, on_deltas, output)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,69 @@
+"""What the processes of a vLLM print, and why one of them failed, in its own words.
+
+Reads   records of vLLM's loggers, in the processes that fail; the file that they print to
+Writes  that file: standard output and error of the replica and of all that it starts
+Gives   Output
+
+vLLM tells the replica that its core has failed and leaves the reason to the output, which a hundred
+lines of tracebacks make unreadable on a terminal. So the output is a file of the replica's, and the
+process that fails adds a line of its own to it, by a filter of vLLM's loggers: unlike a handler, it
+stays when the core sets its logging up again. A core that is spawned gets the filter with the
+module of our worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from laminar.observe.telemetry import output_to
+
+LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+ENDS = ("EngineCore failed to start", "EngineCore encountered", "WorkerProc failed")
+"""How the messages begin with which a process of vLLM ends; others fail at one call and live."""
+MARK = b"laminar: failed by "
+
+
+def say_failures() -> None:
+    """From now on this process, and what it forks, prints why it fails in a line with MARK."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if _say not in logger.filters:
+            logger.addFilter(_say)
+
+
+def _say(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and str(record.msg).startswith(ENDS):
+        os.write(2, MARK + described(error).encode(errors="replace") + b"\n")
+    return True
+
+
+def described(error: BaseException) -> str:
+    """Type and first line, which is the sentence of an error that may be pages long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return type(error).__name__ + (f": {lines[0][:400]}" if lines else "")
+
+
+class Output:
+    """The output of one replica's processes, which earlier processes of its name have begun."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: it stays where it is, and no reason is known."""
+        self._path, self._begin = path, 0
+        if path is not None:
+            output_to(path)
+            self._begin = path.stat().st_size
+
+    def failure(self) -> str:
+        """Why a process has failed: a worker's own reason comes before that of its core; else where
+        to look."""
+        if self._path is None:
+            return "the reason is in this replica's output"
+        with open(self._path, "rb") as file:
+            file.seek(self._begin)
+            said = [line for line in file if line.startswith(MARK)]
+        if not said:
+            return f"what it printed is in {self._path}"
+        return said[0].removeprefix(MARK).decode(errors="replace").strip()
