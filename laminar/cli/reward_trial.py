@@ -86,13 +86,16 @@ def show_trial(
 
 def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
     """Why a run is refused whose reward has scored nothing."""
-    row = calls[0].row
-    without = row.ground_truth is None
-    cause = f"; row {row.index} has no answer column ({columns_of(row)})" if without else ""
+    row, said = (
+        calls[0].row,
+        f"gave no score for any answer that it was tried on ({_outcome(first)})",
+    )
+    insist = "or start without the trial by reward.trial = false"
+    if row.ground_truth is not None:
+        return f"{_name(spec)} {said}; correct it, {insist}"
     return (
-        f"{_name(spec)} gave no score for any of the answers it was tried on ({_outcome(first)})"
-        f"{cause}; correct it{', or set data.answer_key' if without else ''}, or start without the "
-        "trial by reward.trial = false"
+        f"row {row.index} of {row.data_source} has no answer column ({columns_of(row)}), and "
+        f"{_name(spec)} {said}; set data.answer_key, correct the function, {insist}"
     )
 
 

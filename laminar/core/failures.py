@@ -22,6 +22,7 @@ class FailureKind(StrEnum):
     NOT_STARTED = "not-started"  #: the time of the start is over; the roles that are missing
     NEVER_JOINED = "never-joined"  #: a process ended before it had joined; its name
     PROCESS_FAILED = "process-failed"  #: it says that it cannot go on; its name
+    ENGINE_FAILS = "engine-fails"  #: in the same way at two starts; the replica
     #: it is lost, and nobody starts it again; its name
     PROCESS_LOST = "process-lost"
     STORE_LOST = "store-lost"
@@ -44,6 +45,8 @@ _SENTENCES = {
     FailureKind.NOT_STARTED: "not started within {detail}: missing {subject}",
     FailureKind.NEVER_JOINED: "{subject} never joined: {detail}",
     FailureKind.PROCESS_FAILED: "{subject}: {detail}",
+    FailureKind.ENGINE_FAILS: "{subject}: its engine has failed in the same way at two starts: "
+    "{detail}",
     FailureKind.PROCESS_LOST: "{subject} is lost: {detail}",
     FailureKind.STORE_LOST: "the store is lost: {detail}",
     FailureKind.RELAY_LOST: "the trainer's machine has no relay: {detail}",

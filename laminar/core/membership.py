@@ -144,12 +144,12 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
         actor_lost(ctx, name, event.reason)
         _missed_by_its_node(ctx, name, event.reason)
         if again:
-            why = f"{name}: its engine has failed in the same way at two starts: {event.reason}"
-            lifecycle.fail(ctx, why, 1)
+            lifecycle.fail(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
 
 
 def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
-    """As the process before did, and no replica has weights: another start would change nothing."""
+    """Whether the process before has failed like this, and no replica has weights: another start
+    would change nothing."""
     actor, replica = state.actors[name], state.replicas.get(name)
     served = replica is not None and replica.version >= 0
     before, actor.start_failure = actor.start_failure, "" if served else reason

@@ -31,7 +31,7 @@ ASK_S = 180.0
 """The time for vLLM's import and a look at the model, on a machine that is busy."""
 PARALLEL_ENDS = ("parallel_size", "parallel_rank")
 PARALLEL_BEGINS = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
-"""How vLLM's arguments begin and end that are for engines of several processes that share the work or the requests."""
+"""How vLLM's arguments end and begin that spread an engine over more processes."""
 TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.chat import encode_prompt, is_templated
-from laminar.tasks.prompts import PromptRow, PromptSet
+from laminar.tasks.prompts import PromptRow, PromptSet, columns_of
 from laminar.tasks.rewards import RewardSpec
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def row_warnings(
         encode_prompt(tokenizer, messages, data)  # without a chat template it cannot be
     return {
         **_blank(rows),
+        **_no_answers(rows, spec),
         **_answer_lists(rows, spec),
         **_held_out(prompts, data),
         **_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], data),
@@ -78,6 +79,18 @@ def _blank(rows: Sequence[PromptRow]) -> dict[str, str]:
 def _said(row: PromptRow) -> str:
     """The prompt's text, of messages the last one's."""
     return row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1]["content"])
+
+
+def _no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
+    """A function in verl's style gets a ground_truth; scorers of this project refuse such rows."""
+    found = [row for row in rows if row.ground_truth is None]
+    if not found or not any(function.style == "verl" for function in spec.functions):
+        return {}
+    return {
+        "no-answers": f"{len(found)} of {len(rows)} rows have no answer: {_place(found[0])} "
+        f"has none ({columns_of(found[0])}), and the reward function gets ground_truth = None; "
+        "name its column by data.answer_key if it needs one"
+    }
 
 
 def _answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:

@@ -145,7 +145,7 @@ def test_without_an_answer_the_columns_are_named(tmp_path: Path) -> None:
             return ground_truth.strip() in solution_str
     """
     said = refused(tmp_path, source, rows)
-    assert "row 7 has no answer column (it has solution, level)" in said
+    assert "row 7 of sums has no answer column (it has solution, level)" in said
     assert "set data.answer_key" in said
 
 

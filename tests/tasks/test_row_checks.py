@@ -26,13 +26,13 @@ def tokenizer() -> Any:
 def warned(
     tokenizer: Any, tmp_path: Path, rows: list[dict[str, Any]], *, reward: str = "", **data: Any
 ) -> dict[str, str]:
-    """The warnings about the rows as a file d.jsonl; `reward`: the body of a user's function."""
+    """The warnings about the rows as a file d.jsonl; `reward`: a user's file."""
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flat: dict[str, Any] = {"model.name": str(MODEL), "data.train_files": [str(file)]}
     flat |= {f"data.{key}": value for key, value in ({"val_size": 0} | data).items()}
     if reward:
-        (tmp_path / "reward.py").write_text(f"def f(completion, answer=None): {reward}\n")
+        (tmp_path / "reward.py").write_text(reward)
         flat["reward.custom_reward_function.path"] = str(tmp_path / "reward.py")
     config = resolve(flat)
     prompts, spec = load_prompts(config.data), reward_spec(config)
@@ -62,6 +62,19 @@ def test_a_missing_answer_column_is_named(tokenizer: Any, tmp_path: Path) -> Non
     assert "the math scorer" in said and "data.answer_key" in said and "None" not in said
 
 
+def test_a_function_that_wants_an_answer_and_gets_none(tokenizer: Any, tmp_path: Path) -> None:
+    """It may do without; one that takes no ground_truth is not warned of."""
+    verl = "def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+    rows = [*sums(1), {"prompt": "2+2?", "solution": "4"}]
+    found = warned(tokenizer, tmp_path, rows, reward=verl)
+    assert list(found) == ["no-answers"]
+    assert (
+        "1 of 2 rows have no answer: row 1 of d has none (it has solution)" in found["no-answers"]
+    )
+    alone = "def f(completion): return float(len(completion))\n"
+    assert warned(tokenizer, tmp_path, rows, reward=alone) == {}
+
+
 def test_blank_prompts(tokenizer: Any, tmp_path: Path) -> None:
     rows = [*sums(3), {"prompt": " \n", "answer": "4"}]
     found = warned(tokenizer, tmp_path, rows)
@@ -84,7 +97,7 @@ def test_answers_that_are_lists(tokenizer: Any, tmp_path: Path) -> None:
     rows = [*sums(1), {"prompt": "4?", "answer": ["4", "four"]}]
     said = refused(tokenizer, tmp_path, rows)
     assert "row 1 of d has the answer ['4', 'four']" in said and "data.answer_key" in said
-    found = warned(tokenizer, tmp_path, rows, reward="return 1.0")
+    found = warned(tokenizer, tmp_path, rows, reward="def f(completion, answer): return 1.0\n")
     assert list(found) == ["answer-lists"]
     assert "1 of 2 answers are lists: row 1 of d has ['4', 'four']" in found["answer-lists"]
 

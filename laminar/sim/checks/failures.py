@@ -36,6 +36,7 @@ _CAUSES: dict[FailureKind, tuple[type[Event], ...]] = {
     FailureKind.NOT_STARTED: (ev.TimerFired,),
     FailureKind.NEVER_JOINED: (ev.ProcessExited,),
     FailureKind.PROCESS_FAILED: (ev.ActorFailed,),
+    FailureKind.ENGINE_FAILS: (ev.ActorFailed,),
     FailureKind.OVERDUE: (ev.TimerFired,),
     FailureKind.NOT_PUBLISHED: (ev.TimerFired,),
     FailureKind.EXPORT_DIFFERS: (ev.WeightsPublished,),
