@@ -28,9 +28,10 @@ setup: .venv/.installed
 quickstart: setup
 	@$(BIN)/laminar quickstart
 
-# Every test once, whole runs first: what else there is fits in beside them. Bytecode is kept, or each
-# of the many processes would compile Laminar for itself.
-TESTS ?= tests/run tests
+# Every test once, whole runs first: what else there is fits in beside them. (pytest leaves out what
+# another argument contains, so that all folders are named.) Bytecode is kept, or each of the many
+# processes would compile Laminar for itself.
+TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/kit/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
