@@ -101,11 +101,12 @@ summary { cursor: pointer; } pre { white-space: pre-wrap; overflow-wrap: anywher
   background: #f6f8fa; padding: 7px 10px; margin: 4px 0 8px; border-radius: 4px; }
 code { font: 12.5px ui-monospace, monospace; } .settings { margin: 0 0 10px; }
 .settings code { display: block; overflow-wrap: anywhere; }
-.sample > summary { display: grid; grid-template-columns: 84px 6fr 6fr 3fr; gap: 14px;
+.sample > summary { display: grid; grid-template-columns: 96px 6fr 6fr 3fr; gap: 14px;
   align-items: baseline; } .sample > summary::marker { content: ""; }
 .glance { font: 12.5px ui-monospace, monospace; color: #333; overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; } .of { color: #8c959f; }
-.score { font-weight: 600; } #tip { position: fixed; display: none; pointer-events: none;
+.score { font-weight: 600; white-space: nowrap; }
+#tip { position: fixed; display: none; pointer-events: none;
   background: #24292f; color: #fff; font-size: 12px; line-height: 1.45; padding: 5px 9px;
   border-radius: 5px; white-space: pre; z-index: 2; }
 @media print { .tile, details { break-inside: avoid; } .row { break-inside: avoid; } }
