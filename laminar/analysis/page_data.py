@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.analysis.course import Course
 from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.history import WallClock
 from laminar.analysis.process_logs import machines
 from laminar.analysis.prompt_lengths import ranges
+from laminar.analysis.repack_book import Course
 from laminar.analysis.replica_series import Points, Series, series
 from laminar.analysis.report import summary_of
 from laminar.analysis.samples import Choice, Decode, Sample, find_samples

@@ -1,7 +1,8 @@
 """What repack did in a run: which replicas were emptied, what moved, what it cost, what it gained.
 
 Reads   a replay
-Gives   RepackBook: every hand-over; `facts`, their figures for the summary; given_away
+Gives   RepackBook: every hand-over; Course: how long answers took, beside it; `facts` of each, its
+        figures for the summary; given_away
 
 A replica is freed when everything that it gave away has started elsewhere, or has ended. Without
 repack it would have run until the last of that was finished: that it is free earlier is measured up
@@ -14,13 +15,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.analysis.lives import DISPATCHED, ENDING, FINISHED, LOST, STARTED, Change, Moment
+from laminar.analysis.lives import (
+    DISPATCHED,
+    ENDING,
+    FINISHED,
+    LOST,
+    STARTED,
+    Change,
+    Lives,
+    Moment,
+    Moments,
+)
 from laminar.core import keys
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.names.ids import TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 
 
 @dataclass(slots=True)
@@ -153,3 +164,34 @@ def _figures(seconds: list[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     return {"mean": sum(seconds) / len(seconds), "max": max(seconds), "sum": sum(seconds)}
+
+
+class Course:
+    """How long answers took from their first placement to their last token, and what repack did.
+
+    An observer of a replay.
+    """
+
+    def __init__(self) -> None:
+        self.moments, self.repack = Moments(), RepackBook()
+        self._lives = Lives()
+        self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training answers
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self.moments.at(stamped)
+        changes = self._lives.take(now, stamped.event, commands, state)
+        for what, life in changes:
+            if what == FINISHED and life.purpose == Purpose.TRAIN:
+                took_ns = now.unix_ns - life.placements[0].dispatched.unix_ns
+                self._count += 1
+                self._sum_ns += took_ns
+                self._max_ns = max(self._max_ns, took_ns)
+        self.repack.take(now, stamped, commands, changes, state)
+
+    def facts(self) -> dict[str, Any]:
+        count = self._count
+        return {
+            "latency_s_mean": self._sum_ns / count / 1e9 if count else None,
+            "latency_s_max": self._max_ns / 1e9 if count else None,
+            "repack": self.repack.facts(),
+        }

@@ -22,7 +22,6 @@ import numpy as np
 
 from laminar.analysis import figures
 from laminar.analysis.confidence import estimate
-from laminar.analysis.course import Course
 from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
@@ -30,6 +29,7 @@ from laminar.analysis.intervals import Intervals, intersect, union
 from laminar.analysis.ledger_book import TRUNCATED, Account
 from laminar.analysis.outcomes import by_length, group_figures
 from laminar.analysis.prompt_lengths import by_prompt_length
+from laminar.analysis.repack_book import Course
 from laminar.analysis.timeline import (
     Span,
     Steps,
