@@ -28,6 +28,7 @@ from laminar.run.program import typed
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
 GLANCE_CHARS = 52  #: of a prompt, a response, a right answer that is not opened
+REPLICAS_SHOWN = 16  #: bars of what each did
 SPECIAL = re.compile(r"<\|[^|<>]*\|>")  #: tokens of a chat template, which fill a glance
 
 STEPS = "completed steps"
@@ -301,9 +302,20 @@ def _rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
 
 
 def _times(data: PageData, runs: Sequence[PageData]) -> Drawn:
-    shares: Mapping[str, Mapping[str, float]] = data.summary["time_shares"]
+    shares = by_process(data.summary["time_shares"])
     title = f"What each process did{_of(data, runs)}"
     return partial(draw_shares, title, shares, TIME_COLOURS, "share of its life")
+
+
+def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
+    """Of many replicas the mean of all."""
+    replicas = [name for name in shares if name.startswith("rollout")]
+    if len(replicas) <= REPLICAS_SHOWN:
+        return shares
+    states = dict.fromkeys(state for name in replicas for state in shares[name])
+    mean = {s: sum(shares[n].get(s, 0.0) for n in replicas) / len(replicas) for s in states}
+    others = {name: parts for name, parts in shares.items() if name not in replicas}
+    return {**others, f"{len(replicas)} replicas": mean}
 
 
 # --- answers ------------------------------------------------------------------------------------

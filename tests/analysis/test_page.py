@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from laminar.analysis.headline import headline, troubles
-from laminar.analysis.page import TIME_COLOURS, html
+from laminar.analysis.page import TIME_COLOURS, by_process, html
 from laminar.analysis.page_data import PageData, page_data
 from laminar.analysis.report import summarize
 from laminar.cli import report
@@ -110,8 +110,18 @@ def test_the_closed_line_of_a_sample_has_prompt_and_right_answer(run: Path) -> N
     assert not any("im_start" in line.partition("response")[0] for line in closed)
 
 
-def test_what_processes_did_has_a_colour_each(run: Path) -> None:
+def test_what_processes_did_has_a_colour_each() -> None:
     assert len(set(TIME_COLOURS.values())) == len(TIME_COLOURS)
+
+
+def test_many_replicas_have_one_bar() -> None:
+    few = {"trainer-0": {"busy": 1.0}, "rollout-0": {"stepping": 1.0}}
+    assert by_process(few) == few
+    many = {f"rollout-{n}": {"stepping": n % 2, "no_work": 1 - n % 2} for n in range(100)}
+    assert by_process(few | many) == {
+        "trainer-0": {"busy": 1.0},
+        "100 replicas": {"stepping": 0.5, "no_work": 0.5},
+    }
 
 
 def test_figures_are_those_of_the_run(run: Path) -> None:
