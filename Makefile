@@ -40,7 +40,7 @@ test: setup
 SMOKE := tests/core tests/eventlog/test_replay.py tests/storage tests/net tests/test_config.py tests/run/test_finished_run.py
 smoke: export PYTHONDONTWRITEBYTECODE :=
 smoke: setup
-	$(BIN)/laminar sim -c configs/sim_small.toml --seeds 1..20 -j 2
+	$(BIN)/python -m laminar.cli.main sim -c configs/sim_small.toml --seeds 1..20 -j 2
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(SMOKE)
 
 # What the gate of a change leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
