@@ -37,7 +37,7 @@ SAMPLE_COLUMNS = (
     "reason", "exception", "extras", "length", "truncated", "version", "version_step", "replica",
     "spans", "status",
 )  # fmt: skip
-"""Of `Run.samples`: the fields of `laminar samples --jsonl`, also where there is no row."""
+"""The columns of `Run.samples`, those of `laminar samples --jsonl`, also where there is no row."""
 
 
 class RunFailed(RuntimeError):

@@ -308,7 +308,7 @@ def _times(data: PageData, runs: Sequence[PageData]) -> Drawn:
 
 
 def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
-    """Of many replicas the mean of all."""
+    """The shares of each process; many replicas are one, the mean of all."""
     replicas = [name for name in shares if name.startswith("rollout")]
     if len(replicas) <= REPLICAS_SHOWN:
         return shares

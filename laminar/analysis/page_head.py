@@ -187,7 +187,7 @@ def _table(runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]) ->
 
 
 def _settings(data: PageData, of: str) -> Iterator[str]:
-    """What is not as it is by default, and everything."""
+    """The settings that are not the defaults, and all of them."""
     if data.config is None:
         return
     default = _flat(Config())

@@ -25,7 +25,7 @@ Column = NDArray[np.float64]
 
 
 class Band(NamedTuple):
-    """Over the replicas; empty where no engine said anything."""
+    """A gauge over the replicas; empty where no engine said anything."""
 
     x: list[float]
     mean: list[float]

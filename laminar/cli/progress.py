@@ -240,7 +240,7 @@ class Progress:
         return f"{step}, {left}" if left else step
 
     def _bar(self, status: dict[str, Any]) -> str:
-        """Of the steps, where their number is known."""
+        """A bar of the steps, where their number is known."""
         if not (total := status["total_steps"]):
             return ""
         done = BAR * min(status["step"], total) // total
