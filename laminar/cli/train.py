@@ -330,8 +330,8 @@ def _skipped(summary: dict[str, Any]) -> str:
 def _lost(lost_by: dict[str, str]) -> list[str]:
     """Why processes were lost; of those with the same reason the first one's name."""
     by_reason = {reason: name for name, reason in reversed(lost_by.items())}
-    lines = [f"{name + ' was lost':<17}{reason}" for reason, name in by_reason.items()]
-    more = [f"of {len(lost_by)} processes that were lost, the others are in {SUMMARY_FILE}"]
+    lines = [f"lost             {name}: {reason}" for reason, name in by_reason.items()]
+    more = [f"lost             {len(lost_by)} processes in all, see lost_by in {SUMMARY_FILE}"]
     return lines[:LOST_SHOWN] + (more if len(lines) > LOST_SHOWN else [])
 
 

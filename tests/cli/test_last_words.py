@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from laminar.analysis.report import summary_of
 from laminar.cli.terminal import Terminal
-from laminar.cli.train import _conclude
+from laminar.cli.train import _conclude, summary_lines
 from laminar.coordinator.restarts import Over
+from laminar.core.losses import Losses
 from laminar.names import exit_codes
 from laminar.run.directory import SUMMARY_FILE
+from tests.kit.logs import write_log
 from tests.kit.run_directory import make_run, world_log
+from tests.kit.world import World
+from tests.kit.world_parts import Faults, settings
 
 GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
 
@@ -46,3 +51,26 @@ def test_a_run_without_a_summary_has_its_reason_last(
     said = last_words(tmp_path / "run", capsys).strip().splitlines()
     assert said[0].startswith("no summary: ")
     assert said[-1] == "the run FAILED   the event log could not be written for 300 s"
+
+
+def test_why_processes_were_lost_is_said_last(tmp_path: Path) -> None:
+    """By the log, also of a run that went well in the end: those with one reason together."""
+    faults = Faults(lose_every_s=4.0, slow_tail=0.0)
+    world = World(settings(total_steps=3), num_train=30, faults=faults, seed=3).run()
+    losses = Losses()
+    for stamped, commands in world.log:
+        losses.take(stamped, commands)
+    assert losses.why
+    (tmp_path / "run").mkdir()
+    write_log(tmp_path / "run", world.log)
+    summary = summary_of(tmp_path / "run")
+    assert summary["lost_by"] == losses.why
+
+    summary["lost_by"] = {f"rollout-{n}": "head_dim=20 is unknown" for n in range(3)}
+    lines = summary_lines(summary, tmp_path / "run", Over(exit_codes.COMPLETE))
+    said = [line for line in lines if line.startswith("lost ")]
+    assert said == ["lost             rollout-0: head_dim=20 is unknown"]
+    summary["lost_by"] = {f"rollout-{n}": f"reason {n}" for n in range(9)}
+    lines = summary_lines(summary, tmp_path / "run", Over(exit_codes.COMPLETE))
+    said = [line for line in lines if line.startswith("lost ")]
+    assert len(said) == 5 and "9 processes in all" in said[-1]
