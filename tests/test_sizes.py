@@ -14,7 +14,6 @@ PACKAGE = Path(__file__).parents[1] / "laminar"
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
     "actors/rollout.py Rollout": 300,
-    "cli/train.py begin": 50,
     "coordinator/tick.py Tick": 350,
     "core/indexes.py __init__": 50,
     "sim/checks/safety.py Checks": 350,

@@ -166,8 +166,7 @@ class Host:
         self._actor: Actor | None = None
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: the first welcome, or the end before it
-        self._failure: tuple[str, int] | None = None
-        self._engine_failed = False  #: that is the failure
+        self._failure: tuple[str, int, bool] | None = None  #: the last: of the engine
         self._tasks: dict[asyncio.Task[Any], None] = {}  #: in their order
         process.join(self)
 
@@ -244,8 +243,7 @@ class Host:
         """End this process with a reason; the first one counts. `engine`: it has failed."""
         self._leave()
         if self._failure is None:
-            self._failure = (reason[:REASON_CHARS_MAX], exit_code)
-            self._engine_failed = engine
+            self._failure = (reason[:REASON_CHARS_MAX], exit_code, engine)
             self.log.error("failed", reason=reason)
 
     # --- the process --------------------------------------------------------------------------
@@ -303,10 +301,9 @@ class Host:
     async def _end(self, actor: Actor) -> int:
         code = exit_codes.COMPLETE
         if self._failure is not None:
-            reason, code = self._failure
+            reason, code, engine = self._failure
             if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
                 user_error = code == exit_codes.USER_ERROR
-                engine = self._engine_failed
                 self._last_word(ev.ActorFailed(reason=reason, user_error=user_error, engine=engine))
         try:
             await actor.stop()

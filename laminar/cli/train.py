@@ -82,7 +82,7 @@ def take_train_settings(parser: Parser) -> None:
 
 
 class Beginning(NamedTuple):
-    """With what a run begins that is a fork."""
+    """What a fork begins with."""
 
     step: int
     lines: list[str]  #: of the plan
@@ -110,18 +110,7 @@ def begin(
         early = []
         for index in range(config.run.nodes if starts else 0):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
-        places = check_memory(config, 1 if arguments.prepare else config.run.nodes)
-        vllm_takes_it = ends.enter_context(vllm_asked(config))
-        plan = look_at_data(config)
-        if arguments.resume:
-            check_unchanged(run_config(run_dir), plan.config)
-            check_data(run_dir, plan.data_digest)
-        vllm_takes_it()
-        console.lines([*plan_lines(plan), *memory_lines(places)])
-        console.lines(forked.lines if forked is not None else [])
-        found = dict(plan.warnings)
-        if plan.config.reward.trial and not config.is_emulated:
-            found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
+        plan, found = _look(config, run_dir, arguments, forked, console)
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
         if arguments.dry_run:
@@ -146,6 +135,29 @@ def begin(
             console.lines(["", f"the run ended    {reason}"])
             return over
         return _conclude(run_dir, console, over)
+
+
+def _look(
+    config: Config,
+    run_dir: Path,
+    arguments: argparse.Namespace,
+    forked: Beginning | None,
+    console: Terminal,
+) -> tuple[Plan, dict[str, str]]:
+    """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with."""
+    places = check_memory(config, 1 if arguments.prepare else config.run.nodes)
+    with vllm_asked(config) as vllm_takes_it:
+        plan = look_at_data(config)
+        if arguments.resume:
+            check_unchanged(run_config(run_dir), plan.config)
+            check_data(run_dir, plan.data_digest)
+        vllm_takes_it()
+    console.lines([*plan_lines(plan), *memory_lines(places)])
+    console.lines(forked.lines if forked is not None else [])
+    found = dict(plan.warnings)
+    if plan.config.reward.trial and not config.is_emulated:
+        found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
+    return plan, found
 
 
 def _shown(console: Terminal) -> int:
@@ -336,7 +348,8 @@ def _lost(lost_by: dict[str, str]) -> list[str]:
 
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:
-    """From the first evaluation to the last; a shaped reward has its mean score beside it."""
+    """The score from the first evaluation to the last; a shaped reward has its mean score beside
+    it."""
     if len(evaluations) < 2:
         return []
     first, last = evaluations[0], evaluations[-1]

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Until the run has ended, or has no process any more."""
+    """Show the run until it has ended, or has no process any more."""
     run_dir: Path = arguments.run
     run_config(run_dir)
     console = Terminal()
@@ -71,7 +71,7 @@ def _phase(run_dir: Path) -> str:
 
 
 def _end(run_dir: Path) -> list[str]:
-    """As `laminar train` ends; a run that was killed has not said why."""
+    """The last lines, as `laminar train` has them; a run that was killed has not said why."""
     try:
         summary = summary_of(run_dir)
     except ConfigError as error:

@@ -26,7 +26,7 @@ MARK = b"laminar: failed by "
 
 
 def say_failures() -> None:
-    """From now on this process, and what it forks, prints why it fails in a line with MARK."""
+    """Have this process, and what it forks, print why it fails in a line with MARK."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if _say not in logger.filters:

@@ -170,7 +170,8 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
 
 
 def _refusal(config: Config, error: Exception) -> str:
-    """It names the keys of `extra` that the error is about; those that it does not name may be."""
+    """The sentence for an error of vLLM: it names the keys of `extra` that the error is about; what
+    it does not name may be."""
     extra = config.rollout.vllm.extra
     found = error.errors() if isinstance(error, ValidationError) else []
     about = {str(part) for one in found for part in one["loc"]} | set(

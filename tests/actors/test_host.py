@@ -100,7 +100,7 @@ def test_a_failure_ends_the_process_though_nothing_can_be_logged(
 
     actor, host, code = asyncio.run(run())
     assert code == exit_codes.FAILED and actor.stopped
-    assert host._failure == ("ValueError: no room", exit_codes.FAILED)
+    assert host._failure == ("ValueError: no room", exit_codes.FAILED, False)
 
 
 def test_a_wait_that_the_end_of_the_process_cuts_short_is_no_failure(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Si
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
     assert await running == exit_codes.TERMINATED
-    assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED)
+    assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED, False)
 
 
 async def test_the_last_word_is_that_it_has_ended_also_after_a_failure(
@@ -101,7 +101,7 @@ async def test_an_actor_does_not_outlive_its_node(
     await asyncio.sleep(0)
     host._starter_gone()
     assert await running == exit_codes.FAILED
-    assert host._failure == ("its node, node-0, is gone", exit_codes.FAILED)
+    assert host._failure == ("its node, node-0, is gone", exit_codes.FAILED, False)
     assert watchdog == [host_module.ORPHAN_EXIT_S]
 
 

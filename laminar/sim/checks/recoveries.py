@@ -48,14 +48,14 @@ class Placed(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Since when work has had no place, and whether a limit took it from its replica."""
+    """Work without a place: since when, and whether a limit took it from its replica."""
 
     since_ns: int
     by_limit: bool
 
 
 class Recoveries:
-    """Of one run."""
+    """The recoveries of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -63,7 +63,7 @@ class Recoveries:
         self._lost: dict[str, Lost] = {}  #: likewise
 
     def note(self, stamped: Stamped, commands: Iterable[Command]) -> None:
-        """It is decided, now or before a crash."""
+        """Note what is decided, now or before a crash."""
         for command in commands:
             if isinstance(command, cmd.GenerateTrajectory):
                 placed = Placed(stamped.seq, command.attempt, command.version, command.to)
@@ -117,7 +117,8 @@ class Recoveries:
         version: int,
         lost: Lost,
     ) -> None:
-        """Its tokens are given up: nobody serves their version, and no wait for it is left."""
+        """A trajectory's tokens are given up: nobody serves their version, and no wait for it is
+        left."""
         if lost.by_limit:
             return
         what = f"{command.trajectory_id} starts over at event {stamped.seq}"
@@ -134,7 +135,8 @@ class Recoveries:
             self._uncaused(f"{what}, and version {version} is there yet", command.trajectory_id)
 
     def _look_at_lost(self, stamped: Stamped, state: State) -> None:
-        """Who has no place since this event, and who has none though there is one."""
+        """Look at the work that has no place since this event, and that has none though there is
+        one."""
         lost = self._lost
         self._lost = {}
         for name in state.lost:
@@ -192,7 +194,7 @@ def _is_limit(stamped: Stamped) -> bool:
 
 
 def _serves(state: State, replica: Replica, version: int) -> bool:
-    """With room for one more."""
+    """Whether a replica serves the version, with room for one more."""
     alive = state.actor_alive(replica.name) and replica.version == version
     busy = replica.loading or bool(replica.given)
     return alive and not busy and replica.load < replica.capacity
@@ -204,6 +206,7 @@ def _loads(state: State, replica: Replica, version: int) -> bool:
 
 
 def _could_load(state: State, replica: Replica, version: int) -> bool:
-    """It is empty, its relay has the version, and it does not wait to be started again."""
+    """Whether a replica is empty, its relay has the version, and it does not wait to be started
+    again."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
     return not busy and replica.failed_loads < FAILED_LOADS_MAX and state.in_reach(replica, version)

@@ -88,7 +88,7 @@ class Exits:
         return True
 
     def gave_up(self, what: str) -> bool:
-        """So many coordinators have crashed on this event."""
+        """Whether so many coordinators have crashed on this event that it is given up."""
         return self._recorded[what] >= CRASHES_MAX
 
     # --- deaths -------------------------------------------------------------------------------
