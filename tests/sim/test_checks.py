@@ -1,6 +1,6 @@
 """Each check can fail: what it looks at is falsified, and it says so by its name.
 
-Promises that a planted bug of the product breaks are in test_planted_bugs.py.
+Promises that a planted bug of the product breaks are in tools/rows/planted.txt.
 """
 
 from __future__ import annotations
