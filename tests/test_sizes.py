@@ -15,7 +15,6 @@ FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
     "actors/rollout.py Rollout": 300,
     "coordinator/tick.py Tick": 350,
-    "core/indexes.py __init__": 50,
     "sim/checks/safety.py Checks": 350,
     "sim/faults/faults.py Faults": 310,
     "sim/runtime/boot.py Boot": 260,

@@ -58,6 +58,13 @@ class Indexes:
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
         #: by group, how many of it have finished and their tokens, where there are any
         self.lengths: dict[GroupId, tuple[int, int]] = {}
+        self._enter(state)
+        self.lost = LostWork(state)
+        self.replicas = ReplicaIndex(state)
+        #: by name, of replicas in their tail, as far as core/tails.py was asked and it still holds
+        self.standings: dict[str, Standing] = {}
+
+    def _enter(self, state: State) -> None:
         for actor in state.actors.values():
             self.roles.setdefault(actor.role, {})[actor.name] = None
             self.num_alive += actor.alive
@@ -72,10 +79,6 @@ class Indexes:
         for trajectory in state.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
             self.count_length(trajectory, 1)
-        self.lost = LostWork(state)
-        self.replicas = ReplicaIndex(state)
-        #: by name, of replicas in their tail, as far as core/tails.py was asked and it still holds
-        self.standings: dict[str, Standing] = {}
 
     def served_by(self, relay: str) -> dict[str, None]:
         """Names of the replicas of its machine."""
