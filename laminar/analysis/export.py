@@ -27,6 +27,7 @@ from laminar.analysis.plain import step_number
 from laminar.config import ConfigError
 from laminar.core.state import State
 from laminar.events.base import Command, Event, Stamped
+from laminar.run.renames import rename
 
 ROW_GROUP = 50_000
 """Rows that are held before they are written: some 20 MB of events."""
@@ -115,7 +116,7 @@ def _export(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
         for table in tables.values():
             table.close()
         for table in tables.values():
-            table.new.replace(table.path)
+            rename(table.new, table.path, durable=False)
     return {name: table.rows for name, table in tables.items()}
 
 

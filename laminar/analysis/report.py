@@ -11,7 +11,6 @@ from the live progress, so a report can be made of a killed run, of a running on
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,6 +52,7 @@ from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason
 from laminar.names.ids import Purpose
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
+from laminar.run.renames import write_whole
 
 RATE_PARTS = 20
 """Parts of the time in which a run samples: the throughput's interval is from the rates in them."""
@@ -353,10 +353,7 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Readers see the old text or the new one; ConfigError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+        write_whole(path, text.encode(), durable=False)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error}") from error

@@ -14,7 +14,6 @@ end of the log is closed there.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +46,7 @@ from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.run.renames import rename, unnamed
 
 PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
     "phase", "evaluation", "lost work", "work", "publishing",
@@ -98,11 +98,11 @@ FREQUENT = (ev.TokenProgress, ev.TrajectoryStarted, ev.TrajectoryFinished, ev.Tr
 
 def write_trace(run_dir: Path, path: Path) -> int:
     """Replay the run into a trace file; returns the number of trace events."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = unnamed(path)
     try:
         with open(new, "w") as file:
             count = _write(run_dir, file)
-        new.replace(path)
+        rename(new, path, durable=False)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:

@@ -42,6 +42,7 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
+from laminar.run.renames import write_whole
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
@@ -186,9 +187,7 @@ def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Our share of the directory, which no other process has; the settings as they are now."""
     lock = RunLock.alone(run_dir, "train")
     try:
-        written = run_dir / f"{CONFIG_FILE}.new"
-        written.write_text(dumps(config))
-        written.replace(run_dir / CONFIG_FILE)
+        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over
             (run_dir / name).unlink(missing_ok=True)

@@ -46,6 +46,7 @@ from laminar.run.directory import (
 )
 from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed
+from laminar.run.renames import rename, write_whole
 
 LOST_SHOWN = 4
 """Reasons for which processes were lost; summary.json has all."""
@@ -239,7 +240,7 @@ def move_aside(run_dir: Path) -> Path:
     with moving(run_dir):
         while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
             number += 1
-        run_dir.rename(target)
+        rename(run_dir, target, durable=True)
     return target
 
 
@@ -248,7 +249,7 @@ def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     try:
         run_dir.mkdir(parents=True)
         lock = RunLock.create(run_dir, "train")
-        (run_dir / CONFIG_FILE).write_text(dumps(config))
+        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
         if warnings:
             (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         new_attempt(run_dir)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from laminar.config import ConfigError
 from laminar.names.ports import AppendFile, DiskError, DiskFull
+from laminar.run.renames import rename, sync
 
 
 class RealAppendFile:
@@ -56,7 +57,7 @@ class RealDisk:
         """Make the directory unless it exists, its own entry durable; the parent must exist."""
         try:
             directory.mkdir(exist_ok=True)
-            _sync_directory(directory.parent)
+            sync(directory.parent)
         except OSError as error:
             raise _failed("creation", str(directory), error) from error
         return cls(directory)
@@ -88,14 +89,14 @@ class RealDisk:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             # Names that a killed process made and did not sync come first: no gap in the numbers.
-            _sync_directory(self._directory)
+            sync(self._directory)
             fd = os.open(self._directory / name, flags, 0o644)
         except FileExistsError:
             raise
         except OSError as error:
             raise _failed("creation", name, error) from error
         try:
-            _sync_directory(self._directory)
+            sync(self._directory)
         except OSError as error:
             os.close(fd)
             raise _failed("directory sync", name, error) from error
@@ -103,15 +104,14 @@ class RealDisk:
 
     def replace(self, old: str, new: str) -> None:
         try:
-            os.replace(self._directory / old, self._directory / new)
-            _sync_directory(self._directory)
+            rename(self._directory / old, self._directory / new, durable=True)
         except OSError as error:
             raise _failed("renaming", f"{old} to {new}", error) from error
 
     def remove(self, name: str) -> None:
         try:
             os.unlink(self._directory / name)
-            _sync_directory(self._directory)
+            sync(self._directory)
         except OSError as error:
             raise _failed("removal", name, error) from error
 
@@ -121,14 +121,6 @@ def _sync_data(fd: int, name: str) -> None:
         os.fdatasync(fd)
     except OSError as error:
         raise _failed("sync", name, error) from error
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _failed(what: str, name: str, error: OSError) -> DiskError:

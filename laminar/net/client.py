@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +27,7 @@ from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
 from laminar.net.session import MS, ClientLink, LinkState
 from laminar.net.transport import ClientSocket
+from laminar.run.renames import write_whole
 
 GONE_S = 10.0
 """A server that is started again is back sooner; one that is silent for longer is gone."""
@@ -43,14 +43,10 @@ class AddressFile(msgspec.Struct):
 
 
 def write_address(path: Path, address: str, **facts: str | int) -> None:
-    """Write an address file: a reader sees the old one or the new one, never half. OSError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(json.dumps({"address": address, **facts}))
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    """Write an address file. OSError. After a power cut the next server writes it again, but those
+    that read it before must not find half of it."""
+    text = json.dumps({"address": address, **facts})
+    write_whole(path, text.encode(), durable=True)
 
 
 def read_address(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from laminar.observe.telemetry import PartlyWritten
 from laminar.run.directory import older_parts
+from laminar.run.renames import rename, write_whole
 
 PART_BYTES = 64 << 20
 PARTS_KEPT = 4
@@ -91,7 +92,7 @@ class GrowingFile:
     def _set_aside(self) -> None:
         parts = older_parts(self._path)
         number = parts[-1][0] + 1 if parts else 1
-        self._path.rename(f"{self._path}.{number}")
+        rename(self._path, Path(f"{self._path}.{number}"), durable=False)
         os.close(self._fd)
         self._fd = -1
         self._begin()
@@ -121,14 +122,8 @@ class ReplacedFile:
         self._path = run_dir / name
 
     def write(self, items: Sequence[bytes]) -> None:
-        """The last of them."""
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            new.write_bytes(items[-1])
-            new.replace(self._path)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+        """The last of them; the next ones come soon, so a power cut may take it."""
+        write_whole(self._path, items[-1], durable=False)
 
 
 def _whole(items: Sequence[bytes], written: int) -> int:

@@ -19,6 +19,7 @@ import structlog
 from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import LOGS_DIR
+from laminar.run.renames import rename
 
 
 class _LineLogger:
@@ -93,7 +94,7 @@ def new_attempt(run_dir: Path) -> Path:
     (logs / f"attempt_{number}").mkdir()
     link = logs / "latest.new"
     link.symlink_to(f"attempt_{number}")
-    link.replace(logs / "latest")
+    rename(link, logs / "latest", durable=False)
     return logs / f"attempt_{number}"
 
 

@@ -12,18 +12,16 @@ The reverse, a file that no row names, is harmless and swept at the next start.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 
 import xxhash
 
 from laminar.names.ports import DiskError, DiskFull, no_room
+from laminar.run.renames import sync, write_whole
 from laminar.storage.rows import DamageError
 
 INLINE_LIMIT = 64 * 2**10  #: bytes of a payload that still lies in the database
-
-_TEMPORARY = ".partial"
 
 
 def folder_of(database: Path) -> Path:
@@ -36,8 +34,9 @@ def write(folder: Path, data: bytes) -> str:
     name = xxhash.xxh3_128_hexdigest(data)
     try:
         if not (folder / name).exists():
-            _write_and_rename(folder, name, data)
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+            write_whole(folder / name, data, durable=True)
+        else:
+            sync(folder)
     except OSError as error:
         kind = DiskFull if no_room(error) else DiskError
         raise kind(error.errno, f"payload file {folder / name}: {error.strerror}") from error
@@ -57,7 +56,7 @@ def read(folder: Path, name: str) -> bytes:
 def create_folder(folder: Path) -> None:
     """Make the folder and its entry in the parent durable."""
     folder.mkdir(exist_ok=True)
-    _sync(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync(folder.parent)
 
 
 def sweep(folder: Path, named: Collection[str]) -> None:
@@ -71,24 +70,3 @@ def unlink(folder: Path, names: Collection[str]) -> None:
     """Remove these, as far as they are there."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
-
-
-def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
-    partial = folder / f"{name}{_TEMPORARY}"
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / name)
-    except OSError:
-        partial.unlink(missing_ok=True)  # a full disk needs the room
-        raise
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

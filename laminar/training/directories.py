@@ -8,9 +8,10 @@ Raises  OSError from the disk
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from pathlib import Path
+
+from laminar.run.renames import rename, sync
 
 
 class ThreadedDirectories:
@@ -46,7 +47,7 @@ def _begin(directory: Path) -> Path:
 def _sync_all(directory: Path) -> None:
     """All its files are on the disk on return."""
     for path in [*directory.rglob("*"), directory]:
-        _sync(path)
+        sync(path)
 
 
 def _rename(directory: Path, name: Path) -> None:
@@ -58,24 +59,14 @@ def _rename(directory: Path, name: Path) -> None:
     before = _set_aside(name)
     name.parent.mkdir(exist_ok=True)
     if name.exists():
-        name.rename(before)
-    directory.rename(name)
-    _sync(name.parent)
+        rename(name, before, durable=False)
+    rename(directory, name, durable=True)
     if before.exists():
         shutil.rmtree(before)
 
 
 def _set_aside(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.before")
-
-
-def _sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _found(parent: Path, name: str) -> dict[Path, bytes]:

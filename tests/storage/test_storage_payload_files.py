@@ -57,20 +57,21 @@ def test_a_large_chunk_may_be_sent_again(path):
 def test_the_file_is_durable_before_its_name(tmp_path, monkeypatch):
     """Sync the data, rename, sync the folder: in any other order a crash could leave less."""
     seen: list[str] = []
-    sync, rename = os.fsync, Path.rename
+    sync, rename = os.fsync, os.replace
 
     def record_sync(descriptor):
         seen.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
         sync(descriptor)
 
-    def record_rename(self, target):
-        seen.append(f"rename {self.name} {target.name} {self.stat().st_size}")
-        return rename(self, target)
+    def record_rename(old, new):
+        seen.append(f"rename {old.name} {new.name} {old.stat().st_size}")
+        return rename(old, new)
 
     monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(Path, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename)
     name = payload_files.write(tmp_path, b"abc")
-    written = [f"sync {name}.partial", f"rename {name}.partial {name} 3"]
+    new = f".{name}.{os.getpid()}"
+    written = [f"sync {new}", f"rename {new} {name} 3"]
     assert seen == [*written, f"sync {tmp_path.name}"]
     assert payload_files.write(tmp_path, b"abc") == name
     assert seen == [*written, f"sync {tmp_path.name}", f"sync {tmp_path.name}"]
