@@ -38,8 +38,15 @@ from laminar.names.ids import TrajectoryId
 from laminar.net.calls import RpcError
 from laminar.run.directory import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
+from laminar.storage.contents import digest_of
 from laminar.training.resume import CheckpointError, LearnerFacts, Resume
-from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample
+from laminar.training.steps import (
+    ModelLayout,
+    Origin,
+    StepResult,
+    TrainSample,
+    contents_of,
+)
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:
@@ -172,11 +179,12 @@ class Trainer:
             self._probed = None  # each job may change the weights, before it asks for a probe
             self.host.span("waiting", self._waiting_from_ns, self.host.now_ns())
             if isinstance(command, cmd.TrainStep):
-                result, seconds = await self._train(command)
+                result, contents, seconds = await self._train(command)
                 checkpoints.consumed(command.trajectories)
                 await publisher.publish(command.version, command.step_index + 1, order.cause)
                 await self.host.reached("trainer-copy")
-                await self._report(order, command, result, seconds)
+                line = _book_line(command, result, contents, self.host.incarnation)
+                await self._report(order, command, result, line, seconds)
                 await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)
             elif isinstance(command, cmd.PublishWeights):
                 await publisher.publish_owed(command.version, command.step)
@@ -190,13 +198,14 @@ class Trainer:
 
     # --- training -----------------------------------------------------------------------------
 
-    async def _train(self, command: cmd.TrainStep) -> tuple[StepResult, float]:
-        """The step, and how many seconds it took."""
+    async def _train(self, command: cmd.TrainStep) -> tuple[StepResult, str, float]:
+        """The step, the digest of what it was trained on, and how many seconds it took."""
         started = self.host.now_ns()
         await self.host.reached("trainer-fetch")
         samples = await batch_of(self.store, command)
         received = self.host.now_ns()
         self.host.span("fetching", started, received, step=command.step_index)
+        contents = digest_of(contents_of(samples))
         step = asyncio.ensure_future(self.learner.train_step(samples, command.step_index))
         await asyncio.sleep(0)  # it begins
         await self.host.reached("trainer-step")
@@ -204,13 +213,17 @@ class Trainer:
         await self.host.reached("trainer-optimizer")
         done = self.host.now_ns()
         self.host.span("busy", received, done, step=command.step_index)
-        return result, (done - started) / 1e9
+        return result, contents, (done - started) / 1e9
 
     async def _report(
-        self, order: cmd.Order, command: cmd.TrainStep, result: StepResult, seconds: float
+        self,
+        order: cmd.Order,
+        command: cmd.TrainStep,
+        result: StepResult,
+        line: bytes,
+        seconds: float,
     ) -> None:
         """Write a step into the book, and then tell the coordinator."""
-        line = _book_line(command, result, self.host.incarnation)
         await self._book_disk.until_room(lambda: self.book.enter(line))
         await self.host.reached("trainer-book")
         completed = ev.StepCompleted(
@@ -319,7 +332,9 @@ class Trainer:
         self.host.emit(exported, event_seq=order.cause, version=command.version)
 
 
-def _book_line(command: cmd.TrainStep, result: StepResult, incarnation: int) -> bytes:
+def _book_line(
+    command: cmd.TrainStep, result: StepResult, contents: str, incarnation: int
+) -> bytes:
     """What was trained, and by which process."""
     line = {
         "incarnation": incarnation,
@@ -327,6 +342,7 @@ def _book_line(command: cmd.TrainStep, result: StepResult, incarnation: int) -> 
         "version": command.version,
         "changed": result.changed,
         "digest": result.digest,
+        "contents": contents,
         "ids": list(command.trajectories),
         "left_out": list(result.left_out),
     }

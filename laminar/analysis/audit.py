@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from laminar.analysis import store_book, trainer_book
+from laminar.analysis import store_book, trained_contents, trainer_book
 from laminar.analysis.history import replay_log
 from laminar.analysis.ledger_book import Account, LedgerRow, ledger_problems, ledger_rows
 from laminar.analysis.store_book import StoreBook
@@ -65,6 +65,9 @@ def audit(run_dir: Path) -> Audit:
         found.problems += store_book.removal_problems(store, last.state)
         found.notes += store_book.removal_notes(store)
     found.problems += trainer_book.book_problems(lines, first.account, latest)
+    problems, notes = trained_contents.content_problems(run_dir, lines)
+    found.problems += problems
+    found.notes += notes
     found.notes += trainer_book.unreported(lines, latest)
     found.notes += trainer_book.rolled_back(lines, latest)
     return found

@@ -33,6 +33,7 @@ class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ids: list[TrajectoryId]
     left_out: list[TrajectoryId] = []
     incarnation: int = 0  #: of the trainer; older books do not say
+    contents: str = ""  #: digest of what the learner was handed (storage/contents.py); likewise
 
 
 def read_book(run_dir: Path) -> tuple[list[BookLine], list[str]]:

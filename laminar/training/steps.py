@@ -8,7 +8,7 @@ Without torch: the trainer actor, which speaks for the learner, does not load it
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.names.ids import batch_digest
+from laminar.storage.contents import Content
 from laminar.storage.rules import Span
 
 # Why an update is left out.
@@ -159,3 +160,19 @@ def sampled_by(
 def ids_digest(samples: Sequence[TrainSample]) -> str:
     """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
     return batch_digest([s.sample_id for s in samples])
+
+
+def contents_of(samples: Sequence[TrainSample]) -> Iterator[Content]:
+    """What the learner is handed of each; advantages and figures are worked out from it."""
+    for sample in samples:
+        yield Content(
+            trajectory_id=sample.sample_id,
+            group_id=sample.group_id,
+            prompt_ids=sample.prompt_ids.astype("<i4").tobytes(),
+            tokens=sample.response_ids.astype("<i4").tobytes(),
+            logprobs=sample.logprobs.astype("<f4").tobytes(),
+            reward=sample.reward,
+            temperature=sample.temperature,
+            truncated=sample.truncated,
+            spans=sample.spans,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sqlite3
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from laminar.actors.batch_rows import sample_of
 from laminar.analysis import trainer_book
 from laminar.analysis.audit import audit
 from laminar.analysis.ledger_book import Account, ledger_problems
@@ -22,8 +25,11 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
+from laminar.storage import messages as m
+from laminar.training.steps import TrainSample
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
+from tests.kit import run_directory
 from tests.kit.logs import Log, write_log
 from tests.kit.run_directory import make_run, world_log
 from tests.kit.world import World
@@ -368,3 +374,61 @@ def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path, cli: Cli) -> Non
     assert code == 2
     assert str(tmp_path) in message
     assert "\n" not in message
+
+
+Sample = Callable[[m.Trajectory], TrainSample]
+
+
+def rewards_of_siblings_swapped(row: m.Trajectory) -> TrainSample:
+    return dataclasses.replace(sample_of(row), reward=1.0 - (row.score or 0.0))
+
+
+def logprobs_shifted(row: m.Trajectory) -> TrainSample:
+    sample = sample_of(row)
+    return dataclasses.replace(sample, logprobs=np.roll(sample.logprobs, 1))
+
+
+def cut_off_forgotten(row: m.Trajectory) -> TrainSample:
+    sample = sample_of(row)
+    return dataclasses.replace(sample, truncated=not sample.truncated)
+
+
+def version_of_the_last_replica(row: m.Trajectory) -> TrainSample:
+    (*spans, last) = sample_of(row).spans
+    moved = (*spans, last._replace(weight_version=last.weight_version + 1))
+    return dataclasses.replace(sample_of(row), spans=moved)
+
+
+def end_token_lost(row: m.Trajectory) -> TrainSample:
+    sample = sample_of(row)
+    return dataclasses.replace(sample, response_ids=np.roll(sample.response_ids, 1))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        rewards_of_siblings_swapped,
+        logprobs_shifted,
+        cut_off_forgotten,
+        version_of_the_last_replica,
+        end_token_lost,
+    ],
+)
+def test_a_batch_that_is_put_together_wrongly_is_found(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, mistake: Sample
+) -> None:
+    """The trainer enters what it was handed; the store has what the engines made."""
+    monkeypatch.setattr(run_directory, "sample_of", mistake)
+    assert not audit(copy).problems
+    run_directory.write_book(copy, world_log())
+    problems = audit(copy).problems
+    assert [p for p in problems if "was trained on other contents than the store has" in p]
+
+
+def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:
+    sql = "(SELECT MIN(id) FROM trajectories WHERE \"end\" = 'trained')"
+    gone = "tokens = NULL, logprobs = NULL, file = NULL"
+    execute(copy, f"UPDATE chunks SET {gone} WHERE trajectory_id = {sql}")
+    execute(copy, f"UPDATE trajectories SET payload_removed = 1 WHERE id = {sql}")
+    found = audit(copy)
+    assert [n for n in found.notes if "was handed of 1 of 3 batches cannot be checked" in n]

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from laminar.actors.batch_rows import sample_of
 from laminar.actors.openings import open_item
 from laminar.actors.store import end_item
 from laminar.analysis.trainer_book import ids_digest
@@ -25,7 +26,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.storage import messages as m
+from laminar.storage.contents import digest_of
 from laminar.storage.database import Database
+from laminar.training.steps import contents_of
 from tests.kit.logs import Log, write_log
 from tests.kit.world import World
 from tests.kit.world_parts import Faults, settings
@@ -123,7 +126,10 @@ def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
 def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
     who = {"trajectory_id": event.trajectory_id, "placement": event.placement}
     n = event.num_tokens
-    tokens, logprobs = struct.pack(f"<{n}i", *range(n)), struct.pack(f"<{n}f", *[-0.5] * n)
+    tokens, logprobs = (
+        struct.pack(f"<{n}i", *range(n)),
+        struct.pack(f"<{n}f", *(-0.5 - i / 64 for i in range(n))),
+    )
     yield m.Append(items=(m.AppendItem(**who, offset=0, tokens=tokens, logprobs=logprobs),))
     yield m.Finish(items=(m.FinishItem(**who, finish_reason=event.finish_reason, num_tokens=n),))
 
@@ -148,6 +154,7 @@ def write_book(run_dir: Path, log: Log) -> None:
             "digest": ids_digest(list(command.trajectories)),
             "ids": list(command.trajectories),
             "left_out": left_out.get(command.step_index, []),
+            "contents": _contents(run_dir, command),
         }
         for _, commands in log
         for command in commands
@@ -155,6 +162,19 @@ def write_book(run_dir: Path, log: Log) -> None:
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run_dir / "trainer_book.jsonl").write_text(text)
+
+
+def _contents(run_dir: Path, command: cmd.TrainStep) -> str:
+    """Of what the trainer is handed: the store's reply, as samples."""
+    path = run_dir / "store.sqlite"
+    if not path.exists():
+        return ""
+    database = Database(path)
+    request = m.Fetch(ids=command.trajectories)
+    (reply,) = database.handle_batch([request])
+    database.close()
+    assert isinstance(reply, m.FetchReply), reply
+    return digest_of(contents_of([sample_of(row) for row in reply.trajectories]))
 
 
 def write_spans(run_dir: Path, process: str, spans: list[dict[str, object]]) -> None:
