@@ -42,8 +42,8 @@ def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str
             for line in lines:
                 try:
                     found = digest_of(_content(tables, name) for name in line.ids)
-                except (_Unknown, DamageError, msgspec.MsgspecError):
-                    unknown += 1
+                except (_Unknown, DamageError, msgspec.MsgspecError, struct.error):
+                    unknown += 1  # what is damaged, others say
                     continue
                 if not line.contents:
                     unknown += 1
