@@ -63,8 +63,8 @@ class Place:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{what} {_gb(size)}" for what, size in self.parts.items())
-        of = f" of {_gb(self.have)}" if self.have else ""
-        return f"{self.name} {_gb(self.want)}{of} GB: {parts}"
+        amount = f"{_gb(self.want)} of {_gb(self.have)}" if self.have else _gb(self.want)
+        return f"{amount} GB of {self.name} ({parts})"
 
 
 def this_machine() -> Machine:
@@ -88,7 +88,7 @@ def check_memory(config: Config, machines: int, machine: Machine | None = None) 
     worst = max(short, key=lambda place: place.want / place.have)
     raise ConfigError(
         f"{config.model.name} has {_count(parameters)} parameters, and the run would take more "
-        f"memory than there is, {worst}; activations, caches and processes come on top; "
+        f"memory than there is: {worst}; activations, caches and processes come on top; "
         f"{_fix(config, parameters, machines, machine)}"
     )
 
@@ -119,7 +119,7 @@ def _places(config: Config, parameters: int, machines: int, machine: Machine) ->
     trainer = gpus[trainer_gpus[0]] if trainer_gpus else host
     _add_trainer(config, parameters, trainer, host)
     _add_replicas(config, parameters, machines, host, gpus)
-    yield Place("this machine's memory", machine.memory, host | relays)
+    yield Place("this machine", machine.memory, host | relays)
     yield Place(str(SHARED_MEMORY), machine.shared, relays)
     yield from (Place(f"GPU {name}", machine.gpus[name], parts) for name, parts in gpus.items())
 

@@ -51,6 +51,7 @@ CHANGEABLE = (
     "trainer.test_freq",
     "trainer.save_freq",
     "store.payload_gb",
+    "reward.trial",
 )
 """Settings that may be others for the rest of a run."""
 HEADER_MAX = 100 << 20

@@ -94,19 +94,19 @@ def test_a_large_model_on_a_small_machine_by_the_command(
     )
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "8.2 G parameters" in said.err
-    assert "this machine's memory" in said.err and " of 23.6 GB" in said.err
+    assert " of 23.6 GB of this machine (parameters 32.8, gradients 32.8" in said.err
     assert "take a smaller model" in said.err and not (tmp_path / "runs").exists()
 
 
 def test_every_part_is_counted(large: Path) -> None:
     places = check_memory(config(large, algorithm__use_kl_loss=True), 1, host(1000))
-    assert parts(places, "this machine's memory") == {
+    assert parts(places, "this machine") == {
         "parameters": 32.8, "gradients": 32.8, "Adam's moments": 65.5, "reference model": 32.8,
         "checkpoint copies": 98.3, "2 replicas' weights": 65.5, "3 weight slots": 98.3,
     }  # fmt: skip
     assert parts(places, "/dev/shm") == {"3 weight slots": 98.3}
     first, *others = memory_lines(places)
-    assert first.startswith("memory     this machine's memory 425.9 of 1000.0 GB: parameters 32.8")
+    assert first.startswith("memory     425.9 of 1000.0 GB of this machine (parameters 32.8")
     assert len(others) == 2 and "come on top" in others[-1]
 
 
@@ -116,11 +116,11 @@ def test_a_gpu_has_the_trainer_and_others_the_replicas(large: Path) -> None:
     assert parts(places, "GPU 0") == {"parameters": 32.8, "gradients": 32.8, "Adam's moments": 65.5}
     assert parts(places, "GPU 1") == {"2 replicas' weights": 32.8}
     assert parts(places, "GPU 2") == {"a replica's weights": 16.4}
-    assert parts(places, "this machine's memory") == {
+    assert parts(places, "this machine") == {
         "checkpoint copies": 98.3, "3 weight slots": 49.1,
     }  # fmt: skip
     said = refused(config(large), host(400, gpu0=80, gpu1=80))
-    assert "GPU 0 131.0 of 80.0 GB: parameters 32.8" in said and "smaller model" in said
+    assert "131.0 of 80.0 GB of GPU 0 (parameters 32.8" in said and "smaller model" in said
 
 
 def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
 
 def test_slots_are_in_shared_memory(large: Path) -> None:
     machine = Machine(1000 * GB, 64 * 10**6, {})
-    assert "/dev/shm 98.3 of 0.064 GB: 3 weight slots 98.3" in refused(config(large), machine)
+    assert "98.3 of 0.064 GB of /dev/shm (3 weight slots 98.3)" in refused(config(large), machine)
     said = refused(config(large, weights__max_bytes=50 * GB), host(1000))
     assert "weights.max_bytes = 50000000000 (50.0 GB) has no room for 3 versions of 32.8 GB" in said
     machine = Machine(90 * GB, 90 * GB, {"0": 192 * GB, "1": 80 * GB})
@@ -151,7 +151,7 @@ def test_slots_are_in_shared_memory(large: Path) -> None:
 
 def test_several_machines_played_on_one(large: Path) -> None:
     places = check_memory(config(large, run__nodes=2), 2, host(1000))
-    found = parts(places, "this machine's memory")
+    found = parts(places, "this machine")
     assert found["4 replicas' weights"] == 131.0
     assert found["3 weight slots on each of 2 machines"] == 196.6
 
