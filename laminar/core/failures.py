@@ -62,7 +62,7 @@ _SENTENCES = {
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a run."""
+    """The failure of a run."""
 
     kind: FailureKind
     subject: str
@@ -71,6 +71,6 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The failure in a sentence, for people."""
         form = _SENTENCES.get(self.kind, "{detail}")
         return form.format(subject=self.subject, detail=self.detail)

@@ -228,7 +228,7 @@ def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
 
 
 def no_standstill(state: State) -> None:
-    """In every phase something is under way that ends it: a command or a timer that somebody has.
+    """Something is under way that ends each phase: a command or a timer that somebody has.
 
     That a command has a deadline, and work in an engine somebody who watches it, other invariants
     see to. In a run that has ended nothing is waited for.

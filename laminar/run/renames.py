@@ -36,8 +36,8 @@ def unnamed(path: Path) -> Path:
 
 
 def rename(old: Path, new: Path, *, durable: bool) -> None:
-    """In the place of a file that had the name. The content of `old` is synced already, where it is
-    to be durable; afterwards so is its name."""
+    """Rename a file, in the place of one that had the name. The content of `old` is synced already,
+    where it is to be durable; afterwards so is its name."""
     os.replace(old, new)  # noqa: TID251
     if durable:
         for parent in dict.fromkeys((new.parent, old.parent)):
