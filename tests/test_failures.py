@@ -11,7 +11,6 @@ import pytest
 
 from laminar.config import Config
 from laminar.coordinator.detector import FailureDetector
-from laminar.core.rules import NEW_RUN
 from laminar.core.statuses import Phase
 from laminar.names.roles import ACTOR_ROLES, Role
 from tests.kit.bench import Bench
@@ -60,7 +59,7 @@ def test_each_names_the_silence_that_it_may_keep(role: Role) -> None:
 
 def ends(name: str, *, machines: int = 2, save_freq: int = 20) -> bool:
     """Whether the run ends, or has failed, when this process is lost and does not come back."""
-    bench = Bench(nodes=machines, max_staleness=1, rules=NEW_RUN, save_freq=save_freq)
+    bench = Bench(nodes=machines, max_staleness=1, save_freq=save_freq)
     bench.start()
     if name.startswith("node-"):
         bench.silent(name)
@@ -92,7 +91,7 @@ def test_a_trainer_without_checkpoints_ends_the_run_at_once() -> None:
 def test_a_batch_and_a_prompt_that_end_processes_are_given_up() -> None:
     """The numbers are those that the core counts to."""
     assert "`core.redo.DEATHS_MAX` (3)" in BY_ROLE[Role.TRAINER][4]
-    bench = Bench(rules=NEW_RUN, save_freq=20)
+    bench = Bench(save_freq=20)
     bench.start()
     bench.complete("0.0", "0.1")
     for death in range(1, value_of("core.redo.DEATHS_MAX") + 1):

@@ -28,7 +28,6 @@ def markdown() -> str:
             f"- Reported by: {', '.join(HANDLING[event].senders)}",
             f"- Ends: {_names(ENDS[event]) or 'nothing'}",
             f"- Handled by: `{handler.__module__}.{handler.__qualname__}`",
-            f"- May lead to: {_names(HANDLING[event].leads_to) or 'nothing'}",
             "",
         ]
     lines += ["## Commands", ""]

@@ -24,7 +24,7 @@ from laminar.eventlog.reader import NotInHistory, beginning, read_log, read_raw,
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
-    LogCorrupt,
+    LogRefused,
     LogTail,
     Record,
     segment_numbers,
@@ -209,7 +209,7 @@ def _readable(run_dir: Path) -> Iterator[ReadOnlyDisk]:
         if not segment_numbers(disk.names()):
             raise ConfigError(f"{events} holds no event log: its coordinator has not begun")
         yield disk
-    except LogCorrupt as error:
+    except LogRefused as error:
         raise ConfigError(f"{events}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{events} cannot be read: {error}") from error

@@ -43,7 +43,6 @@ from laminar.config import ConfigError
 from laminar.core.held_out import facts
 from laminar.core.losses import Losses
 from laminar.core.resumption import is_over
-from laminar.core.rules import can_resume
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Observer
@@ -149,7 +148,7 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
         "failure": state.failure,
         "interrupted": state.draining and not state.drained_for,
-        "resumable": can_resume(state.settings) and not is_over(state),
+        "resumable": state.settings.keeps_checkpoints and not is_over(state),
         "forked_from": _origin(state),
         "steps": state.completed - state.first_step,
         "eval_first": results[0] if results else None,

@@ -25,7 +25,7 @@ from laminar.coordinator.system import RealDisk
 from laminar.coordinator.taking_up import check_resumable
 from laminar.core.state import State
 from laminar.eventlog.reader import read_log
-from laminar.eventlog.record import EventRecord, LogCorrupt
+from laminar.eventlog.record import EventRecord, LogRefused
 from laminar.eventlog.restore import restore
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
@@ -147,7 +147,7 @@ def state_of(run_dir: Path) -> State:
         raise ConfigError(f"{run_dir} has no event log ({events}), {_BEGIN_AGAIN}")
     try:
         restored = restore(RealDisk(events))
-    except LogCorrupt as error:
+    except LogRefused as error:
         raise ConfigError(f"{run_dir} cannot be resumed: {error}") from None
     machine = restored.replay.machine
     if restored.replay.difference is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from laminar.config import ConfigError
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
 from laminar.core.rules import LogicError
-from laminar.eventlog.record import LogCorrupt
+from laminar.eventlog.record import LogRefused
 from laminar.eventlog.writer import LogTaken
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
@@ -21,7 +21,7 @@ class ReplayDiffers(RuntimeError):
     """The log of this run does not lead to the decisions that it records."""
 
 
-NOT_TO_BE_REPEATED = (ConfigError, LogCorrupt, LogTaken, LogicError, ReplayDiffers)
+NOT_TO_BE_REPEATED = (ConfigError, LogRefused, LogTaken, LogicError, ReplayDiffers)
 """A coordinator that is started again would end in the same way."""
 
 

@@ -13,7 +13,6 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.core import resumption
-from laminar.core.rules import can_resume
 from laminar.core.state import State
 from laminar.core.versions import step_of
 from laminar.events.base import Event, Settings
@@ -22,8 +21,6 @@ from laminar.run.program import typed
 
 NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""
-OLDER = {"engine_start_ms": 0}
-"""What runs of earlier releases have, and no configuration says: they go on with that."""
 
 
 def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> Event | None:
@@ -54,15 +51,10 @@ def check_resumable(run_dir: Path, state: State) -> None:
             f"the run {run_dir} {how} after step {state.completed} and cannot be resumed; "
             f"{_instead(run_dir, state)}"
         )
-    if not state.settings.save_freq:
+    if not state.settings.keeps_checkpoints:
         raise ConfigError(
             f"the run {run_dir} keeps no checkpoints (trainer.save_freq = 0), so it cannot be "
             "resumed; start it anew"
-        )
-    if not can_resume(state.settings):
-        raise ConfigError(
-            f"the run {run_dir} was begun by a release of Laminar that could not resume runs; "
-            "start it anew"
         )
 
 
@@ -79,7 +71,7 @@ def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
         if field.name in (*NOT_COMPARED, *resumption.CHANGEABLE):
             continue
         then, now = (getattr(each, field.name) for each in (state.settings, settings))
-        if then != now and then != OLDER.get(field.name):
+        if then != now:
             raise ConfigError(
                 f"{run_dir}/config.toml says {field.name} = {now!r}, but the run began with "
                 f"{then!r}: put back what was there"

@@ -13,7 +13,6 @@ no other limit on the experience buffer.
 from __future__ import annotations
 
 from laminar.core.indexes import indexes_of
-from laminar.core.rules import REPLICA_SHARE, applies
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
 
@@ -62,11 +61,11 @@ def room(replica: Replica) -> int:
 def share(state: State) -> int:
     """Trajectories of new groups that a replica runs at a time at most; 0: it may run what it can.
 
-    By the rule REPLICA_SHARE each live one has the same part of what the staleness bound admits, or
+    With the policy gain each live one has the same part of what the staleness bound admits, or
     the first one with new weights would take all of it while others have nothing to do.
     """
     settings = state.settings
-    if settings.repack_policy != "gain" or not applies(settings, REPLICA_SHARE):
+    if settings.repack_policy != "gain":
         return 0
     admitted = settings.groups_per_step * (settings.max_staleness + 1)
     return settings.group_size * -(-admitted // max(indexes_of(state).replicas.num_live, 1))

@@ -164,7 +164,7 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
     )
 
 
-@handles(ev.BatchProposed, valid=anything, leads_to=(cmd.TrainStep,))
+@handles(ev.BatchProposed, valid=anything)
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; anything else falls back to the default and is counted."""
     state, groups = ctx.state, event.groups
@@ -223,15 +223,6 @@ def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
 @handles(
     ev.StepCompleted,
     valid=_made_by_its_step,
-    leads_to=(
-        cmd.EndTrajectories,
-        cmd.AbortTrajectories,
-        cmd.TrainStep,
-        cmd.ProposeBatch,
-        cmd.PublishWeights,
-        cmd.ExportModel,
-        cmd.PullWeights,
-    ),
 )
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     """The trainer's own book has the step; the batch ends as trained."""

@@ -18,10 +18,9 @@ from laminar.core import groups, held_out, kept_versions
 from laminar.core.admission import room, serving
 from laminar.core.context import Context
 from laminar.core.dispatch import open_group
-from laminar.core.held_out import EvaluationResult, HeldOut
+from laminar.core.held_out import EvaluationResult
 from laminar.core.indexes import indexes_of
 from laminar.core.replica_index import Kind
-from laminar.core.rules import HELD_OUT_FIGURES, applies
 from laminar.core.state import Evaluation, Group, Replica, State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.events import events as ev
@@ -53,7 +52,7 @@ def _begin_if_due(ctx: Context, replica: Replica) -> None:
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
-    total = state.num_eval * _answers(state)
+    total = state.num_eval * state.settings.eval_answers
     state.evaluation = Evaluation(
         index=state.next_evaluation,
         version=replica.version,
@@ -61,16 +60,10 @@ def _begin_if_due(ctx: Context, replica: Replica) -> None:
         final=replica.version == state.exported,
         queue=list(range(total)),
         total=total,
-        held_out=HeldOut() if applies(state.settings, HELD_OUT_FIGURES) else None,
     )
     state.next_evaluation += 1
     state.evaluation_due = -1
     _pin(ctx)
-
-
-def _answers(state: State) -> int:
-    """To each held-out prompt; each is a group of its own."""
-    return max(state.settings.eval_answers, 1)
 
 
 def _may_evaluate(state: State) -> bool:
@@ -183,7 +176,7 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
         group_id = ids.eval_group(evaluation.index, position)
         if attempt > 1:  # the store has a row of that name that ended as dropped
             group_id = ids.GroupId(f"{group_id}-{attempt}")
-        row, sample = divmod(position, _answers(ctx.state))
+        row, sample = divmod(position, state.settings.eval_answers)
         open_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
 
 
@@ -191,14 +184,13 @@ def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) ->
     """One held-out answer is scored."""
     evaluation = _running(ctx, group)
     evaluation.correct += event.correct
-    if evaluation.held_out is not None:
-        held_out.count(evaluation.held_out, group.row_index, event)
+    held_out.count(evaluation.held_out, group.row_index, event)
     _one_done(ctx, evaluation)
 
 
 def group_lost(ctx: Context, group: Group) -> None:
     """A lost evaluation answer runs again, whole, on the same version."""
-    position = group.row_index * _answers(ctx.state) + group.sample
+    position = group.row_index * ctx.state.settings.eval_answers + group.sample
     _running(ctx, group).queue.append(position)
     ctx.touch_all()
 
@@ -206,8 +198,7 @@ def group_lost(ctx: Context, group: Group) -> None:
 def group_given_up(ctx: Context, group: Group) -> None:
     """It was lost too often: the evaluation ends without it."""
     evaluation = _running(ctx, group)
-    if evaluation.held_out is not None:
-        evaluation.held_out.missing += 1
+    evaluation.held_out.missing += 1
     _one_done(ctx, evaluation)
 
 
@@ -224,7 +215,7 @@ def _one_done(ctx: Context, evaluation: Evaluation) -> None:
 
 
 def _finish(ctx: Context, evaluation: Evaluation) -> None:
-    state, held = ctx.state, evaluation.held_out
+    state = ctx.state
     state.evaluations.append(
         EvaluationResult(
             index=evaluation.index,
@@ -233,7 +224,7 @@ def _finish(ctx: Context, evaluation: Evaluation) -> None:
             final=evaluation.final,
             total=evaluation.total,
             correct=evaluation.correct,
-            figures=held_out.figures(held, _answers(state)) if held is not None else None,
+            figures=held_out.figures(evaluation.held_out, state.settings.eval_answers),
         )
     )
     state.evaluation = None

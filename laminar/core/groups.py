@@ -216,7 +216,7 @@ def _ended_counts(state: State, event: ev.TrajectoriesEnded) -> bool:
     return all(is_count(row.num_tokens) and is_count(row.tokens_lost) for row in event.ended)
 
 
-@handles(ev.TrajectoriesEnded, valid=_ended_counts, leads_to=(cmd.StopActor,))
+@handles(ev.TrajectoriesEnded, valid=_ended_counts)
 def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
     """The store has the ends on disk: the ledger is updated."""
     outstanding = ctx.done(keys.end(event.command_id))

@@ -17,7 +17,6 @@ from laminar.core.dispatch import lose, place_released
 from laminar.core.indexes import load_changed, replica_changed
 from laminar.core.registry import handles
 from laminar.core.repack import Move
-from laminar.core.rules import MOVES_SPREAD, applies
 from laminar.core.state import Trajectory
 from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.core.tails import released_max, tails
@@ -45,9 +44,7 @@ def plan(ctx: Context) -> None:
     state = ctx.state
     ctx.repack_due = False
     gain = state.settings.repack_policy == "gain"
-    left = released_max(state) if gain else len(state.replicas)
-    if applies(state.settings, MOVES_SPREAD):
-        left = min(left, EMPTIED_MAX)
+    left = min(released_max(state) if gain else len(state.replicas), EMPTIED_MAX)
     if not left:
         return
     found = tails(state)
@@ -86,7 +83,6 @@ def _release(ctx: Context, planned: Move) -> None:
 @handles(
     ev.TrajectoriesReleased,
     valid=anything,
-    leads_to=(cmd.GenerateTrajectory, cmd.AbortTrajectories),
 )
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
     """The store has every token: all of it goes on at its destination."""

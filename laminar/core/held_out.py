@@ -80,7 +80,7 @@ class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     final: bool
     total: int  #: answers asked for
     correct: int
-    figures: HeldOutFigures | None = None
+    figures: HeldOutFigures
 
 
 def count(held: HeldOut, row: int, event: ev.TrajectoryRewarded) -> None:
@@ -124,7 +124,7 @@ def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
 def facts(result: EvaluationResult) -> dict[str, Any]:
     """An evaluation as it is shown and written to files; None where there is no basis."""
     found = result.figures
-    answered = found.answered if found is not None else result.total
+    answered = found.answered
     shown: dict[str, Any] = dict.fromkeys(FACTS)
     shown |= {
         "step": result.step,
@@ -133,13 +133,10 @@ def facts(result: EvaluationResult) -> dict[str, Any]:
         "correct": result.correct,
         "total": result.total,
         "share": result.correct / answered if answered else None,
-        "answers_per_prompt": 1,
+        "answers_per_prompt": found.answers_per_prompt,
+        "missing": found.missing,
         "extras": {},
     }
-    if found is None:  # of an older log: one answer to each prompt, right or wrong
-        ones = [1.0] * result.correct + [0.0] * (result.total - result.correct)
-        return shown | {"share_se": _standard_error(ones) if result.total > 1 else None}
-    shown |= {"answers_per_prompt": found.answers_per_prompt, "missing": found.missing}
     if answered:
         shown |= {
             "passed": found.passed / found.prompts,

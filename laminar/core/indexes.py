@@ -20,7 +20,6 @@ from laminar.core.keys import CommandKey, TimerName
 from laminar.core.lost_work import LostWork
 from laminar.core.repack import Standing
 from laminar.core.replica_index import ReplicaIndex
-from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 from laminar.events.commands import PullWeights
 from laminar.names.ids import GroupId, TrajectoryId
@@ -152,9 +151,9 @@ def live_actor(state: State, role: Role) -> Actor | None:
 
 
 def trainer(state: State) -> Actor | None:
-    """The live one; by the rule TRAINER_RESUMES also one that is away, and is waited for."""
+    """The live one; with checkpoints also one that is away, and is waited for."""
     live = live_actor(state, Role.TRAINER)
-    if live is None and applies(state.settings, TRAINER_RESUMES):
+    if live is None and state.settings.keeps_checkpoints:
         for name in indexes_of(state).roles.get(Role.TRAINER, ()):
             return state.actors[name]
     return live

@@ -18,7 +18,6 @@ from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
 from laminar.core.indexes import trainer as source_of
 from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
-from laminar.core.rules import ENGINE_START, TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.tails import engine_at_work, standing_of
@@ -148,8 +147,6 @@ def commands_have_deadlines(state: State) -> None:
 
 def _engines_start_in_time(state: State) -> None:
     """A replica that is not ready yet will be, or is started again."""
-    if not applies(state.settings, ENGINE_START):
-        return
     for actor in state.actors.values():
         if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
             watched = keys.progress(actor.name) in state.timers
@@ -178,7 +175,7 @@ def trainer_comes_back(state: State) -> None:
 
     What it may have to do again is known, without a gap, up to the last completed step.
     """
-    if ending(state) or not applies(state.settings, TRAINER_RESUMES):
+    if ending(state) or not state.settings.keeps_checkpoints:
         return
     steps = [t.step_index for t in state.trained]
     _require(steps == list(range(state.completed))[-len(steps) :] if steps else True, steps)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of
-from laminar.core.rules import UNFINISHED_KEPT, applies
 from laminar.core.state import State
 from laminar.events import commands as cmd
 
@@ -21,8 +20,6 @@ from laminar.events import commands as cmd
 def tell(ctx: Context) -> None:
     """Tell every relay if other versions have unfinished work now. The newest is kept anyway."""
     state = ctx.state
-    if not applies(state.settings, UNFINISHED_KEPT):
-        return
     unfinished = sorted(v for v in _unfinished(state) if v < state.newest)
     if unfinished != state.unfinished:
         state.unfinished = unfinished

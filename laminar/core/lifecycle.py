@@ -16,8 +16,7 @@ from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.failures import Failure, FailureKind
 from laminar.core.indexes import clear_timer, live_actor, master_relay, working_trainer
-from laminar.core.registry import ENDS_RUN, handles
-from laminar.core.rules import ENDING_STAYS_OPEN, START_NEEDS_REPLICA, applies, can_resume
+from laminar.core.registry import handles
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_run
@@ -61,7 +60,7 @@ def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
 
 
-@handles(ev.DrainRequested, valid=anything, leads_to=(*ENDS_RUN, cmd.ExportModel, cmd.PullWeights))
+@handles(ev.DrainRequested, valid=anything)
 def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported.
 
@@ -83,12 +82,11 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
 
 def _stays_open(state: State, *, drained: bool) -> bool:
     """Whether the run can go on later if all its processes end now."""
-    if not can_resume(state.settings):
+    if not state.settings.keeps_checkpoints:
         return False
     if state.phase != Phase.ENDING:
         return state.phase in STAYS_OPEN
-    ends_early = drained and not (state.failed or buffering.steps_done(state))
-    return ends_early and applies(state.settings, ENDING_STAYS_OPEN)
+    return drained and not (state.failed or buffering.steps_done(state))
 
 
 def _stop_at_once(ctx: Context, reason: str) -> None:
@@ -100,7 +98,7 @@ def _stop_at_once(ctx: Context, reason: str) -> None:
     _order_stops(ctx)
 
 
-@handles(ev.EventGivenUp, valid=anything, leads_to=ENDS_RUN)
+@handles(ev.EventGivenUp, valid=anything)
 def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
     """The message counts as received and its timer as fired, or they would come again without end.
 
@@ -117,7 +115,7 @@ def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
         ctx.ignore("run-ending")
 
 
-@handles(ev.ModelExported, valid=anything, leads_to=(cmd.PublishWeights,))
+@handles(ev.ModelExported, valid=anything)
 def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
     ordered = ctx.done(keys.EXPORT) if event.version == ctx.state.exported else None
     if ordered is None:
@@ -154,7 +152,7 @@ def _ready(state: State, role: Role) -> bool:
 def _starting(ctx: Context) -> bool:
     state = ctx.state
     if state.newest >= 0:
-        if relays.can_work(state) or not applies(state.settings, START_NEEDS_REPLICA):
+        if relays.can_work(state):
             ctx.clear_timer(keys.START)
         move_run(state, "publish")
         ctx.touch_all()

@@ -3,14 +3,13 @@
 Reads   completed batches, published versions, the checkpoints that are kept
 Writes  state.trained
 
-Nothing is kept without the rule TRAINER_RESUMES (core/redo.py).
+Nothing is kept without checkpoints (core/redo.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import Batch, State, Trained
 from laminar.core.versions import step_of
 from laminar.names import ids
@@ -18,7 +17,7 @@ from laminar.names import ids
 
 def step_trained(state: State, batch: Batch, rows: Sequence[str]) -> None:
     """The log has this batch, of these trajectories."""
-    if not applies(state.settings, TRAINER_RESUMES):
+    if not state.settings.keeps_checkpoints:
         return
     before = state.trained[-1].chain if state.trained else ""
     trained = Trained(

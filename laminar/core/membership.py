@@ -26,8 +26,7 @@ from laminar.core.indexes import (
     indexes_of,
     trainer,
 )
-from laminar.core.registry import ENDS_RUN, LOSES_ACTOR, handles
-from laminar.core.rules import ENGINE_START, NODE_RESTARTS, applies
+from laminar.core.registry import handles
 from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.core.validation import anything
@@ -37,10 +36,10 @@ from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.names.roles import ACTOR_ROLES, Role
 
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
-"""Roles whose loss ends the run, unless a rule says otherwise (core/store_restarts.py, redo.py)."""
+"""Roles of which a run has one process, and cannot do without it."""
 
 
-@handles(ev.ActorJoined, valid=anything, leads_to=(cmd.AcceptActor, cmd.RefuseActor, *LOSES_ACTOR))
+@handles(ev.ActorJoined, valid=anything)
 def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     """Give a new process the next incarnation; the process that had its name before is lost."""
     state = ctx.state
@@ -49,7 +48,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         return ctx.ignore("repeat")
     refusal = _refusal(ctx, event)
     if not refusal and known is not None and known.alive:
-        actor_lost(ctx, event.name, "was replaced by a new process", replaced=True)
+        actor_lost(ctx, event.name, "was replaced by a new process")
         refusal = _refusal(ctx, event)  # the loss may have ended the run
     if refusal:
         ctx.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
@@ -68,8 +67,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     add_actor(state, actor)
     store_restarts.joined(state, actor)
     ctx.done(keys.restart(event.name))
-    ready_later = event.role in (Role.RELAY, Role.TRAINER)
-    if not (ready_later or store_restarts.is_restarted(state, event.role)):
+    if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # those are ready later
         ctx.clear_timer(keys.rejoin(event.name))
     ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
     if event.role == Role.TRAINER:
@@ -77,9 +75,8 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     elif event.role == Role.ROLLOUT:
         if state.newest >= 0:
             ctx.clear_timer(keys.START)  # it was all that the start still waited for
-        if applies(state.settings, ENGINE_START):
-            ctx.set_timer(keys.progress(event.name), state.settings.engine_start_ms)
-    elif event.role == Role.NODE and applies(state.settings, NODE_RESTARTS):
+        ctx.set_timer(keys.progress(event.name), state.settings.engine_start_ms)
+    elif event.role == Role.NODE:
         _await_machine(ctx, event.name)
 
 
@@ -107,8 +104,7 @@ def _joins_late(state: State, event: ev.ActorJoined) -> bool:
     """While the run ends: the store, and a node that starts it again."""
     if event.role != Role.NODE:
         return store_restarts.may_join(state, event.role)
-    there = _actors_of(state, event.name) if applies(state.settings, NODE_RESTARTS) else []
-    return any(_is_needed(state, actor) for actor in there)
+    return any(_is_needed(state, actor) for actor in _actors_of(state, event.name))
 
 
 def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
@@ -118,7 +114,7 @@ def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
     return event.role == Role.NODE or event.node_boot in ("", present)
 
 
-@handles(ev.ActorLeft, valid=anything, leads_to=LOSES_ACTOR)
+@handles(ev.ActorLeft, valid=anything)
 def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
     """An actor leaves gracefully only when the run stops."""
     name = ctx.stamped.peer
@@ -130,7 +126,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
         _missed_by_its_node(ctx, name, "it left the run")
 
 
-@handles(ev.ActorFailed, valid=anything, leads_to=LOSES_ACTOR)
+@handles(ev.ActorFailed, valid=anything)
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """An actor says that it cannot go on."""
     name = ctx.stamped.peer
@@ -156,7 +152,7 @@ def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
     return before == reason and not any(r.version >= 0 for r in state.replicas.values())
 
 
-@handles(ev.ProcessExited, valid=anything, leads_to=LOSES_ACTOR)
+@handles(ev.ProcessExited, valid=anything)
 def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     """A node saw one of its processes end."""
     state = ctx.state
@@ -192,7 +188,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
             ctx.ignore("repeat")
 
 
-@handles(ev.HeartbeatLost, valid=anything, leads_to=(*LOSES_ACTOR, cmd.RestartActor))
+@handles(ev.HeartbeatLost, valid=anything)
 def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     """The lease of an actor ran out; its node is ordered to make sure that it is gone."""
     state = ctx.state
@@ -210,7 +206,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
         ctx.restart(event.actor, reason, again=True)
 
 
-@handles(ev.NodeSilent, valid=anything, leads_to=ENDS_RUN)
+@handles(ev.NodeSilent, valid=anything)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     """Its processes go on; those that are lost by now are not started again."""
     state, node = ctx.state, ctx.state.actors.get(event.node)
@@ -279,9 +275,9 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     """A process is not started again. True if the run cannot go on without it, and ends. A node may
     be replaced yet: its processes have a time to come back."""
     actor = ctx.state.actors.get(name)
-    if actor is not None and actor.role == Role.NODE and applies(ctx.state.settings, NODE_RESTARTS):
+    if actor is not None and actor.role == Role.NODE:
         return False
-    if actor is not None and store_restarts.is_restarted(ctx.state, actor.role):
+    if actor is not None and actor.role == Role.STORE:
         ctx.clear_timer(keys.rejoin(name))
         return lifecycle.fail(ctx, FailureKind.STORE_LOST, name, why)
     if redo.may_be_lost(ctx.state, name) and not relays.ending(ctx.state):
@@ -293,9 +289,7 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
     return lifecycle.fail(ctx, FailureKind.REPLICAS_LOST, name, why)
 
 
-def actor_lost(
-    ctx: Context, name: str, reason: str, *, replaced: bool = False, blame: bool = True
-) -> None:
+def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> None:
     """Fence an actor: its outstanding commands end, its work is recovered.
 
     `blame`: what it worked on may have ended it.
@@ -314,45 +308,26 @@ def actor_lost(
         redo.trainer_lost(ctx, name, reason, blame=blame)
     elif actor.role == Role.RELAY:
         relays.leave(ctx, name)
-    elif store_restarts.is_restarted(state, actor.role):
+    elif actor.role == Role.STORE:
         store_restarts.lost(ctx, name)
     for key in list(indexes_of(state).commands.get(name, ())):
         if not store_restarts.waits(state, state.commands[key].command):
             ctx.done(key)
     if state.phase in (Phase.STOPPING, Phase.ENDED):
         return
-    if _ends_run(state, actor):
+    if actor.role == Role.TRAINER and not redo.may_be_lost(state, name):
         lifecycle.fail(ctx, FailureKind.PROCESS_LOST, name, reason)
     elif actor.role == Role.NODE:
-        _machine_lost(ctx, name, reason, replaced=replaced)
+        _machine_lost(ctx, name, reason)
 
 
-def _ends_run(state: State, actor: Actor) -> bool:
-    """Its loss does: the run needs it, and nobody starts it again."""
-    if actor.role not in SINGLE_ROLES or store_restarts.is_restarted(state, actor.role):
-        return False
-    return not redo.may_be_lost(state, actor.name)
-
-
-def _machine_lost(ctx: Context, node: str, reason: str, *, replaced: bool) -> None:
+def _machine_lost(ctx: Context, node: str, reason: str) -> None:
     """Its processes are no longer watched: they are lost with it."""
-    state, there = ctx.state, _actors_of(ctx.state, node)
-    comes_back = applies(state.settings, NODE_RESTARTS)
-    needed = (a for a in there if a.role in SINGLE_ROLES)
-    if not comes_back and any(a.alive or keys.rejoin(a.name) in state.timers for a in needed):
-        lifecycle.fail(ctx, FailureKind.PROCESS_LOST, node, reason)
-        return
-    for actor in there:
+    for actor in _actors_of(ctx.state, node):
         if actor.alive:
-            why = f"its machine {node} is lost: {reason}"
-            actor_lost(ctx, actor.name, why, blame=not comes_back)
+            actor_lost(ctx, actor.name, f"its machine {node} is lost: {reason}", blame=False)
         ctx.clear_timer(keys.rejoin(actor.name))
-        if replaced and not comes_back and not relays.ending(state):
-            ctx.set_timer(keys.rejoin(actor.name), state.settings.start_timeout_ms)
-    if comes_back:
-        _await_machine(ctx, node)
-    elif not replaced:
-        _gone_for_good(ctx, node, f"{node}: {reason}")
+    _await_machine(ctx, node)
 
 
 def _await_machine(ctx: Context, node: str) -> None:

@@ -19,7 +19,6 @@ from laminar.core import keys
 from laminar.core.context import Context
 from laminar.core.indexes import master_relay, working_trainer
 from laminar.core.registry import handles
-from laminar.core.rules import TRAINER_RESUMES, applies
 from laminar.core.state import State
 from laminar.core.validation import of_a_version
 from laminar.core.versions import new_version, step_of
@@ -39,9 +38,8 @@ def last_made(state: State) -> int:
         version = state.batch.version - 1
     else:
         version = (state.exported if keys.EXPORT in state.commands else state.next_version) - 1
-    if applies(state.settings, TRAINER_RESUMES):
-        while step_of(state, version) > state.completed:
-            version -= 1
+    while state.settings.keeps_checkpoints and step_of(state, version) > state.completed:
+        version -= 1
     return version
 
 

@@ -15,9 +15,7 @@ from laminar.core.indexes import add_replica, master_relay
 from laminar.core.registry import handles
 from laminar.core.state import Packing, Replica, State
 from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
-from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.names.roles import Role
 
 
 def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
@@ -28,7 +26,6 @@ def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
 @handles(
     ev.ReplicaReady,
     valid=_holds_a_group,
-    leads_to=(cmd.PullWeights, cmd.ScoreTrajectories, cmd.PinVersion, cmd.EndTrajectories),
 )
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     """An engine can take work once it has weights."""
@@ -52,9 +49,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     ctx.touch(name)
 
 
-@handles(
-    ev.RelayReady, valid=anything, leads_to=(cmd.PublishWeights, cmd.ForwardWeights, cmd.PinVersion)
-)
+@handles(ev.RelayReady, valid=anything)
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """A relay takes its place in the chain; that of the trainer's machine needs what the trainer
     has."""
@@ -83,17 +78,13 @@ def _row_counts(state: State, event: ev.DataLoaded) -> bool:
 @handles(
     ev.DataLoaded,
     valid=_row_counts,
-    leads_to=(cmd.PublishWeights,),
 )
 def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     """The store has the prompts; now their number is known, and stays what it is: a store that is
     started again refuses other data."""
-    state, restarted = ctx.state, store_restarts.is_restarted(ctx.state, Role.STORE)
-    known = state.num_train >= 0
-    if known and not restarted:
-        return ctx.ignore("repeat")
-    if _ready(ctx) and restarted:
+    state = ctx.state
+    if _ready(ctx):
         store_restarts.ready(ctx, ctx.stamped.peer)
-    if not known:
+    if state.num_train < 0:
         state.num_train, state.num_eval = event.num_train, event.num_eval
         forks.data_loaded(state, event)

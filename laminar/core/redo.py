@@ -10,7 +10,7 @@ have trained is trained again. The batches that the log has after it are done ag
 published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
 again, under a new number: the old one may be out already.
 
-Without the rule TRAINER_RESUMES the loss of the trainer ends the run, unless the run ends anyway.
+Without checkpoints the loss of the trainer ends the run, unless the run ends anyway.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.indexes import live_actor
-from laminar.core.registry import ENDS_RUN, handles
-from laminar.core.rules import END_NEEDS_NO_TRAINER, TRAINER_RESUMES, applies
+from laminar.core.registry import handles
 from laminar.core.state import Batch, State, Trained
 from laminar.core.validation import anything
 from laminar.core.versions import new_version
@@ -46,8 +45,7 @@ def may_be_lost(state: State, name: str) -> bool:
     actor = state.actors.get(name)
     if actor is None or actor.role != Role.TRAINER:
         return False
-    at_end = relays.ending(state) and applies(state.settings, END_NEEDS_NO_TRAINER)
-    return at_end or applies(state.settings, TRAINER_RESUMES)
+    return relays.ending(state) or state.settings.keeps_checkpoints
 
 
 def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
@@ -87,15 +85,6 @@ def _deadly(batch: Batch, name: str, reason: str) -> str:
 @handles(
     ev.TrainerReady,
     valid=anything,
-    leads_to=(
-        *ENDS_RUN,
-        cmd.PublishWeights,
-        cmd.LoadCheckpoint,
-        cmd.RedoStep,
-        cmd.TrainStep,
-        cmd.ProposeBatch,
-        cmd.ExportModel,
-    ),
 )
 def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     """A trainer has the model of the configuration; one that comes back is told how to go on, and
@@ -147,10 +136,7 @@ def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
     )
 
 
-_GOES_ON = (cmd.RedoStep, cmd.TrainStep, cmd.ProposeBatch, cmd.ExportModel, cmd.PublishWeights)
-
-
-@handles(ev.CheckpointLoaded, valid=anything, leads_to=_GOES_ON)
+@handles(ev.CheckpointLoaded, valid=anything)
 def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
     outstanding = ctx.state.commands.get(keys.LOAD)
     command = outstanding.command if outstanding is not None else None
@@ -159,7 +145,7 @@ def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
     ctx.done(keys.LOAD)
 
 
-@handles(ev.StepRedone, valid=anything, leads_to=_GOES_ON)
+@handles(ev.StepRedone, valid=anything)
 def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
     """One more; where rounding has made other weights of it, those are what training goes on
     from."""

@@ -19,7 +19,6 @@ from laminar.core import indexes, kept_versions, keys
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import handles
-from laminar.core.rules import TROUBLE_NOT_KEPT, applies
 from laminar.core.state import Actor, Relay, State
 from laminar.core.statuses import Phase
 from laminar.core.validation import anything, are_allocated, is_count, of_a_version
@@ -158,13 +157,6 @@ def _received(state: State, event: ev.WeightsReceived) -> bool:
 @handles(
     ev.WeightsReceived,
     valid=_received,
-    leads_to=(
-        cmd.PullWeights,
-        cmd.PinVersion,
-        cmd.ForwardWeights,
-        cmd.RestartActor,
-        cmd.GenerateTrajectory,
-    ),
 )
 def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     """A relay has a version from its predecessor, and the replicas of its machine can pull it.
@@ -246,12 +238,8 @@ def receive_expired(ctx: Context, name: str) -> None:
 @handles(ev.TransferTrouble, valid=anything)
 def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
     """Dealt with already by the relays: the log has it for those who look at these machines."""
-    state = ctx.state
-    relay = state.relays.get(ctx.stamped.peer)
-    if relay is None:
-        return ctx.ignore("not-ready")
-    if not applies(state.settings, TROUBLE_NOT_KEPT):
-        relay.trouble = event.kind
+    if ctx.stamped.peer not in ctx.state.relays:
+        ctx.ignore("not-ready")
 
 
 # --- slow ones --------------------------------------------------------------------------------

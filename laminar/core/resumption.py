@@ -21,12 +21,10 @@ from laminar.core.context import Context
 from laminar.core.indexes import end_actor, indexes_of
 from laminar.core.keys import TimerKind
 from laminar.core.registry import handles
-from laminar.core.rules import can_resume
 from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.core.transitions import move_run
 from laminar.core.validation import is_count
-from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.names.roles import Role
@@ -58,7 +56,7 @@ def news(
     """
     known = [a for a in state.actors.values() if a.alive]
     gone = known and not any((a.name, a.pid) in living for a in known)
-    if not (gone or asked) or not can_resume(state.settings):
+    if not (gone or asked) or not state.settings.keeps_checkpoints:
         return None
     changed = {name: getattr(settings, name) for name in CHANGEABLE}
     return ev.RunResumed(asked=asked, **changed)
@@ -68,12 +66,12 @@ def _possible(state: State, event: ev.RunResumed) -> bool:
     return all(is_count(getattr(event, name)) for name in CHANGEABLE) and event.save_freq > 0
 
 
-@handles(ev.RunResumed, valid=_possible, leads_to=(cmd.EndTrajectories, cmd.AbortTrajectories))
+@handles(ev.RunResumed, valid=_possible)
 def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     """Every process is lost, and has the time of a start to come back."""
     state = ctx.state
     over = is_over(state) if event.asked else state.phase == Phase.ENDED
-    if not can_resume(state.settings) or over:
+    if not state.settings.keeps_checkpoints or over:
         return ctx.ignore("not-resumable")
     changed = {name: getattr(event, name) for name in CHANGEABLE}
     more_steps = event.total_steps != state.settings.total_steps

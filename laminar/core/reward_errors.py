@@ -16,7 +16,6 @@ from __future__ import annotations
 from laminar.core import lifecycle
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
-from laminar.core.rules import REWARD_ERRORS, applies
 from laminar.core.state import RewardErrors
 from laminar.core.statuses import Phase
 from laminar.events.reasons import FailureReason, RewardOutcome
@@ -36,8 +35,6 @@ REWARD = "reward"
 def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
     """The reward of one answer is known, or why there is none; too many failures end the run."""
     state = ctx.state
-    if not applies(state.settings, REWARD_ERRORS):
-        return
     if state.rewards is None:
         state.rewards = RewardErrors(window=bytearray(-(-_window(ctx) // 8)))
     found = state.rewards

@@ -129,7 +129,6 @@ class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
     arrived: dict[int, int] = {}  #: version, of those held -> time_ns of its report
     lags: int = 0  #: transfers in a row from the relay before it that this hop held up
     unlinked: int = 0  #: orders in a row that it did not carry out in time
-    trouble: str = ""  #: only in logs without the rule TROUBLE_NOT_KEPT: their hashes have it
 
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -201,7 +200,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempts: dict[int, int] = {}  #: of positions that were lost and run again
     done: int = 0
     correct: int = 0
-    held_out: HeldOut | None = None  #: None: by the settings of an older log, only right or wrong
+    held_out: HeldOut = msgspec.field(default_factory=HeldOut)
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -266,8 +265,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     chosen: int = 0  #: batches chosen so far = index of the next one
     completed: int = 0  #: steps completed
     batch: Batch | None = None
-    #: completed steps since the oldest checkpoint, and the one that made it; without the rule
-    #: TRAINER_RESUMES none
+    #: completed steps since the oldest checkpoint, and the one that made it; none without
+    #: checkpoints
     trained: list[Trained] = []
     redone: int = -1  #: completed steps that a trainer that came back has by now; -1: all
     proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy

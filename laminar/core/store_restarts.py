@@ -1,6 +1,6 @@
 """The store's restart: the orders that it was given outlive its process.
 
-Reads   the rule STORE_RESTARTS; losses of the store, and readiness of its next process
+Reads   losses of the store, and readiness of its next process
 Writes  to whom its outstanding orders are addressed, their deadlines, its time to return
 Emits   nothing: the coordinator sends what is outstanding to each process that it accepts
 
@@ -15,7 +15,6 @@ from laminar.core import keys
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of
 from laminar.core.keys import CommandKey
-from laminar.core.rules import RUN_RESUMES, STORE_RESTARTS, applies
 from laminar.core.state import Actor, State
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
@@ -26,17 +25,10 @@ END_TIMEOUT_MS = 120_000
 """One transaction of the store; two minutes of silence mean that it hangs, or waits for a disk."""
 
 
-def is_restarted(state: State, role: str) -> bool:
-    """Whether this is the store, and its node starts another process when it is lost."""
-    return role == Role.STORE and applies(state.settings, STORE_RESTARTS)
-
-
 def may_join(state: State, role: str) -> bool:
     """While the run ends, the store is still needed: it writes the ends. So is the node that starts
     it, where all processes had ended."""
-    if role == Role.NODE:
-        return state.phase == Phase.ENDING and applies(state.settings, RUN_RESUMES)
-    return is_restarted(state, role) and state.phase == Phase.ENDING
+    return role in (Role.STORE, Role.NODE) and state.phase == Phase.ENDING
 
 
 def awaited(state: State) -> bool:
@@ -44,14 +36,13 @@ def awaited(state: State) -> bool:
     return any(
         keys.rejoin(name) in state.timers or keys.restart(name) in state.commands
         for name in indexes_of(state).roles.get(Role.STORE, ())
-        if is_restarted(state, Role.STORE)
     )
 
 
 def waits(state: State, command: Command) -> bool:
     """Whether this order outlives the process that it was given to: a new one carries it out."""
     running = state.phase not in (Phase.STOPPING, Phase.ENDED)
-    return running and isinstance(command, cmd.EndTrajectories) and is_restarted(state, Role.STORE)
+    return running and isinstance(command, cmd.EndTrajectories)
 
 
 def lost(ctx: Context, name: str) -> None:
@@ -64,7 +55,7 @@ def lost(ctx: Context, name: str) -> None:
 
 def joined(state: State, actor: Actor) -> None:
     """What waits is sent to the new process as soon as it is accepted."""
-    if is_restarted(state, actor.role):
+    if actor.role == Role.STORE:
         for key in _orders(state, actor.name):
             state.commands[key].incarnation = actor.incarnation
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from laminar.core.admission import first_share, groups_wanted, refusal, room
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
-from laminar.core.rules import LESS_HEADROOM, MOVES_END, applies
 from laminar.core.state import Replica, State, Trajectory
 from laminar.names.ids import Purpose
 
@@ -98,7 +97,7 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
     standing = Standing(
         name=replica.name,
         kv_tokens=held,
-        need=held + growth // (8 if applies(state.settings, LESS_HEADROOM) else 2),
+        need=held + growth // 8,
         longest=longest,
         running=len(there),
         room=room(replica),
@@ -152,7 +151,7 @@ def trajectory_stays(state: State, trajectory: Trajectory) -> str:
     if trajectory.deaths:
         return "seen-deaths"
     progress = state.progress[trajectory.id]
-    if progress.source and applies(state.settings, MOVES_END):
+    if progress.source:
         return "receives"
     return "moved-often" if progress.moves >= MOVES_MAX else ""
 

@@ -20,13 +20,10 @@ from laminar.core import (
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.keys import CommandKey, TimerKind, TimerName
-from laminar.core.registry import LOSES_ACTOR, handles
-from laminar.core.state import State
-from laminar.core.store_restarts import is_restarted
+from laminar.core.registry import handles
 from laminar.core.validation import anything
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command
 from laminar.names.ids import TrajectoryId
 from laminar.names.roles import Role
 
@@ -34,7 +31,6 @@ from laminar.names.roles import Role
 @handles(
     ev.TimerFired,
     valid=anything,
-    leads_to=(*LOSES_ACTOR, cmd.RestartActor, cmd.ReleaseTrajectories),
 )
 def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
@@ -84,13 +80,9 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         handover.release_expired(ctx, command)
     elif (
         command.to in state.replicas
-        or _restarts_store(state, command)
+        or isinstance(command, cmd.EndTrajectories)
         or redo.may_be_lost(state, command.to)
     ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:
         lifecycle.fail(ctx, FailureKind.OVERDUE, command.to, what)
-
-
-def _restarts_store(state: State, command: Command) -> bool:
-    return isinstance(command, cmd.EndTrajectories) and is_restarted(state, Role.STORE)

@@ -13,11 +13,9 @@ from laminar.core import dispatch, evaluation, groups, recovery, reward_errors
 from laminar.core.context import Context
 from laminar.core.indexes import gauges_changed, set_length, straggler_changed
 from laminar.core.registry import handles
-from laminar.core.rules import HELD_OUT_FIGURES, applies
 from laminar.core.state import Packing, State, Trajectory
 from laminar.core.transitions import UNFINISHED, move
 from laminar.core.validation import anything, is_count
-from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason
 from laminar.names.ids import Purpose, TrajectoryId
@@ -33,7 +31,6 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
 @handles(
     ev.TrajectoryStarted,
     valid=_started_counts,
-    leads_to=(cmd.PullWeights, cmd.GenerateTrajectory),
     planned=False,
 )
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
@@ -88,7 +85,6 @@ def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
 @handles(
     ev.TrajectoryFinished,
     valid=_token_count,
-    leads_to=(cmd.ScoreTrajectories, cmd.GenerateTrajectory, cmd.PullWeights),
 )
 def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     """Every token is durable; the reward comes next."""
@@ -110,17 +106,6 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
 @handles(
     ev.TrajectoryFailed,
     valid=anything,
-    leads_to=(
-        cmd.EndTrajectories,
-        cmd.AbortTrajectories,
-        cmd.GenerateTrajectory,
-        cmd.ScoreTrajectories,
-        cmd.PullWeights,
-        cmd.PinVersion,
-        cmd.TrainStep,
-        cmd.ProposeBatch,
-        cmd.ExportModel,
-    ),
 )
 def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
     trajectory = _present(ctx, event.trajectory_id, event.placement)
@@ -134,28 +119,14 @@ def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
 
 
 def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
-    """The score is a finite float64, and so is every figure beside it.
-
-    An older log, which counted no tokens here, may have any number of them.
-    """
+    """The score is a finite float64, and so is every figure beside it."""
     finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
-    counted = is_count(event.num_tokens) or not applies(state.settings, HELD_OUT_FIGURES)
-    return finite and counted and all(map(isfinite, event.extras.values()))
+    return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
 
 
 @handles(
     ev.TrajectoryRewarded,
     valid=_finite_score,
-    leads_to=(
-        cmd.EndTrajectories,
-        cmd.AbortTrajectories,
-        cmd.GenerateTrajectory,
-        cmd.PullWeights,
-        cmd.PinVersion,
-        cmd.TrainStep,
-        cmd.ProposeBatch,
-        cmd.ExportModel,
-    ),
 )
 def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     state = ctx.state

@@ -26,7 +26,7 @@ from laminar.core import (
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.indexes import indexes_of, master_relay
-from laminar.core.registry import ENDS_RUN, handles
+from laminar.core.registry import handles
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 from laminar.core.validation import anything, are_allocated, of_a_version
@@ -47,17 +47,6 @@ def _published(state: State, event: ev.WeightsPublished) -> bool:
 @handles(
     ev.WeightsPublished,
     valid=_published,
-    leads_to=(
-        *ENDS_RUN,
-        cmd.PullWeights,
-        cmd.GenerateTrajectory,
-        cmd.TrainStep,
-        cmd.ProposeBatch,
-        cmd.ExportModel,
-        cmd.PinVersion,
-        cmd.RestartActor,
-        cmd.ReleaseTrajectories,
-    ),
 )
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     """Whatever is newest is what an empty replica pulls next, once its relay has it."""
@@ -119,7 +108,6 @@ def _pulled(ctx: Context) -> Replica | None:
 @handles(
     ev.WeightsLoaded,
     valid=of_a_version,
-    leads_to=(cmd.GenerateTrajectory, cmd.PinVersion, cmd.PullWeights),
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
@@ -137,7 +125,7 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
         ctx.touch(replica.name)
 
 
-@handles(ev.WeightsRejected, valid=anything, leads_to=(cmd.PullWeights, cmd.RestartActor))
+@handles(ev.WeightsRejected, valid=anything)
 def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
     """Digest or probe failed: it does not serve; it tries once more, then it is restarted."""
     replica = _pulled(ctx)
@@ -158,7 +146,6 @@ def _held_versions(state: State, event: ev.VersionGone) -> bool:
 @handles(
     ev.VersionGone,
     valid=_held_versions,
-    leads_to=(cmd.GenerateTrajectory, cmd.PullWeights, cmd.PinVersion, cmd.EndTrajectories),
 )
 def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     """The relay has evicted it: decide again without it.
@@ -184,9 +171,7 @@ def _kept_versions(state: State, event: ev.CheckpointSaved) -> bool:
     return there and of_a_version(state, event)
 
 
-@handles(
-    ev.CheckpointSaved, valid=_kept_versions, leads_to=(cmd.PullWeights, cmd.GenerateTrajectory)
-)
+@handles(ev.CheckpointSaved, valid=_kept_versions)
 def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     """Lost work whose version no relay has any more may have it again."""
     state = ctx.state
@@ -201,7 +186,6 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
 @handles(
     ev.CheckpointRefused,
     valid=anything,
-    leads_to=(cmd.GenerateTrajectory, cmd.PullWeights, cmd.PinVersion, cmd.EndTrajectories),
 )
 def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
     """What one replica cannot read, no other is sent to: decide again without it."""

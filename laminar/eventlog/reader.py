@@ -2,7 +2,8 @@
 
 Reads   segments through ports.Disk, one at a time and as a whole, compressed or not
 Gives   History, records and where they are; LogTail, where a new writer goes on
-Raises  LogCorrupt; NotInHistory, before the first record, for a start that is not on the chain
+Raises  LogCorrupt; LogOfOtherRelease (not `read_raw`); NotInHistory, before the first record, for a
+        start that is not on the chain
 
 The history is a chain: the newest segment with a valid header names the segment and offset that
 it took over, that one names another, down to the first. Bytes behind a takeover were written by a
@@ -23,6 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
+from laminar.core.rules import known
 from laminar.eventlog.compaction import read_segment
 from laminar.eventlog.record import (
     FRAME,
@@ -31,6 +33,9 @@ from laminar.eventlog.record import (
     UNDECODABLE,
     EventRecord,
     Frames,
+    Header,
+    LaterRecord,
+    LogOfOtherRelease,
     LogTail,
     Position,
     Record,
@@ -39,7 +44,6 @@ from laminar.eventlog.record import (
     segment_name,
     segment_numbers,
 )
-from laminar.eventlog.upcast import UPCASTS, Decoders
 from laminar.names.ports import Disk
 
 _T = TypeVar("_T")
@@ -50,6 +54,7 @@ class _Opening(msgspec.Struct, tag_field="kind", tag="header", frozen=True):
     """What a header says in every schema: enough to check and follow the chain."""
 
     schema: int
+    logic: int
     segment: int
     takes_over: Takeover | None
 
@@ -62,9 +67,18 @@ class NotInHistory(Exception):
     """Nothing is wrong with the log, but what was to be read from it does not belong to it."""
 
 
+class _Decoders(NamedTuple, Generic[_T]):
+    """How the bodies of a segment become records."""
+
+    header: Callable[[bytes], _T]
+    later: Callable[[bytes], _T]
+    any_release: bool  #: they take the records of every release
+
+
 _opening = msgspec.msgpack.Decoder(_Opening)
-#: The decoders for a schema; None for one that cannot be read.
-_Codec = Callable[[int], Decoders[_T] | None]
+_TYPED: _Decoders[Record] = _Decoders(
+    msgspec.msgpack.Decoder(Header).decode, msgspec.msgpack.Decoder(LaterRecord).decode, False
+)
 
 
 def _unpack(body: bytes) -> dict[str, Any]:
@@ -72,8 +86,7 @@ def _unpack(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _any_schema(schema: int) -> Decoders[dict[str, Any]]:
-    return Decoders(_unpack, _unpack)
+_RAW: _Decoders[dict[str, Any]] = _Decoders(_unpack, _unpack, True)
 
 
 def read_log(
@@ -93,14 +106,14 @@ def records(
     disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
 ) -> History[Record]:
     """The same without the positions, which it knows, as it knows its tail at the end."""
-    return History(disk, UPCASTS.get, tail, start)
+    return History(disk, _TYPED, tail, start)
 
 
 def read_raw(
     disk: Disk, start: Takeover | None = None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(segment, offset, plain map) of every record, also of schemas that came after this code."""
-    history = History(disk, _any_schema, start=start)
+    """(segment, offset, plain map) of every record, also of another release."""
+    history = History(disk, _RAW, start=start)
     for body in history:
         yield *history.position, body
 
@@ -110,7 +123,7 @@ def beginning(disk: Disk) -> Takeover | None:
     numbers = segment_numbers(disk.names())
     if numbers[:1] in ([], [1]):
         return None
-    chain = History(disk, _any_schema, start=Takeover(numbers[0], 0, 0)).chain()
+    chain = History(disk, _RAW, start=Takeover(numbers[0], 0, 0)).chain()
     return Takeover(chain[0].segment, 0, chain[0].seed) if chain else None
 
 
@@ -144,7 +157,7 @@ def _first_body(data: bytes) -> bytes:
 def _is_other_record(frames: Frames) -> bool:
     """True if a segment, instead of being damaged, begins with a record that is no header."""
     try:
-        UPCASTS[SCHEMA_VERSION].later(_first_body(frames.data))
+        _TYPED.later(_first_body(frames.data))
     except UNDECODABLE:
         return frames.valid_at(0, frames.crc)
     return True
@@ -155,11 +168,16 @@ class _Span(NamedTuple):
 
     segment: int
     schema: int
+    logic: int
     seed: int  #: CRC that its chain starts from
     end: Takeover | None  #: None: as far as its frames are valid
 
     def holds(self, place: Takeover) -> bool:
         return place.segment == self.segment and (not self.end or place.offset <= self.end.offset)
+
+
+def _is_ours(span: _Span) -> bool:
+    return span.schema == SCHEMA_VERSION and known(span.logic)
 
 
 class History(Generic[_T]):
@@ -168,12 +186,12 @@ class History(Generic[_T]):
     def __init__(
         self,
         disk: Disk,
-        codec: _Codec[_T],
+        decoders: _Decoders[_T],
         tail: LogTail | None = None,
         start: Takeover | None = None,
     ) -> None:
         self._disk = disk
-        self._codec = codec
+        self._decoders = decoders
         self._tail = tail
         self._start = start
         self._oldest = start.segment if start else 1  #: number of the first segment to read
@@ -181,7 +199,6 @@ class History(Generic[_T]):
         self._end: Takeover | None = None
         self._newest = 0
         self._torn_bytes = 0
-        self.schema = SCHEMA_VERSION  #: of the segment that the iteration is in
 
     @property
     def position(self) -> Position:
@@ -198,12 +215,13 @@ class History(Generic[_T]):
             raise NotInHistory("the history ends before it, or passes it by")
         for span in chain:
             size = span.end.offset if span.end else -1
+            if not (self._decoders.any_release or _is_ours(span)):
+                raise LogOfOtherRelease(span.segment, span.schema, span.logic)
             data = read_segment(self._disk, span.segment, size)
             self._frames = frames = Frames(span.segment, data, span.seed)
-            self.schema = span.schema
             if self._start and self._start.segment == span.segment:
                 self._skip_to_start(frames, self._start)
-            yield from self._records(frames, self._decoders(span))
+            yield from self._records(frames)
             self._close(frames, span.end)
 
     def _skip_to_start(self, frames: Frames, start: Takeover) -> None:
@@ -211,16 +229,8 @@ class History(Generic[_T]):
         if (frames.offset, frames.crc) != (start.offset, start.crc):
             raise NotInHistory(f"the history is another one at {start.segment}:{start.offset}")
 
-    def _decoders(self, span: _Span) -> Decoders[_T]:
-        decoders = self._codec(span.schema)
-        if decoders is None:
-            known = " or ".join(map(str, UPCASTS))
-            raise Frames(span.segment, b"", 0).corrupt(
-                f"schema {known}", f"schema {span.schema} of another release"
-            )
-        return decoders
-
-    def _records(self, frames: Frames, decoders: Decoders[_T]) -> Iterator[_T]:
+    def _records(self, frames: Frames) -> Iterator[_T]:
+        decoders = self._decoders
         decode = decoders.later if frames.offset else decoders.header
         for body in frames:
             try:
@@ -255,7 +265,7 @@ class History(Generic[_T]):
         spans = []
         while number >= self._oldest:
             opening = self._open(number)
-            spans.append(_Span(number, opening.schema, opening.seed, end))
+            spans.append(_Span(number, opening.schema, opening.logic, opening.seed, end))
             end = opening.takes_over
             number = end.segment if end else 0
         return spans[::-1]

@@ -11,10 +11,8 @@ brought in from another file breaks the chain, not only one whose bits changed.
 The mark tells damage from an unfinished write. A crash may keep any sectors of what was not synced,
 so intact frames behind a bad one prove nothing; a marked one does, since it was written after the
 bad one had become durable. The first frame of each write that follows a sync bears it, each header
-too. Segments of schema 1, and early ones of schema 2, have no marks: there any intact frame behind
-a bad one counts as proof, and some unfinished writes are refused as damage. The keys `kind`,
-`schema`, `segment` and `takes_over` of a header keep their meaning in every schema, which lets
-any version check and dump the frames of any other.
+too. The keys `kind`, `schema`, `logic`, `segment` and `takes_over` of a header keep their meaning
+in every schema, which lets any version check and dump the frames of any other.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from laminar.core.rules import LOGIC_VERSION
 from laminar.events.base import Stamped
 
-SCHEMA_VERSION = 3
-"""3: the encoding of the state, of which the log has hashes, leaves out what equals its default.
-Earlier ones: eventlog/upcast.py."""
+SCHEMA_VERSION = 4
+"""The form of records, and of the state, of which the log has hashes; others are refused."""
 
 #: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
 #: at 15 MiB; the largest record holds one of them, or the resolved configuration.
@@ -145,8 +143,23 @@ class LogTail(msgspec.Struct, frozen=True):
     torn_bytes: int  #: after `end`: an unfinished write, never part of the history
 
 
-class LogCorrupt(Exception):
-    """The log cannot be trusted; nothing was changed."""
+class LogRefused(Exception):
+    """The log is not gone on from, for the reason given; nothing was changed."""
+
+
+class LogOfOtherRelease(LogRefused):
+    """The log has a form, or decisions, that this program does not have."""
+
+    def __init__(self, segment: int, schema: int, logic: int) -> None:
+        super().__init__(
+            f"{segment_name(segment)} was written by another release of Laminar (schema {schema}, "
+            f"logic version {logic}; this program has {SCHEMA_VERSION} and {LOGIC_VERSION}): go on "
+            "with the release that wrote it, or start a new run"
+        )
+
+
+class LogCorrupt(LogRefused):
+    """The log cannot be trusted."""
 
     def __init__(self, segment: int, offset: int, expected: str, found: str, hint: str) -> None:
         super().__init__(
@@ -244,15 +257,14 @@ class Frames:
     def continued(self) -> bool:
         """True if what follows the bad frame at the cursor was written after it had become durable.
 
-        In a segment with marks one settled frame, wherever it is, proves that. Without them, and
-        behind a bad header, which is durable before anything follows, two intact neighbours do,
-        or one frame that continues the chain of the bad one: from its stored CRC or, where that
-        is the damaged part, from the computed one. A wrong length hides where the next frame
-        begins, so every place that could be the start of a body is tried.
+        One settled frame, wherever it is, proves that. Behind a bad header, which is durable before
+        anything follows, two intact neighbours do, too, or one frame that continues the chain of
+        the bad one: from its stored CRC or, where that is the damaged part, from the computed one.
+        A wrong length hides where the next frame begins, so every place that could be the start of
+        a body is tried.
         """
         if self.remaining() <= FRAME.size:
             return False
-        marked = self.offset > 0 and bool(FRAME.unpack_from(self.data)[0] & SETTLED)
         word, stored = FRAME.unpack_from(self.data, self.offset)
         start = self.offset + FRAME.size
         body = self.data[start : start + (word & ~SETTLED)]
@@ -260,7 +272,7 @@ class Frames:
         key = self.data.find(KIND_KEY, start + FRAME.size)
         while key >= 0:
             at = key - 1 - FRAME.size
-            if self._is_settled(at) or (not marked and self._is_chained(at, chains)):
+            if self._is_settled(at) or (self.offset == 0 and self._is_chained(at, chains)):
                 return True
             key = self.data.find(KIND_KEY, key + 1)
         return False

@@ -5,8 +5,8 @@ Gives   Replay: the machine at the end, counts, and the first difference if ther
 
 The last event before a crash may have been written without all of its decisions (nothing was sent
 of it then). The next coordinator writes the others first, so they may go on behind its header; at
-the end of the log the reader of this Replay has to write them. In schema 1 they were not written,
-so a prefix is enough at a takeover. Otherwise all must be identical, byte for byte.
+the end of the log the reader of this Replay has to write them. All must be identical, byte for
+byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from laminar.core.machine import Machine
 from laminar.core.rules import LogicError
-from laminar.core.state import State
+from laminar.core.state import State, digest
 from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (
     HASH_FOLLOWS,
@@ -30,7 +30,6 @@ from laminar.eventlog.record import (
     StateHashRecord,
 )
 from laminar.eventlog.snapshot import Snapshot
-from laminar.eventlog.upcast import has_every_decision, state_digest
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command, decode_event, encode
 from laminar.names.ports import Disk
@@ -123,8 +122,6 @@ def replay(
                 found.difference = _missing(history.position, found, expected[index])
         else:
             writer = record.incarnation
-            if not has_every_decision(record.schema):
-                expected, index = [], 0
         if found.difference is not None:
             return found
     found.unlogged = _owed(found.machine, expected, index)
@@ -184,7 +181,7 @@ def _compare_hash(
         return None  # it is of an event that this replay has not seen
     actual, of = found.digests.pop(record.seq, ""), record.seq
     if not actual:
-        actual, of = state_digest(history.schema, state), state.seq
+        actual, of = digest(state), state.seq
     if record.seq == of and record.digest == HASH_FOLLOWS:
         found.digests[of] = actual
         return None

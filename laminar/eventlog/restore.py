@@ -2,7 +2,7 @@
 
 Reads   snapshots and segments through ports.Disk
 Writes  (take_over only) a new segment; removes files that no coordinator can use any more
-Raises  LogCorrupt when there is no way to a state; LogTaken, DiskError as the writer
+Raises  LogRefused when there is no way to a state; LogTaken, DiskError as the writer
 
 The newest snapshot that belongs to the history, and the events after it; else the older one; else
 the whole log. Nothing is written before the history has been read and replayed.

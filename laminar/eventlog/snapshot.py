@@ -7,9 +7,9 @@ Raises           DiskError while writing: end the process
 File    u32 length | u32 CRC32 | body      as a frame of the log; the body is one Snapshot
 
 A snapshot saves time and is never needed as long as the log is whole, so whatever is odd about one
-makes it unusable and nothing else: it is passed over, with the reason. It belongs to one logic,
-names the schema in which its state is encoded, and belongs to the history only if its position lies
-on the chain (the reader checks that). Two are kept: the newest, and one to fall back on.
+makes it unusable and nothing else: it is passed over, with the reason. It names the schema and the
+logic of its state, and belongs to the history only if its position lies on the chain (the reader
+checks that). Two are kept: the newest, and one to fall back on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import msgspec
 from laminar.core.rules import unknown
 from laminar.core.state import State, decode, digest, encode
 from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
-from laminar.eventlog.upcast import UPCASTS, state_digest
 from laminar.eventlog.whole_files import write_whole
 from laminar.names.ports import Disk
 
@@ -109,14 +108,14 @@ def _read(data: bytes, seq: int) -> Snapshot | str:
         return "it is damaged"
     try:
         snapshot = _decode(body)
-        if snapshot.schema not in UPCASTS:
-            return f"it is of schema {snapshot.schema}, this release reads up to {SCHEMA_VERSION}"
+        if snapshot.schema != SCHEMA_VERSION:
+            return f"it is of schema {snapshot.schema}, this release reads {SCHEMA_VERSION}"
         restored = snapshot.restored()
         if reason := unknown(snapshot.logic, restored.settings):
             return f"it is of {reason}"
         if snapshot.seq != seq:
             return f"it is of event {snapshot.seq}"
-        if state_digest(snapshot.schema, restored) != snapshot.digest:
+        if digest(restored) != snapshot.digest:
             return "its state has another form in this release"
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return f"it is of another release: {error}"

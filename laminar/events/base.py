@@ -114,22 +114,22 @@ class Settings(
     batch_wait_ms: int
     start_timeout_ms: int  #: for every actor to join and the first weights to be published
     stall_ms: int  #: an actor that answers but makes no progress for so long is restarted
-    #: failed attempts to score, of a thousand, above which the run ends; 1000: never; -1: never,
-    #: and none is counted
-    max_error_permille: int = -1
+    engine_start_ms: int  #: for a replica that has joined to be ready
+    #: failed attempts to score, of a thousand, above which the run ends; 1000: never
+    max_error_permille: int
     disk_wait_ms: int = 0  #: how long the store may wait for room on its disk
-    #: to each held-out prompt; 0: one, of which only right or wrong is kept, and one that was lost
-    #: three times is wrong
-    eval_answers: int = 0
+    eval_answers: int = 1  #: to each held-out prompt
     repack_policy: str = ""  #: gain | best-fit; empty: trajectories are not repacked
     repack_interval_ms: int = 0
     repack_release_ms: int = 0  #: for a replica to hand over what it gives away
     repack_prefill_tokens: int = 0  #: prefilled in the time of one decode step
-    save_freq: int = (
-        0  #: a checkpoint every so many steps; 0: none, and a lost trainer ends the run
-    )
-    engine_start_ms: int = 0  #: for a replica that has joined to be ready; 0: no limit
+    save_freq: int = 0  #: a checkpoint every so many steps; 0: none
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """A lost trainer comes back, and a run whose processes have all ended can be resumed."""
+        return self.save_freq > 0
 
 
 class Stamped(msgspec.Struct, frozen=True, kw_only=True, gc=False):

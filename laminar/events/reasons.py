@@ -3,9 +3,8 @@
 Reads   nothing
 Gives   End, DropReason, FailureReason, RewardOutcome, FinishReason, PullPurpose, TransferForm
 
-On the wire and in the log each is its text. A word once written stays here, also when nothing says
-it any more: older logs have it. What only a person reads (why an actor failed, what went wrong
-between two relays) is text.
+On the wire and in the log each is its text. What only a person reads (why an actor failed, what
+went wrong between two relays) is text.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class FailureReason(StrEnum):
     STORE_REFUSED = "store-refused"  #: the tokens or the reward can never be stored
     UNSCORED = "unscored"  #: the reward function does not apply to it
     REWARD_WORKER_LOST = "reward-worker-lost"
-    BAD_LOGPROBS = "bad-logprobs"  #: of older logs
 
 
 class DropReason(StrEnum):
@@ -48,7 +46,6 @@ class DropReason(StrEnum):
     STORE_REFUSED = "store-refused"
     UNSCORED = "unscored"
     REWARD_WORKER_LOST = "reward-worker-lost"
-    BAD_LOGPROBS = "bad-logprobs"
 
 
 class RewardOutcome(StrEnum):

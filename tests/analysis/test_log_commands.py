@@ -128,19 +128,25 @@ def test_raw_dump_reads_another_schema(made: Path, copy: Path, cli: Cli) -> None
     (copy / "events").mkdir()
     header = msgspec.defstruct(
         "Header",
-        [("schema", int), ("segment", int), ("takes_over", type(None)), ("colour", str)],
+        [
+            ("schema", int),
+            ("logic", int),
+            ("segment", int),
+            ("takes_over", type(None)),
+            ("colour", str),
+        ],
         tag_field="kind",
         tag="header",
     )
     later = EventRecord.of(world_log()[0][0], msgspec.msgpack.encode({"type": "new"}))
-    data, crc = encode_frame(header(99, 1, None, "red"), 0)
+    data, crc = encode_frame(header(99, 7, 1, None, "red"), 0)
     log_file(copy).write_bytes(data + encode_frame(later, crc)[0])
     code, out = cli("log", "dump", copy, "--raw")
     assert code == 0
     assert [json.loads(line).get("colour") for line in out.splitlines()] == ["red", None]
     code, message = cli("log", "dump", copy)
     assert code == 2
-    assert "schema 99" in message
+    assert "written by another release of Laminar (schema 99, logic version 7;" in message
 
 
 def test_tail_shows_the_last_records(made: Path, cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""A run is taken up with the settings of its log; one of an earlier release keeps what it has."""
+"""A run is taken up with the settings of its log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from laminar.config import ConfigError, load
 from laminar.coordinator.loop import settings_of
-from laminar.coordinator.taking_up import OLDER, resumed
-from laminar.events import events as ev
+from laminar.coordinator.taking_up import resumed
 from laminar.events.base import Settings
 from tests.kit.bench import Bench
 
@@ -24,19 +23,6 @@ def begun_with(settings: Settings) -> Bench:
 
 def present() -> Settings:
     return settings_of(load([], ["model.name=m", "data.dataset=gcd"]))
-
-
-def test_a_run_of_an_earlier_release_goes_on_by_its_own_rules(tmp_path: Path) -> None:
-    older = begun_with(msgspec.structs.replace(present(), **OLDER))
-    event = resumed(tmp_path, older.state, present(), asked=False)
-    assert isinstance(event, ev.RunResumed)
-    older.own(event)
-    assert all(getattr(older.state.settings, name) == value for name, value in OLDER.items())
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_no_configuration_says_what_only_earlier_releases_have(name: str) -> None:
-    assert getattr(present(), name) != OLDER[name]
 
 
 @pytest.mark.parametrize("changes", [{"seed": 5}, {"engine_start_ms": 1}])

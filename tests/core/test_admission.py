@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from laminar.core.admission import bound_holds, first_share, share
-from laminar.core.rules import NEW_RUN, REPLICA_SHARE
 from laminar.core.tails import released_max
 from laminar.events import commands as cmd
 from tests.kit.bench import Bench, only
@@ -84,7 +83,7 @@ def test_dropped_group_gives_its_place_back() -> None:
     assert bench.state.ledger.trajectories.dropped == {"unscored": 2}
 
 
-def shared_out(policy: str, rules: tuple[str, ...] = NEW_RUN) -> Bench:
+def shared_out(policy: str) -> Bench:
     """Two replicas of which each has room for all four groups that the bound admits."""
     bench = Bench(
         replicas=2,
@@ -92,7 +91,6 @@ def shared_out(policy: str, rules: tuple[str, ...] = NEW_RUN) -> Bench:
         groups_per_version=4,
         repack_policy=policy,
         repack_interval_ms=5_000,
-        rules=rules,
     )
     bench.start()
     return bench
@@ -111,9 +109,8 @@ def test_with_gain_each_replica_has_its_part_of_what_the_bound_admits() -> None:
     assert running(bench) == [4, 4] and not released_max(bench.state)
 
 
-def test_without_the_rule_the_first_replica_takes_all() -> None:
-    old = tuple(name for name in NEW_RUN if name != REPLICA_SHARE.name)
-    for bench in (shared_out("gain", old), shared_out("best-fit"), shared_out("")):
+def test_without_gain_the_first_replica_takes_all() -> None:
+    for bench in (shared_out("best-fit"), shared_out("")):
         assert running(bench) == [8, 0]
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from laminar.core import handover
+from laminar.core import handover, tails
 from laminar.core.admission import refusal
 from laminar.core.indexes import set_length
-from laminar.core.rules import LESS_HEADROOM, MOVES_SPREAD, NEW_RUN, REPLICA_SHARE
 from laminar.core.state import Packing
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.tails import standing_of
@@ -201,13 +200,11 @@ def test_gauge_that_does_not_know_of_the_last_command_says_nothing() -> None:
     assert not releases(bench.publish(1, 1))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_nothing_moves_to_where_the_cache_is_too_small(old: bool) -> None:
+def test_nothing_moves_to_where_the_cache_is_too_small() -> None:
     """Two replicas hold 40 tokens each and are expected to sample 20 more, of which an eighth
-    counts, by the old rule half."""
-    rules = tuple(name for name in NEW_RUN if not old or name != LESS_HEADROOM.name)
-    for capacity, fits in ((83, False), (84, not old), (99, not old), (100, True)):
-        bench = Tail(rules=rules)
+    counts."""
+    for capacity, fits in ((83, False), (84, True)):
+        bench = Tail()
         for name in bench.names:
             lengths = dict.fromkeys(bench.replica(name).running, 40)
             bench.gauge(name, kv_capacity_tokens=capacity, lengths=lengths)
@@ -225,12 +222,12 @@ def test_nothing_moves_beyond_the_batch_that_is_quick_enough() -> None:
 
 
 def test_nothing_moves_against_a_binding_bound() -> None:
-    """The version that the source would load admits two groups; by the old rule it takes four at
-    once, by the new one its part of the bound, which is two."""
-    old = tuple(name for name in NEW_RUN if name != REPLICA_SHARE.name)
-    bench = Tail(groups_per_version=4, rules=old)
-    assert not releases(bench.publish(1, 1))
+    """The version that the source would load admits two groups, which is the part of the bound that
+    it takes; with a part of four it would not begin with newer weights."""
     assert releases(Tail(groups_per_version=4).publish(1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tails, "first_share", lambda state: 4)
+        assert not releases(Tail(groups_per_version=4).publish(1, 1))
 
 
 def test_what_a_batch_has_waited_for_is_not_moved() -> None:
@@ -322,15 +319,14 @@ def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
     assert standing_of(state, source)[0].longest == 150
 
 
-def emptied_at_once(**changes: Any) -> int:
-    return len(releases(Tail(repack_policy="best-fit", **changes).publish(1, 1)))
+def emptied_at_once() -> int:
+    return len(releases(Tail(repack_policy="best-fit").publish(1, 1)))
 
 
 def test_a_look_empties_a_number_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_them = emptied_at_once()
     monkeypatch.setattr(handover, "EMPTIED_MAX", 1)
-    old = tuple(name for name in NEW_RUN if name != MOVES_SPREAD.name)
-    assert emptied_at_once() == 1 < all_of_them == emptied_at_once(rules=old)
+    assert emptied_at_once() == 1 < all_of_them
 
 
 def test_no_look_is_taken_when_the_run_drains() -> None:

@@ -149,15 +149,6 @@ def test_names_of_their_own_for_every_answer_do_not_fill_the_state() -> None:
     assert list(figures(bench).extras) == [f"0-{i}" for i in range(EXTRAS_MAX)]
 
 
-def test_by_the_settings_of_an_older_log_a_lost_answer_is_wrong_and_nothing_else_is_kept() -> None:
-    """A log from before there were these figures replays to the same state."""
-    bench = begun(answers=0, num_eval=1)
-    for group in ("e0.0", "e0.0-2", "e0.0-3"):
-        bench.finish(f"{group}.0")
-        bench.fail(f"{group}.0", "reward-worker-lost")
-    assert (done(bench).total, done(bench).correct, done(bench).figures) == (1, 0, None)
-
-
 def test_an_evaluation_as_it_is_told() -> None:
     """Two answers to each of two prompts; one is truncated, one is lost for good."""
     bench = begun(answers=2, num_train=0, total_steps=0)
@@ -194,18 +185,3 @@ def test_what_has_no_basis_is_not_told() -> None:
     answer(huge, "e0.0", 1e308)
     answer(huge, "e0.1", 1e308)
     assert (facts(done(huge))["score"], facts(done(huge))["share"]) == (None, 1.0)
-
-
-def test_an_older_log_tells_right_and_wrong_only() -> None:
-    bench = begun(answers=0)
-    answer(bench, "e0.0", 1.0)
-    answer(bench, "e0.1", 0.0)
-    told = facts(done(bench))
-    known = {name for name, value in told.items() if value not in (None, {})}
-    assert (told["share"], told["share_se"], told["answers_per_prompt"]) == (0.5, 0.5, 1)
-    assert known == {
-        "step", "version", "final", "correct", "total", "share", "share_se", "answers_per_prompt"
-    }  # fmt: skip
-    one = begun(answers=0, num_eval=1)
-    answer(one, "e0.0", 1.0)
-    assert facts(done(one))["share_se"] is None

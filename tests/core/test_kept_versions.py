@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from laminar.core.rules import NEW_RUN, UNFINISHED_KEPT
+import pytest
+
+from laminar.core import kept_versions
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from tests.kit.bench import Bench, only
@@ -49,13 +51,6 @@ def test_lost_work_is_unfinished() -> None:
     assert told(bench.publish(1, 1)) == [("relay-0", -1, (0,))]
 
 
-def test_by_the_old_rule_nobody_is_told() -> None:
-    bench = behind(rules=())
-    assert told(bench.publish(1, 1)) == []
-    bench.load("rollout-1")
-    assert bench.state.unfinished == []
-
-
 def test_the_pin_of_an_evaluation_stays_while_it_is_told() -> None:
     bench = behind(num_eval=2, test_freq=1)
     bench.publish(1, 1)
@@ -63,17 +58,20 @@ def test_the_pin_of_an_evaluation_stays_while_it_is_told() -> None:
     assert pins == [("relay-0", 1, (0,))]
 
 
-def test_less_work_starts_over_when_its_version_is_still_there() -> None:
+def test_less_work_starts_over_when_its_version_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of runs whose replicas die: tokens that were thrown away because their version was gone."""
-    old = tuple(name for name in NEW_RUN if name != UNFINISHED_KEPT.name)
-    assert restarted(NEW_RUN) < restarted(old)
+    kept = restarted()
+    monkeypatch.setattr(kept_versions, "tell", lambda ctx: None)
+    assert kept < restarted()
 
 
-def restarted(rules: tuple[str, ...]) -> int:
+def restarted() -> int:
     tokens = 0
     for seed in (0, 8, 11):
         faults = Faults(lose_every_s=4, skip_publish=0.2, fail_sibling=0.1, repeat_event=0.1)
-        decided = settings(total_steps=3, resume_wait_ms=10, rules=rules)
+        decided = settings(total_steps=3, resume_wait_ms=10)
         world = World(decided, faults=faults, seed=seed).run()
         tokens += world.state.ledger.tokens.dropped.get("restarted", 0)
     return tokens

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
-from laminar.core.rules import END_NEEDS_NO_TRAINER, NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.kit.bench import Bench, only
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
 AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)
-OLD_END = tuple(name for name in NEW_RUN if name != END_NEEDS_NO_TRAINER.name)
 
 
 def small(**changes: object) -> Bench:
@@ -48,10 +46,9 @@ def books_closed(bench: Bench) -> bool:
 
 
 @pytest.mark.parametrize("lost", ["exits", "fails", "machine"])
-@pytest.mark.parametrize("old", [False, True])
-def test_the_last_ends_are_written_without_a_trainer(lost: str, old: bool) -> None:
+def test_the_last_ends_are_written_without_a_trainer(lost: str) -> None:
     """The model is exported and evaluated: also without checkpoints nobody needs it any more."""
-    bench = small(rules=OLD_END) if old else small()
+    bench = small()
     to_the_export(bench)
     exported(bench)
     for command in only(cmd.GenerateTrajectory, bench.load_all()):
@@ -66,10 +63,10 @@ def test_the_last_ends_are_written_without_a_trainer(lost: str, old: bool) -> No
         bench.join("node-0", "b")
         bench.join("store-0", "b", "node-0/b")
         bench.ready("store-0")
-    assert bool(bench.state.failure) == old
+    assert not bench.state.failure
     bench.stop()
-    assert bench.state.exit_code == int(old)
-    assert old or (books_closed(bench) and bench.state.phase == "ended")
+    assert bench.state.exit_code == 0
+    assert books_closed(bench) and bench.state.phase == "ended"
 
 
 def test_whole_run_ends_with_exit_code_zero() -> None:
@@ -382,21 +379,6 @@ def test_process_that_never_joins_ends_the_run() -> None:
     exited = ev.ProcessExited(actor="relay-0", boot_id="x", code=1, restarting=False)
     bench.say("node-0", exited)
     assert bench.state.failure == "relay-0 never joined: its process ended with exit code 1"
-
-
-def test_store_that_hangs_ends_the_run_by_the_old_rule() -> None:
-    """It answers heartbeats, but two minutes for one transaction are too long."""
-    bench = small(batch_wait_ms=10**9, max_staleness=1, rules=())
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.wait(120_000)
-    assert bench.state.failure == "store-0 did not finish EndTrajectories in time"
-    assert bench.state.phase == "ending"
-    bench.wait(120_000)  # it does not write the ends of what was open then, either
-    assert bench.state.phase == "stopping"
-    bench.wait(STOP_TIMEOUT_MS)
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
 
 
 def test_export_that_hangs_ends_the_run() -> None:

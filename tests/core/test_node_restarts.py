@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from laminar.core.rules import NEW_RUN, NODE_RESTARTS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.test_redo import run as run_steps
 from tests.kit.bench import Bench, only
 
-OLD = tuple(name for name in NEW_RUN if name != NODE_RESTARTS.name)
 FAILED = "no replica is left: rollout-0: its process ended with exit code -9"
 MACHINE = ("store-0", "relay-0", "trainer-0", "rollout-0")
 
@@ -81,31 +79,6 @@ def test_without_checkpoints_the_trainer_does_not_come_back() -> None:
     assert bench.state.failure == (
         "trainer-0 is lost: its machine node-0 is lost: was replaced by a new process"
     )
-
-
-@pytest.mark.parametrize("way", ["silent", "replaced"])
-def test_in_an_older_run_the_loss_of_that_machine_is_its_end(way: str) -> None:
-    bench = run(rules=OLD)
-    if way == "silent":
-        bench.silent("node-0")
-    else:
-        bench.join("node-0", "b")
-    assert bench.state.failure.startswith("node-0 is lost: ")
-
-
-def test_in_an_older_run_a_lost_machine_without_them_does_not_come_back() -> None:
-    bench = Bench(nodes=2, rules=OLD)
-    bench.start()
-    bench.kill("rollout-0", restarting=False)
-    bench.say("node-1", ev.ActorLeft())
-    assert bench.state.failure == "no replica is left: node-1: left the run"
-
-
-def test_in_an_older_run_a_new_node_brings_replicas() -> None:
-    bench = Bench(nodes=2, rules=OLD)
-    bench.start()
-    bench.join("node-1", "b")
-    assert "rejoin:rollout-1.0" in bench.state.timers and not bench.state.failure
 
 
 def test_what_a_former_process_of_a_node_has_started_is_refused() -> None:

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from laminar.core import resumption
-from laminar.core.rules import ENDING_STAYS_OPEN, NEW_RUN, RUN_RESUMES
 from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -147,11 +146,8 @@ def test_settings_that_may_be_changed_are() -> None:
     assert bench.state.ignored["RunResumed: impossible"] == 1
 
 
-@pytest.mark.parametrize(
-    "changes", [{"save_freq": 0}, {"rules": tuple(r for r in NEW_RUN if r != RUN_RESUMES.name)}]
-)
-def test_a_run_that_cannot_be_resumed_is_left_as_it_is(changes: dict[str, Any]) -> None:
-    bench = test_redo.run(**changes)
+def test_a_run_without_checkpoints_is_left_as_it_is() -> None:
+    bench = test_redo.run(save_freq=0)
     assert resumption.news(bench.state, bench.settings, (), asked=False) is None
     bench.own(ev.RunResumed(asked=True, total_steps=1, test_freq=1, save_freq=1))
     assert bench.state.ignored["RunResumed: not-resumable"] == 1
@@ -287,14 +283,6 @@ def test_a_drained_run_that_was_stopped_while_its_last_ends_were_written_goes_on
     bench.load_all()
     bench.complete(bench.open_groups()[0])
     assert bench.trained().step_index == 2
-
-
-def test_by_the_old_rule_it_is_over() -> None:
-    bench = ending(rules=tuple(name for name in NEW_RUN if name != ENDING_STAYS_OPEN.name))
-    bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
-    bench.write_ends()
-    bench.stop()
-    assert resumption.is_over(bench.state) and bench.state.exit_code == 130
 
 
 def test_a_run_that_has_failed_or_done_its_steps_is_over() -> None:

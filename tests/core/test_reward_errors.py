@@ -191,13 +191,6 @@ def test_the_first_detail_that_arrives_is_kept() -> None:
     assert scores.found.first == ("first " * 200)[:500]
 
 
-def test_logs_from_before_the_rule_count_nothing() -> None:
-    """Their decisions and the hashes of their states stay what they were."""
-    scores = Scores(max_error_permille=-1)
-    scores.all("e" * 3 * WINDOW)
-    assert not scores.ending and scores.bench.state.rewards is None
-
-
 def test_the_ring_is_part_of_the_state() -> None:
     """A coordinator that comes back judges by the same attempts."""
     scores = Scores()

@@ -48,7 +48,7 @@ def test_group_scored_rewards_go_on_without_a_failed_sibling() -> None:
     bench = begun(reward_scope="group")
     bench.finish("0.0.0")
     bench.finish("0.0.1")
-    assert scored(bench.fail("0.0.2", "bad-logprobs")) == [["0.0.0", "0.0.1"]]
+    assert scored(bench.fail("0.0.2", "store-refused")) == [["0.0.0", "0.0.1"]]
     bench.reward("0.0.0")
     assert only(cmd.TrainStep, bench.reward("0.0.1", 0.0))[0].trajectories == ("0.0.0", "0.0.1")
 
@@ -118,7 +118,7 @@ def test_a_group_that_is_left_out_whole_is_dropped_and_its_step_counts() -> None
 def test_sibling_that_fails_while_it_generates_frees_its_place() -> None:
     """Its replica is told to stop the others only when the group is given up."""
     bench = begun()
-    commands = bench.fail("0.0.0", "bad-logprobs")
+    commands = bench.fail("0.0.0", "store-refused")
     assert {i.trajectory_id for c in only(cmd.AbortTrajectories, commands) for i in c.items} == {
         "0.0.0"
     }

@@ -223,17 +223,3 @@ def test_ready_twice_is_a_repeat() -> None:
     bench = trained()
     bench.ready("store-0")
     assert bench.state.ignored["DataLoaded: repeat"] == 1
-
-
-def test_by_the_old_rule_its_loss_ends_the_run() -> None:
-    bench = trained(rules=())
-    bench.ready("store-0")
-    assert bench.state.ignored["DataLoaded: repeat"] == 1
-    bench.kill("store-0")
-    assert bench.state.failure == "store-0 is lost: its process ended with exit code -9"
-
-
-def test_by_the_old_rule_a_slow_transaction_ends_the_run() -> None:
-    bench = trained(rules=())
-    bench.wait(END_TIMEOUT_MS)
-    assert bench.state.failure == "store-0 did not finish EndTrajectories in time"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from laminar.core.repack import why_not
-from laminar.core.rules import MOVES_END, NEW_RUN
 from laminar.core.state import Evaluation
 from laminar.core.tails import MOVES_MAX, at_work, stays, tails
 from laminar.names.ids import Purpose, TrajectoryId
@@ -64,16 +61,14 @@ def test_what_keeps_its_work_on_a_replica() -> None:
     assert stay(bench, OTHER) == "no-newer-weights"
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_what_has_not_begun_where_it_was_handed_to_stays(old: bool) -> None:
+def test_what_has_not_begun_where_it_was_handed_to_stays() -> None:
     """The replica has taken the order, and the store has not opened the trajectory yet; the one
     that gave it away waits for it."""
-    rules = tuple(name for name in NEW_RUN if not old or name != MOVES_END.name)
-    bench = moving(rules=rules)
+    bench = moving()
     bench.say(SOURCE, bench.released())
     bench.tell()
     assert bench.trajectory(MOVED).replica == DESTINATION
-    assert stay(bench, DESTINATION) == ("" if old else "receives")
+    assert stay(bench, DESTINATION) == "receives"
     bench.say(DESTINATION, bench.begun(MOVED))
     assert stay(bench, DESTINATION) == ""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from laminar.core.rules import NEW_RUN
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -132,11 +131,10 @@ def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way)
 
 
 @pytest.mark.parametrize("way", WAYS_OF_ALL)
-@pytest.mark.parametrize(("name", "rules"), [("store-0", ()), ("trainer-0", NEW_RUN)])
-def test_loss_of_a_single_role_stops_everybody(way: Way, name: str, rules: tuple[str, ...]) -> None:
-    """That of the store by the old rule only. Nothing is open yet, so everybody who is left is told
-    to stop at once; also a new process of the lost name is not taken in any more."""
-    bench = Bench(rules=rules)
+def test_loss_of_the_trainer_without_checkpoints_stops_everybody(way: Way) -> None:
+    """Nothing is open yet, so everybody who is left is told to stop at once; also a new process of
+    the lost name is not taken in any more."""
+    bench, name = Bench(), "trainer-0"
     for other in ("node-0", "store-0", "relay-0", "trainer-0"):
         bench.join(other)
     commands = way(bench, name)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar.core.rules import LOGIC_VERSION
 from laminar.eventlog import record as record_module
 from laminar.eventlog.reader import read_log, read_raw, scan
 from laminar.eventlog.record import (
@@ -21,7 +22,7 @@ from laminar.eventlog.record import (
     EventRecord,
     Frames,
     Header,
-    LogCorrupt,
+    LogOfOtherRelease,
     LogTail,
     Record,
     StateHashRecord,
@@ -46,7 +47,7 @@ def event(seq: int, text: str = "payload") -> EventRecord:
 
 
 def begin(disk: MemoryDisk, segment_bytes: int = 1 << 20) -> LogWriter:
-    header = {"logic": 7, "run": "demo", "seed": 2**64 - 1, "config_hash": "00ff"}
+    header = {"logic": LOGIC_VERSION, "run": "demo", "seed": 2**64 - 1, "config_hash": "00ff"}
     return begin_log(disk, **header, segment_bytes=segment_bytes)
 
 
@@ -77,7 +78,7 @@ def test_an_empty_directory_is_an_empty_history() -> None:
 def test_begin_makes_its_header_durable() -> None:
     disk = MemoryDisk()
     begin(disk)
-    expected = Header(SCHEMA_VERSION, 7, 1, "demo", 2**64 - 1, "00ff", 1, None)
+    expected = Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "demo", 2**64 - 1, "00ff", 1, None)
     assert history(disk.crash(keep_unsynced=False)) == [expected]
 
 
@@ -341,7 +342,14 @@ def test_raw_reading_needs_none_of_our_types() -> None:
 
 
 def newer_schema() -> MemoryDisk:
-    fields = {"kind": "header", "schema": 99, "segment": 1, "takes_over": None, "novel": [1]}
+    fields = {
+        "kind": "header",
+        "schema": 99,
+        "logic": 1,
+        "segment": 1,
+        "takes_over": None,
+        "novel": [1],
+    }
     bodies = [msgpack.packb(fields), msgpack.packb({"kind": "surprise", "n": 1})]
     data, crc = b"", 0
     for body in bodies:
@@ -351,9 +359,8 @@ def newer_schema() -> MemoryDisk:
 
 
 def test_a_newer_schema_is_refused_by_name_but_can_be_dumped() -> None:
-    with pytest.raises(LogCorrupt, match="expected schema 1 or 2 or 3, found schema 99") as caught:
+    with pytest.raises(LogOfOtherRelease, match="schema 99, logic version 1; this program has"):
         history(newer_schema())
-    assert (caught.value.segment, caught.value.offset) == (1, 0)
     assert [row[2]["kind"] for row in read_raw(newer_schema())] == ["header", "surprise"]
 
 

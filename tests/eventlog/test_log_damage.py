@@ -8,12 +8,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from laminar.core.rules import LOGIC_VERSION
 from laminar.eventlog.reader import read_log, read_raw, scan
 from laminar.eventlog.record import (
     FRAME,
     KIND_KEY,
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
+    SCHEMA_VERSION,
     SETTLED,
     DecisionRecord,
     EventRecord,
@@ -53,11 +55,11 @@ def begin(disk: MemoryDisk) -> LogWriter:
 
 
 def one_segment(count: int = RECORDS) -> tuple[bytes, list[Record]]:
-    header = Header(1, 1, 1, "r", 0, "0", 1, None)
+    header = Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", 1, None)
     records = [header, *map(record, range(count))]
     data, crc = b"", 0
     for each in records:
-        frame, crc = encode_frame(each, crc)
+        frame, crc = encode_frame(each, crc, settled=True)
         data += frame
     return data, records
 
@@ -238,13 +240,13 @@ def test_a_missing_segment_is_named() -> None:
 def frames(*records: Record, crc: int = 0) -> bytes:
     data = b""
     for each in records:
-        frame, crc = encode_frame(each, crc)
+        frame, crc = encode_frame(each, crc, settled=True)
         data += frame
     return data
 
 
 def header(segment: int, takes_over: Takeover | None) -> Header:
-    return Header(1, 1, 1, "r", 0, "0", segment, takes_over)
+    return Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", segment, takes_over)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -1,12 +1,13 @@
 """Event logs for tests: what a coordinator writes of events, begun and written with short calls.
 
 Reads   events with their decisions, as testing.world.World keeps them
-Gives   Log, begin_log, records_of, log_event, write_log; real_run and its digests
+Gives   Log, begin_log, records_of, log_event, write_log, rewritten; real_run and its digests
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,9 +21,13 @@ from laminar.eventlog.reader import scan
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
+    Header,
     LogTail,
     Record,
     StateHashRecord,
+    Takeover,
+    encode_frame,
+    segment_name,
 )
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
@@ -71,6 +76,25 @@ def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
             writer.append(StateHashRecord(seq=stamped.seq, digest=digest(machine.state)))
         writer.commit()
     writer.close()
+
+
+def rewritten(records: Iterable[Record]) -> dict[str, bytes]:
+    """The segment files of a history with other records: every length, CRC and takeover is right.
+
+    For logs that no coordinator writes. A segment that is not in the history is an empty file.
+    """
+    files: dict[str, bytearray] = {}
+    crc, number = 0, 0
+    for record in records:
+        if isinstance(record, Header):
+            before = Takeover(number, len(files[segment_name(number)]), crc) if number else None
+            while number < record.segment:
+                number += 1
+                files[segment_name(number)] = bytearray()
+            record = msgspec.structs.replace(record, takes_over=before)
+        frame, crc = encode_frame(record, crc, settled=isinstance(record, Header))
+        files[segment_name(number)] += frame
+    return {name: bytes(data) for name, data in files.items()}
 
 
 @functools.cache

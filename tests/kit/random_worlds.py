@@ -41,8 +41,8 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     faults.fail_reward = choose([0, 0, 0, 0.1, 0.6])
     if policy:
         _add_repack(world, policy, repack)
-    permille = choose([500, 1000]) if faults.fail_reward else -1
-    answers = random.Random(f"answers {seed}").choice([0, 1, 3])
+    permille = choose([500, 1000]) if faults.fail_reward else 1000
+    answers = random.Random(f"answers {seed}").choice([1, 3])
     world.settings = msgspec.structs.replace(
         world.settings, max_error_permille=permille, eval_answers=answers
     )

@@ -327,7 +327,7 @@ class Actors(Trainers):
             return  # the store refused the last tokens: another replica has it now
         if self.random.random() < self.faults.refuse_sibling:
             return self.say(
-                process, self._failed(item.trajectory_id, item.placement, "bad-logprobs")
+                process, self._failed(item.trajectory_id, item.placement, "store-refused")
             )
         row.num_tokens, row.generated = 10, True
         process.sampled += 10

@@ -46,6 +46,7 @@ def settings(**changes: Any) -> Settings:
         "start_timeout_ms": 60_000,
         "stall_ms": 600_000,
         "engine_start_ms": 60_000,
+        "max_error_permille": 1000,
         "eval_answers": 1,
         "rules": NEW_RUN,
     }

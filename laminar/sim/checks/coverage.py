@@ -78,7 +78,6 @@ OUTSIDE = (
 
 EXPECTED: tuple[str, ...] = (
     *(f"event:{event.__name__}" for event in HANDLING),
-    *(f"{e.__name__} -> {c.__name__}" for e, found in HANDLING.items() for c in found.leads_to),
     *_MOVE_NAMES.values(),
     *(f"dropped:{reason}" for reason in DROP_REASONS),
     *(f"ignored:{reason}" for reason in IGNORED_REASONS),
