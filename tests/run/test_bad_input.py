@@ -50,7 +50,7 @@ def refused(
         (["data.max_response_length=4096"], ["2048", "positions"]),
         (["data.max_prompt_length=20"], ["20", "tokens", "data.max_prompt_length"]),
         (["algorithm.batch_strategy=nowhere.py:f"], ["nowhere.py:f", "deadline"]),
-        (["repack.policy=best"], ["repack.policy = 'best'", "gain, best-fit, off"]),
+        (["repack.policy=best"], ["repack.policy = 'best'", "'best-fit', 'gain' or 'off'"]),
         (["repack.interval_ms=0"], ["repack.interval_ms = 0", "at least 1"]),
         (["repack.release_ms=-2000"], ["repack.release_ms = -2000", "at least 1"]),
         (["rollout.max_batch=0"], ["rollout.max_batch = 0", "at least 1 or 'auto'"]),
