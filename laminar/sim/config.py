@@ -53,6 +53,8 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     stall_ms: Ints = 20_000
     max_restarts: Ints = 100  #: of one process within restart_window_s
     restart_window_s: Floats = 10.0
+    #: of the worlds, that have a choice at a boundary instead, for each such choice (scenario.py)
+    boundary_share: float = 0.06
 
 
 class RepackConfig(Section, frozen=True, kw_only=True):

@@ -45,6 +45,14 @@ DATA_DIGEST = "data"
 """What the store says of the prompts."""
 FORK_UNFINISHED, FORK_SAME_DATA = 0.2, 0.8
 """Shares: of the prompts that the other run had not ended, and of forks that have its data."""
+BOUNDARIES: dict[str, tuple[int, ...]] = {
+    "replicas": (1,), "nodes": (1,), "slots": (1,), "group_size": (2, 11), "groups_per_step": (1,),
+    "groups_per_version": (1,), "max_staleness": (0,), "total_steps": (1, 11), "num_train": (1, 11),
+    "num_eval": (1, 11), "test_freq": (1,), "save_freq": (0, 1), "max_ckpt_to_keep": (1, 0),
+    "resume_wait_ms": (0,), "fork_step": (1, 10),
+}  # fmt: skip
+"""The least that a run may have, none, and numbers with two digits: ids and names in text have no
+other order than that of numbers. Engines take a whole group at least."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
@@ -116,6 +124,24 @@ def _pick_from(chance: random.Random) -> Pick:
     return pick
 
 
+def _with_boundaries(work: WorkConfig, seed: int) -> WorkConfig:
+    """The same, with some of its choices made: a boundary. And data that ends with the last step,
+    in as many of the worlds whose data is a choice."""
+    chance, made = stream(seed, "boundaries"), dict[str, int]()
+    for key, values in BOUNDARIES.items():
+        struck, value = chance.random() < work.boundary_share, chance.choice(values)
+        if struck and isinstance(getattr(work, key), tuple):
+            made[key] = value
+    ends = chance.random() < work.boundary_share, chance.choice((1, 6, 10))
+    work = msgspec.structs.replace(work, **made)
+    if not ends[0] or not all(isinstance(v, tuple) for v in (work.num_train, work.total_steps)):
+        return work
+    groups = _pick_from(chance)(work.groups_per_step)
+    return msgspec.structs.replace(
+        work, groups_per_step=groups, total_steps=ends[1], num_train=groups * ends[1]
+    )
+
+
 def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
     """What the core decides by; repack apart."""
     group_size = pick(work.group_size)
@@ -148,7 +174,7 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
 def draw(config: SimConfig, seed: int) -> Scenario:
     """The world of this seed."""
     pick = _pick_from(stream(seed, "scenario"))
-    work, time, repack = config.work, config.time, config.repack
+    work, time, repack = _with_boundaries(config.work, seed), config.time, config.repack
     packing, caching = _pick_from(stream(seed, "repack")), _pick_from(stream(seed, "cache"))
     settings = _settings(work, seed, pick)
     if policy := packing(repack.policy):
@@ -205,7 +231,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     )
     settings = msgspec.structs.replace(scenario.settings, save_freq=scenario.save_freq)
     scenario = msgspec.structs.replace(scenario, settings=settings)
-    scenario = _forked(scenario, config.work.fork_step)
+    scenario = _forked(scenario, work.fork_step)
     return _with_tails(scenario, repack, packing) if policy else scenario
 
 

@@ -13,7 +13,7 @@ from laminar.engines.batch_clock import BatchClock, Sequence
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.sim.config import SimConfig, load
 from laminar.sim.faults.faults import KINDS
-from laminar.sim.scenario import draw, stream
+from laminar.sim.scenario import BOUNDARIES, draw, stream
 from laminar.sim.scheduler import SECOND, Scheduler
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm
@@ -192,6 +192,26 @@ def test_mistakes_in_a_config_are_named(tmp_path: Path, text: str, told: str) ->
 def test_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load(tmp_path / "none.toml", KINDS)
+
+
+def test_every_choice_is_drawn_at_its_boundaries_too_and_what_is_none_is_not() -> None:
+    often = SimConfig(work=msgspec.structs.replace(SimConfig().work, boundary_share=0.3))
+    drawn = [draw(often, seed) for seed in range(300)]
+    for key, values in BOUNDARIES.items():
+        if key in (
+            "slots",
+            "fork_step",
+        ):  # a group fits in an engine; a fork has more than its step
+            continue
+        found = {getattr(d, key, getattr(d.settings, key, None)) for d in drawn}
+        assert found >= set(values), key
+    forks = {d.origin.step for d in drawn if d.origin is not None}
+    assert forks >= {1, 10} and min(d.slots for d in drawn) == 2
+    exact = [d for d in drawn if d.num_train == d.settings.groups_per_step * d.settings.total_steps]
+    assert len(exact) > 30
+    made = msgspec.structs.replace(often.work, replicas=4, num_train=40, total_steps=3)
+    drawn = [draw(SimConfig(work=made), seed) for seed in range(50)]
+    assert {(d.replicas, d.num_train) for d in drawn} == {(4, 40)}
 
 
 def test_a_world_with_a_policy_has_tails_and_is_the_same_otherwise() -> None:

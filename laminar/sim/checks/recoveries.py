@@ -88,8 +88,23 @@ class Recoveries:
                 self._loads(command, state)
             elif isinstance(command, cmd.RestartActor):
                 self._restarts(stamped, command)
-        if state.lost or self._lost:
-            self._look_at_lost(stamped, state)
+        for name in state.lost:
+            self._look_at_lost(stamped, state.trajectories[name], state)
+        self._keep_lost(state, self._just_lost(stamped))
+
+    def replayed(self, stamped: Stamped, state: State) -> None:
+        """A successor comes by this event, which its predecessor may not have lived to tell: since
+        when what it lost waits is not judged."""
+        self._keep_lost(state, Lost(stamped.time_ns, True))
+
+    def _keep_lost(self, state: State, just: Lost) -> None:
+        if not state.lost and not self._lost:
+            return
+        known, self._lost = self._lost, {}
+        for name in state.lost:
+            lost = known.get(name, just)
+            by_limit = lost.by_limit or state.trajectories[name].restart
+            self._lost[name] = Lost(lost.since_ns, by_limit)
 
     # --- work that is placed again ----------------------------------------------------------------
 
@@ -119,7 +134,7 @@ class Recoveries:
     ) -> None:
         """A trajectory's tokens are given up: nobody serves their version, and no wait for it is
         left."""
-        if lost.by_limit:
+        if lost.by_limit or _is_limit(stamped):
             return
         what = f"{command.trajectory_id} starts over at event {stamped.seq}"
         able = next((r for r in state.replicas.values() if _serves(state, r, version)), None)
@@ -134,19 +149,12 @@ class Recoveries:
         if waited_ns < state.settings.resume_wait_ms * MS and not gone:
             self._uncaused(f"{what}, and version {version} is there yet", command.trajectory_id)
 
-    def _look_at_lost(self, stamped: Stamped, state: State) -> None:
-        """Look at the work that has no place since this event, and that has none though there is
-        one."""
-        lost = self._lost
-        self._lost = {}
-        for name in state.lost:
-            trajectory = state.trajectories[name]
-            if name not in lost:
-                self._is_explained(name, trajectory.replica, self._just_lost(stamped))
-            known = lost.get(name) or self._just_lost(stamped)
-            self._lost[name] = Lost(known.since_ns, known.by_limit or trajectory.restart)
-            if not trajectory.restart and state.phase not in _OVER:
-                self._has_no_place(trajectory, state)
+    def _look_at_lost(self, stamped: Stamped, trajectory: Trajectory, state: State) -> None:
+        """A trajectory has no place: since this event, or though there is one."""
+        if trajectory.id not in self._lost:
+            self._is_explained(trajectory.id, trajectory.replica, self._just_lost(stamped))
+        if not trajectory.restart and state.phase not in _OVER:
+            self._has_no_place(trajectory, state)
 
     def _has_no_place(self, trajectory: Trajectory, state: State) -> None:
         """Nobody serves its version with room for it; nobody who is empty could load that."""

@@ -341,6 +341,7 @@ class Checks:
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """A successor replays the log; what its predecessor did not live to tell it decides."""
         self._note(stamped, commands)
+        self.recoveries.replayed(stamped, state)
         self._note_failure(stamped, state)
         self.training.observe(stamped, state)
 

@@ -49,6 +49,7 @@ from laminar.sim.faults.targeted_version import (
     EvaluationOutOfReach,
     EvaluationStalls,
     EvictedVersion,
+    NewestCheckpointDamaged,
     OnlyOneOfItsVersion,
 )
 
@@ -175,5 +176,6 @@ TARGETED: dict[str, type[TargetedFault]] = {
         EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
         DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
         EvaluationInHandover, PoisonInTail, MachineInPhase,
+        NewestCheckpointDamaged,
     )
 }  # fmt: skip

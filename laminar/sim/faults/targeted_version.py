@@ -1,7 +1,8 @@
 """Targeted faults of versions: the last copies of an older one go while work needs them.
 
 Reads   the coordinator's state after each of its turns, the seed
-Writes  the world, through Effects: processes are lost, slow or stalled, checkpoints are removed
+Writes  the world, through Effects: processes are lost, slow or stalled, checkpoints are removed or
+        damaged
 Gives   the faults of that kind, for TARGETED (targeted_faults.py)
 """
 
@@ -25,6 +26,7 @@ from laminar.sim.faults.targeted import (
     evaluated,
     hold_up_evaluation,
 )
+from laminar.sim.runtime.boot import RUN_DIR
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
 from laminar.sim.scheduler import MS
@@ -238,6 +240,26 @@ class EvaluationStalls(OldVersion):
                 self.faults.stall(self.world.processes[name])
             else:
                 self.lose(name)
+
+
+class NewestCheckpointDamaged(TargetedFault):
+    """What the trainer needs of the newest checkpoint is damaged, and there is an older one; then
+    the trainer dies."""
+
+    kind = "newest-checkpoint-damaged"
+    share = 1.0  # few runs keep several
+
+    def look(self, state: State) -> None:
+        trainer = self.world.processes["trainer-0"]
+        paths = [str(RUN_DIR / state.saved[version]) for version in sorted(state.saved)]
+        whole = [path for path in paths if path in self.world.models]
+        if self.now < self.from_ns or len(whole) < 2 or whole[-1] != paths[-1]:
+            return
+        if self.faults.may_lose_trainer(trainer):
+            self.done = True
+            self.struck()
+            self.world.models[paths[-1]].damaged = True
+            self.lose(trainer.name, "dies")
 
 
 def _evaluation_ripe(state: State, version: int) -> bool:

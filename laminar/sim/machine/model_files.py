@@ -47,6 +47,7 @@ class ModelDirectory:
     moment: str = ""  #: of the optimizer; empty: it is not there
     extra: Mapping[str, bytes] = field(default_factory=dict)
     synced: bool = True
+    damaged: bool = False  #: in what only the trainer reads of it
 
 
 class Copied(NamedTuple):

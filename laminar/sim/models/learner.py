@@ -111,6 +111,8 @@ class SimTrainer(Idle):
         found = self.world.models.get(str(directory))
         if found is None and str(directory) in self.world.checks.training.lost:
             raise CheckpointError(f"{directory} is not there")
+        if found is not None and found.damaged:
+            raise CheckpointError(f"{directory} is damaged")
         if found is None or not found.moment:
             raise Violation("saved_is_whole", f"{directory} is loaded, and is not there")
         resume = decode(found.extra[RESUME_FILE])
