@@ -25,8 +25,7 @@ from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.figures import Publish
 from laminar.analysis.history import WallClock, replay_log
 from laminar.analysis.intervals import Intervals, intersect, union
-from laminar.analysis.ledger_book import TRUNCATED, Account
-from laminar.analysis.outcomes import by_length, group_figures
+from laminar.analysis.ledger_book import TRUNCATED, Account, Closed
 from laminar.analysis.prompt_lengths import by_prompt_length
 from laminar.analysis.repack_book import Course
 from laminar.analysis.timeline import (
@@ -43,6 +42,7 @@ from laminar.config import ConfigError
 from laminar.core.held_out import facts
 from laminar.core.losses import Losses
 from laminar.core.resumption import is_over
+from laminar.core.scores import float_of
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Observer
@@ -57,6 +57,9 @@ RATE_PARTS = 20
 """Parts of the time in which a run samples: the throughput's interval is from the rates in them."""
 LEFT_OUT_SHOWN = 32
 """Replicas and versions whose rows were left out; the log has all."""
+
+CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
+CLASSES = 4  #: of lengths
 
 
 class Milestones:
@@ -356,3 +359,65 @@ def replace_text(path: Path, text: str) -> None:
         write_whole(path, text.encode(), durable=False)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def group_figures(account: Account) -> dict[str, Any]:
+    """Shares of the trained groups; what all siblings agree on teaches nothing."""
+    groups: dict[str, list[tuple[float, bool]]] = {}
+    for name, closed in account.closed.items():
+        if closed.ending.end == "trained":
+            event = account.rewarded[name]
+            scored = (float_of(event.score_bits), event.correct)
+            groups.setdefault(closed.ending.group, []).append(scored)
+    count = len(groups)
+    right = sum(all(correct for _, correct in group) for group in groups.values())
+    wrong = sum(not any(correct for _, correct in group) for group in groups.values())
+    flat = sum(_spread(group) <= CONSTANT_SPREAD for group in groups.values())
+    return {
+        "groups_trained": count,
+        "groups_mixed_versions": len(account.mixed & groups.keys()),
+        "groups_all_right": right / count if count else None,
+        "groups_all_wrong": wrong / count if count else None,
+        "groups_no_variance": flat / count if count else None,
+    }
+
+
+def _spread(group: list[tuple[float, bool]]) -> float:
+    scores = [score for score, _ in group]
+    return max(scores) - min(scores)
+
+
+def by_length(account: Account) -> list[dict[str, Any]]:
+    """Training answers that have ended, in classes of about equal size by their tokens.
+
+    A system that prefers short answers shows by length first: in what it trains, in what it drops,
+    in what it leaves over at the end, and in how old the weights of the long ones are. One that was
+    dropped before it was finished is in the class of what it had by then.
+    """
+    closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
+    lengths = np.array([c.num_tokens for c in closed], dtype=np.int64)
+    if not len(lengths):
+        return []
+    edges = np.percentile(lengths, np.linspace(0, 100, CLASSES + 1)[1:-1], method="lower")
+    classes = np.searchsorted(np.unique(edges), lengths, side="left")
+    return [
+        _class(account, [c for c, found in zip(closed, classes, strict=True) if found == number])
+        for number in np.unique(classes)
+    ]
+
+
+def _class(account: Account, closed: list[Closed]) -> dict[str, Any]:
+    trained = [c for c in closed if c.ending.end == "trained"]
+    dropped = [c for c in closed if c.ending.end == "dropped"]
+    reasons = Counter(c.ending.reason for c in dropped)
+    ages = [account.staleness(c) for c in trained]
+    finished = [account.finished.get(c.ending.trajectory_id) for c in closed]
+    return {
+        "tokens_min": min(c.num_tokens for c in closed),
+        "tokens_max": max(c.num_tokens for c in closed),
+        "trained": len(trained),
+        "staleness_mean": sum(ages) / len(ages) if ages else None,
+        "truncated": sum(f is not None and f.finish_reason == TRUNCATED for f in finished),
+        "dropped": dict(sorted(reasons.items())),
+        "unfinished": sum(found is None for found in finished),
+    }
