@@ -196,7 +196,7 @@ def group_lost(ctx: Context, group: Group) -> None:
 
 
 def group_given_up(ctx: Context, group: Group) -> None:
-    """It was lost too often: the evaluation ends without it."""
+    """A held-out group was lost too often: the evaluation ends without it."""
     evaluation = _running(ctx, group)
     evaluation.held_out.missing += 1
     _one_done(ctx, evaluation)

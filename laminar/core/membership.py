@@ -208,7 +208,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
 
 @handles(ev.NodeSilent, valid=anything)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
-    """Its processes go on; those that are lost by now are not started again."""
+    """The processes of a silent node go on; those that are lost by now are not started again."""
     state, node = ctx.state, ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
@@ -322,7 +322,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
 
 
 def _machine_lost(ctx: Context, node: str, reason: str) -> None:
-    """Its processes are no longer watched: they are lost with it."""
+    """A machine is lost: its processes are no longer watched, and are lost with it."""
     for actor in _actors_of(ctx.state, node):
         if actor.alive:
             actor_lost(ctx, actor.name, f"its machine {node} is lost: {reason}", blame=False)
