@@ -284,7 +284,8 @@ class VllmEngine:
 
     def _need_life(self) -> None:
         if self.failed.done():
-            raise EngineError(str(self.failed.exception() or "the engine has stopped"))
+            cause = self.failed.exception()
+            raise EngineError(f"the engine has stopped{f': {cause}' if cause else ''}")
 
     def _need_weights(self) -> None:
         if not self._loaded:
