@@ -11,7 +11,7 @@ survives it.
 
 from __future__ import annotations
 
-from laminar.core import keys, lineage, publishing
+from laminar.core import keys, publishing, versions
 from laminar.core.admission import bound_holds, groups_wanted
 from laminar.core.context import Context
 from laminar.core.groups import drop_scored, end_group, remove_unchosen, scored_members
@@ -22,7 +22,6 @@ from laminar.core.state import Batch, Group, State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_group
 from laminar.core.validation import anything, is_allocated
-from laminar.core.versions import new_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import STRATEGY
@@ -186,7 +185,7 @@ def _train(ctx: Context, groups: list[Group]) -> None:
         move_group(group, "choose")
         remove_ready(state, group)
         remove_unchosen(state, group)
-    version = new_version(state, step + 1)
+    version = versions.new_version(state, step + 1)
     state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
     state.chosen += 1
     state.proposal, state.proposal_failed = None, False
@@ -232,7 +231,7 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     ordered = ctx.done(keys.TRAIN)
     if ordered is None:  # a trainer that came back has not been given it yet
         return ctx.ignore("not-ordered")
-    lineage.step_trained(state, state.batch, rows_of(state, state.batch))
+    versions.step_trained(state, state.batch, rows_of(state, state.batch))
     _end_batch(ctx, state.batch, event.left_out)
     publishing.expect_version(ctx, event.version, ordered.cause)
     ctx.touch_all()

@@ -15,14 +15,13 @@ Without checkpoints the loss of the trainer ends the run, unless the run ends an
 
 from __future__ import annotations
 
-from laminar.core import buffering, keys, lifecycle, lineage, publishing, relays
+from laminar.core import buffering, keys, lifecycle, publishing, relays, versions
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.indexes import live_actor
 from laminar.core.registry import handles
 from laminar.core.state import Batch, State, Trained
 from laminar.core.validation import anything
-from laminar.core.versions import new_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
@@ -106,7 +105,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         lifecycle.fail(ctx, FailureKind.NO_CHECKPOINT, name)
         return
     state.redone = newest.step if newest is not None else 0
-    lineage.checkpoints_kept(state)
+    versions.checkpoints_kept(state)
     if newest is not None:
         ctx.command(
             cmd.LoadCheckpoint(
@@ -198,10 +197,10 @@ def _go_on(ctx: Context) -> None:
     state = ctx.state
     state.redone = -1
     if state.batch is not None:
-        state.batch.version = new_version(state, state.batch.step_index + 1)
+        state.batch.version = versions.new_version(state, state.batch.step_index + 1)
         buffering.order_batch(ctx, state.batch)
     elif state.exported < 0 and publishing.has_other_bytes(state):
-        state.owed, state.owed_step = new_version(state, state.completed), state.completed
+        state.owed, state.owed_step = versions.new_version(state, state.completed), state.completed
     else:
         state.owed = state.owed_step = -1
         publishing.owe_republish(ctx)

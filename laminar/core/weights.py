@@ -19,9 +19,9 @@ from laminar.core import (
     kept_versions,
     keys,
     lifecycle,
-    lineage,
     publishing,
     relays,
+    versions,
 )
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
@@ -60,7 +60,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     if news:
         state.newest, state.newest_step = event.version, event.step
         state.newest_digest = event.digest
-        lineage.version_published(state, event.version, event.digest)
+        versions.version_published(state, event.version, event.digest)
     known = not relays.hold(ctx, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return ctx.ignore("repeat") if known else None
@@ -179,7 +179,7 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
         return ctx.ignore("repeat")
     saved = {**state.saved, event.version: event.path}
     state.saved = {version: path for version, path in saved.items() if version in event.kept}
-    lineage.checkpoints_kept(state)
+    versions.checkpoints_kept(state)
     ctx.touch_all()
 
 
