@@ -3,9 +3,9 @@
 Reads   a replay: each event, its commands, the state after it
 Gives   Idleness: per replica the times without a trajectory, in spells of one reason each
 
-The reasons are those of core.admission.refusal, asked of the replayed state, and before them what
-a replica does instead of generating: it pulls weights, has none, or is down. What a reason means
-in figures is worked out from the same state when the spell begins.
+The reasons are those of core.admission.why_not_admitted, asked of the replayed state, and before
+them what a replica does instead of generating: it pulls weights, has none, or is down. What a
+reason means in figures is worked out from the same state when the spell begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laminar.analysis.lives import Moment
 from laminar.analysis.plain import step_number
 from laminar.analysis.windows import STALENESS_BOUND
 from laminar.core import keys
-from laminar.core.admission import refusal
+from laminar.core.admission import why_not_admitted
 from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -25,7 +25,7 @@ from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
 NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
-"""Reasons as admission.refusal names them."""
+"""Reasons as admission.why_not_admitted names them."""
 
 
 class Spell(NamedTuple):
@@ -104,7 +104,7 @@ def idle_reason(state: State, replica: Replica | None) -> str:
         return PULLING
     if replica.version < 0:
         return NO_WEIGHTS
-    return refusal(state, replica) or FREE
+    return why_not_admitted(state, replica) or FREE
 
 
 def _detail(state: State, replica: Replica | None, reason: str) -> str:

@@ -21,11 +21,11 @@ from laminar.core.repack import Standing
 from laminar.core.state import Replica, State
 from laminar.core.tails import (
     MOVES_MAX,
-    at_work,
     released_max,
-    stays,
     tails,
-    trajectory_stays,
+    why_not_emptied,
+    why_not_in_tail,
+    why_not_moved,
     within_bound,
 )
 from laminar.events import commands as cmd
@@ -114,7 +114,7 @@ def _reason(
         return "given"
     if replica.loading or not state.actor_alive(replica.name):
         return "loading"
-    if reason := at_work(state, replica) or stays(state, replica):
+    if reason := why_not_in_tail(state, replica) or why_not_emptied(state, replica):
         return reason
     gain = state.settings.repack_policy == "gain"
     if gain and not released_max(state):
@@ -153,7 +153,7 @@ def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) 
         room, needed = within_bound(state), first_share(state)
         return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"
     found = (state.trajectories[t] for t in replica.running)
-    return next((t.id for t in found if trajectory_stays(state, t) == reason), "")
+    return next((t.id for t in found if why_not_moved(state, t) == reason), "")
 
 
 def one_look(look: Look, moments: Moments) -> Iterable[str]:

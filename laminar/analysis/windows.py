@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from laminar.analysis.history import WallClock
 from laminar.analysis.intervals import Intervals, union
-from laminar.core.admission import refusal, room
+from laminar.core.admission import room, why_not_admitted
 from laminar.core.indexes import indexes_of
 from laminar.core.replica_index import Kind, Load
 from laminar.core.state import Replica, State
@@ -22,10 +22,10 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
 Name = tuple[str, ...]
-_Standing = tuple[tuple[Kind, Load], bool]
+_Filed = tuple[tuple[Kind, Load], bool]
 """Of a replica: what decisions about it depend on, and whether it runs nothing."""
 
-STALENESS_BOUND = "staleness-bound"  #: as admission.refusal says it
+STALENESS_BOUND = "staleness-bound"  #: as admission.why_not_admitted says it
 
 
 class Windows:
@@ -38,7 +38,7 @@ class Windows:
         self._now = 0
         self._held: dict[str, frozenset[Name]] = {}  #: by whom it is about
         self._reasons: dict[Kind, str] = {}  #: why replicas of a kind take no new group
-        self._standing: dict[str, _Standing] = {}  #: of live replicas
+        self._filed: dict[str, _Filed] = {}  #: of live replicas
         self._since: dict[Name, int] = {}
         self._closed: dict[Name, list[tuple[int, int]]] = {}
 
@@ -57,21 +57,21 @@ class Windows:
         """Whether the staleness bound lets none start anything, and none has anything to do."""
         index = indexes_of(state).replicas
         reasons = {  # the same for all of a kind
-            kind: refusal(state, index.replicas[next(iter(loads.values()))[0]])
+            kind: why_not_admitted(state, index.replicas[next(iter(loads.values()))[0]])
             for kind, loads in index.kinds.items()
         }
         as_before, self._reasons = reasons == self._reasons, reasons
-        for name in self._standing.keys() - index.standing.keys():  # it does not live any more
-            del self._standing[name]
+        for name in self._filed.keys() - index.filed.keys():  # it does not live any more
+            del self._filed[name]
             self._hold(name, frozenset())
-        for name, standing in index.standing.items():
+        for name, filed in index.filed.items():
             replica = state.replicas[name]
-            found = standing, not replica.running
-            if not as_before or found != self._standing.get(name):
-                self._standing[name] = found
-                self._hold(name, _of_replica(replica, reasons[standing[0]]))
+            found = filed, not replica.running
+            if not as_before or found != self._filed.get(name):
+                self._filed[name] = found
+                self._hold(name, _of_replica(replica, reasons[filed[0]]))
         busy = any(kind.loading for kind in reasons) or any(
-            state.replicas[name].running for name in index.standing
+            state.replicas[name].running for name in index.filed
         )
         serving = {reason for kind, reason in reasons.items() if kind.serving}
         return not busy and serving == {STALENESS_BOUND}

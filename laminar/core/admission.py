@@ -84,7 +84,7 @@ def has_room_for_group(state: State, replica: Replica) -> bool:
     return room(replica) >= size and (not most or replica.load + size <= most)
 
 
-def refusal(state: State, replica: Replica) -> str:
+def why_not_admitted(state: State, replica: Replica) -> str:
     """Why this replica takes no new group now; empty when it does.
 
     Asked afresh each time, never latched: a replica that took its share goes on with its version
@@ -108,4 +108,4 @@ def refusal(state: State, replica: Replica) -> str:
 
 def admits(state: State, replica: Replica) -> bool:
     """No refusal, apart from room: a full replica still admits, once it has room."""
-    return not refusal(state, replica)
+    return not why_not_admitted(state, replica)

@@ -20,7 +20,7 @@ from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
-from laminar.core.tails import engine_at_work, standing_of
+from laminar.core.tails import standing_of, why_engine_not_in_tail
 from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events.base import Command
@@ -419,7 +419,7 @@ def indexes_are_true(state: State) -> None:
     )
     for name, standing in kept.standings.items():
         replica = state.replicas[name]
-        _require(not engine_at_work(replica), "in its tail", replica)
+        _require(not why_engine_not_in_tail(replica), "in its tail", replica)
         _require(standing_of(state, replica) == (standing, True), "standing", standing)
 
 

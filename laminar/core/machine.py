@@ -10,9 +10,19 @@ Emits   commands, each with its cause
                   -> the planner acts on the new situation (core/planner.py),
                      unless no decision can depend on the fact
 
-The handlers only record; every decision is made by the planner from the state as it then is, so the
-order in which facts arrived cannot be forgotten or counted twice. Pure: no clock, no randomness, no
-file. Choice is a hash of (seed, what it is about); sets are never walked.
+The planner decides what can wait for the whole situation: which phase the run is in, which batch is
+trained, what is published or redone, where groups, lost work and evaluations are placed, what a
+replica loads, what is scored again, what is repacked. It decides from the state as it then is, so
+the order in which facts arrived cannot be forgotten or counted twice.
+
+A handler records its fact and decides only what that fact calls for by itself. Most decide nothing.
+Those that do: a process that joins is accepted or refused, one that hangs is restarted, a relay is
+told its successor and what to keep, a trainer that came back is told its checkpoint, weights that
+were refused are loaded again, work that was handed over or is late goes on or is given up, a
+failure ends the run.
+
+Pure: no clock, no randomness, no file. Choice is a hash of (seed, what it is about); sets are never
+walked.
 """
 
 from __future__ import annotations

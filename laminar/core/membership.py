@@ -46,10 +46,10 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     known = state.actors.get(event.name)
     if known is not None and known.boot_id == event.boot_id:
         return ctx.ignore("repeat")
-    refusal = _refusal(ctx, event)
+    refusal = _why_not_joined(ctx, event)
     if not refusal and known is not None and known.alive:
         actor_lost(ctx, event.name, "was replaced by a new process")
-        refusal = _refusal(ctx, event)  # the loss may have ended the run
+        refusal = _why_not_joined(ctx, event)  # the loss may have ended the run
     if refusal:
         ctx.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
         return
@@ -80,7 +80,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         _await_machine(ctx, event.name)
 
 
-def _refusal(ctx: Context, event: ev.ActorJoined) -> str:
+def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"

@@ -51,7 +51,7 @@ class ReplicaIndex:
         self._able: dict[int, dict[Kind, int]] = {}
         self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
         self.replicas: dict[int, Replica] = {}
-        self.standing: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
+        self.filed: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
         self._count = count()
         for replica in state.replicas.values():
             self.add(state, replica)
@@ -87,21 +87,21 @@ class ReplicaIndex:
 
     def update_load(self, replica: Replica) -> None:
         """Only what it runs has changed."""
-        standing = self.standing.get(replica.name)
-        if standing is not None:
-            self._move(replica.name, (standing[0], _load(replica)))
+        filed = self.filed.get(replica.name)
+        if filed is not None:
+            self._move(replica.name, (filed[0], _load(replica)))
 
-    def _move(self, name: str, standing: tuple[Kind, Load] | None) -> None:
-        before = self.standing.get(name)
-        if before == standing:
+    def _move(self, name: str, filed: tuple[Kind, Load] | None) -> None:
+        before = self.filed.get(name)
+        if before == filed:
             return
         number = self.numbers[name]
         if before is not None:
             self._take_out(*before, number)
-            del self.standing[name]
-        if standing is not None:
-            self.standing[name] = standing
-            self._put_in(*standing, number)
+            del self.filed[name]
+        if filed is not None:
+            self.filed[name] = filed
+            self._put_in(*filed, number)
 
     def _put_in(self, kind: Kind, load: Load, number: int) -> None:
         loads = self.kinds.get(kind)
@@ -131,11 +131,11 @@ class ReplicaIndex:
         """Equal for two that answer equally."""
         names = {number: replica.name for number, replica in self.replicas.items()}
         order = [names[number] for number in sorted(names)]
-        standing = {
+        filed = {
             kind: {load: [names[n] for n in numbers] for load, numbers in loads.items()}
             for kind, loads in self.kinds.items()
         }
-        return order, standing, self._able
+        return order, filed, self._able
 
     def _one_less_able(self, kind: Kind) -> None:
         able = self._able[kind.version]
@@ -149,12 +149,12 @@ class ReplicaIndex:
 
     @property
     def num_live(self) -> int:
-        return len(self.standing)
+        return len(self.filed)
 
     def kind_of(self, name: str) -> Kind | None:
         """None for one whose process is gone."""
-        standing = self.standing.get(name)
-        return standing[0] if standing is not None else None
+        filed = self.filed.get(name)
+        return filed[0] if filed is not None else None
 
     def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
         """The kinds that are wanted, of those that there are."""

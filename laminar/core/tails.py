@@ -2,7 +2,7 @@
 
 Reads   replicas with their gauges, trajectories, groups, relays, the staleness bound
 Writes  nothing
-Gives   tails (Standing by version), released_max; at_work, stays, trajectory_stays: why not
+Gives   tails (Standing by version), released_max; why_not_in_tail, why_not_emptied, why_not_moved
 
 A replica is in its tail when it takes no new group, nothing waits for a slot as of the last command
 that it was given, and it runs fewer than a decode step has room for. It follows from the state each
@@ -11,7 +11,7 @@ time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core.admission import first_share, groups_wanted, refusal, room
+from laminar.core.admission import first_share, groups_wanted, room, why_not_admitted
 from laminar.core.indexes import indexes_of
 from laminar.core.repack import Standing
 from laminar.core.state import Replica, State, Trajectory
@@ -30,32 +30,34 @@ def tails(state: State) -> dict[int, list[Standing]]:
     indexes = indexes_of(state)
     index, kept = indexes.replicas, indexes.standings
     kinds = index.of(lambda kind: kind.serving)
-    refusing = [k for k in kinds if refusal(state, index.replicas[next(index.numbers_of([k]))])]
+    refusing = [
+        k for k in kinds if why_not_admitted(state, index.replicas[next(index.numbers_of([k]))])
+    ]
     staying: dict[tuple[int, str], bool] = {}  #: by version and relay
     found: dict[int, list[Standing]] = {}
     for number in sorted(index.numbers_of(refusing)):
         replica = index.replicas[number]
         standing = kept.get(replica.name)
         if standing is None:
-            if engine_at_work(replica):
+            if why_engine_not_in_tail(replica):
                 continue
             standing = _counted(state, replica)
         place = replica.version, replica.relay
         stay = staying.get(place)
         if stay is None:
-            stay = staying[place] = bool(_takes_nothing_newer(state, replica))
+            stay = staying[place] = bool(_why_nothing_newer(state, replica))
         if stay and standing.movable:
             standing = standing._replace(movable=False)
         found.setdefault(replica.version, []).append(standing)
     return found
 
 
-def at_work(state: State, replica: Replica) -> str:
+def why_not_in_tail(state: State, replica: Replica) -> str:
     """Why a replica that serves is not in its tail; empty: it is."""
-    return engine_at_work(replica) or ("" if refusal(state, replica) else "admits")
+    return why_engine_not_in_tail(replica) or ("" if why_not_admitted(state, replica) else "admits")
 
 
-def engine_at_work(replica: Replica) -> str:
+def why_engine_not_in_tail(replica: Replica) -> str:
     """Why its engine keeps a replica out of its tail; empty: it does not."""
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
@@ -93,7 +95,7 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
         growth += left
         longest = max(longest, left)
         lasts = lasts and siblings is not None
-        movable = movable and not trajectory_stays(state, trajectory)
+        movable = movable and not why_not_moved(state, trajectory)
     standing = Standing(
         name=replica.name,
         kv_tokens=held,
@@ -115,17 +117,17 @@ def _left(finished: tuple[int, int], sampled: int) -> int:
     return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 
 
-def stays(state: State, replica: Replica) -> str:
+def why_not_emptied(state: State, replica: Replica) -> str:
     """Why a replica in its tail is not emptied, whatever room there is elsewhere; empty: it may be.
 
     It must be able to take new work, and nothing that it runs may be of the kinds that stay.
     """
     if replica.incoming:
         return "receives"
-    return _takes_nothing_newer(state, replica) or _work_stays(state, replica)
+    return _why_nothing_newer(state, replica) or _why_work_not_moved(state, replica)
 
 
-def _takes_nothing_newer(state: State, replica: Replica) -> str:
+def _why_nothing_newer(state: State, replica: Replica) -> str:
     """Why it could not begin with newer weights: the same for all of a version behind a relay."""
     if state.newest <= replica.version:
         return "no-newer-weights"
@@ -137,12 +139,12 @@ def _takes_nothing_newer(state: State, replica: Replica) -> str:
     return ""
 
 
-def _work_stays(state: State, replica: Replica) -> str:
-    found = (trajectory_stays(state, state.trajectories[t]) for t in replica.running)
+def _why_work_not_moved(state: State, replica: Replica) -> str:
+    found = (why_not_moved(state, state.trajectories[t]) for t in replica.running)
     return next(filter(None, found), "")
 
 
-def trajectory_stays(state: State, trajectory: Trajectory) -> str:
+def why_not_moved(state: State, trajectory: Trajectory) -> str:
     """Why this one is not moved; empty: it may be."""
     if state.groups[trajectory.group].purpose != Purpose.TRAIN:
         return "held-out"

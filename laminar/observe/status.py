@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.core import keys
-from laminar.core.admission import refusal
+from laminar.core.admission import why_not_admitted
 from laminar.core.held_out import facts
 from laminar.core.indexes import indexes_of
 from laminar.core.losses import Losses
@@ -130,7 +130,7 @@ class StatusWriter:
         for name, replica in state.replicas.items():
             kind = indexes_of(state).replicas.kind_of(name)
             if kind is None or kind not in doing:
-                refused = refusal(state, replica)
+                refused = why_not_admitted(state, replica)
                 doing[kind] = "pulling" if replica.loading else refused or "admitting"
             placed, slots = len(replica.running), _slots(state, replica)
             shown[name] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from laminar.core import handover, tails
-from laminar.core.admission import refusal
+from laminar.core.admission import why_not_admitted
 from laminar.core.indexes import set_length
 from laminar.core.state import Packing
 from laminar.core.statuses import TrajectoryStatus
@@ -271,7 +271,7 @@ def two_moving() -> Tail:
 def test_source_waits_for_all_that_it_gave_away() -> None:
     bench = two_moving()
     bench.say("rollout-1", bench.released("rollout-1"))
-    assert refusal(bench.state, bench.replica("rollout-1")) == "repacked"
+    assert why_not_admitted(bench.state, bench.replica("rollout-1")) == "repacked"
     bench.say("rollout-2", bench.begun("0.2.1"))
     assert bench.pull_of("rollout-1") is None
     bench.say("rollout-2", bench.begun("0.3.1"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laminar.core.admission import refusal
+from laminar.core.admission import why_not_admitted
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -77,7 +77,7 @@ def test_lost_work_is_placed_on_a_replica_that_drains() -> None:
     bench.start()
     bench.complete("0.1")
     bench.train()
-    assert refusal(bench.state, bench.replica("rollout-1")) == "draining"
+    assert why_not_admitted(bench.state, bench.replica("rollout-1")) == "draining"
     again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     assert {(c.to, c.group, c.attempt) for c in again} == {("rollout-1", "0.0", 1)}
 

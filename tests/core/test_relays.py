@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core.admission import refusal
+from laminar.core.admission import why_not_admitted
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
@@ -222,7 +222,7 @@ def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is
     bench.complete("0.0", "0.1")
     bench.train()
     assert not only(cmd.GenerateTrajectory, bench.complete("0.4"))
-    assert refusal(bench.state, bench.replica("rollout-0")) == "draining"
+    assert why_not_admitted(bench.state, bench.replica("rollout-0")) == "draining"
     given = only(cmd.GenerateTrajectory, bench.kill("relay-0"))
     assert {c.to for c in given} == {"rollout-0"}
 

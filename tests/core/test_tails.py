@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from laminar.core.repack import why_not
 from laminar.core.state import Evaluation
-from laminar.core.tails import MOVES_MAX, at_work, stays, tails
+from laminar.core.tails import MOVES_MAX, tails, why_not_emptied, why_not_in_tail
 from laminar.names.ids import Purpose, TrajectoryId
 from tests.core.test_handover import DESTINATION, MOVED, OTHER, SOURCE, Tail, moving, releases
 from tests.core.test_repack import CAPACITY, standing
 
 
 def work(bench: Tail, name: str = SOURCE) -> str:
-    return at_work(bench.state, bench.replica(name))
+    return why_not_in_tail(bench.state, bench.replica(name))
 
 
 def stay(bench: Tail, name: str = SOURCE) -> str:
-    return stays(bench.state, bench.replica(name))
+    return why_not_emptied(bench.state, bench.replica(name))
 
 
 def test_what_keeps_a_replica_out_of_its_tail() -> None:

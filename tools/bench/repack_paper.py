@@ -20,14 +20,14 @@ from laminar.core.context import Context
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 
-_refusal, _plan_pull = admission.refusal, weights.plan_pull
-_takes_nothing_newer = tails._takes_nothing_newer
+_why_not_admitted, _plan_pull = admission.why_not_admitted, weights.plan_pull
+_why_nothing_newer = tails._why_nothing_newer
 
 
 def _drains(state: State, replica: Replica) -> str:
     if replica.took >= state.settings.groups_per_version:
         return "draining"
-    return _refusal(state, replica)
+    return _why_not_admitted(state, replica)
 
 
 def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
@@ -43,7 +43,7 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
 
 def _takes_nothing(state: State, replica: Replica) -> str:
     """Whether there are newer weights is not asked."""
-    why = _takes_nothing_newer(state, replica)
+    why = _why_nothing_newer(state, replica)
     return "" if why in ("no-newer-weights", "weights-not-here") else why
 
 
@@ -56,9 +56,9 @@ def drains() -> Iterator[None]:
     """Until the end of this block."""
     with ExitStack() as stack:
         for owner, name, rule in (
-            (admission, "refusal", _drains),
-            (tails, "refusal", _drains),
-            (tails, "_takes_nothing_newer", _takes_nothing),
+            (admission, "why_not_admitted", _drains),
+            (tails, "why_not_admitted", _drains),
+            (tails, "_why_nothing_newer", _takes_nothing),
             (weights, "plan_pull", _pulls_or_goes_on),
             (planner._Others, "_may_admit", _may_admit),
         ):
