@@ -31,10 +31,10 @@ def test_a_full_disk_takes_the_file_and_not_the_words(
 ) -> None:
     make_run(tmp_path / "run", world_log()[:200])
 
-    def full(path: Path, text: str, encoding: str) -> int:
+    def full(path: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     text = last_words(tmp_path / "run", capsys)
     assert "the run FAILED   the event log could not be written for 300 s" in text
     assert "trajectories trained" in text
