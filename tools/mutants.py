@@ -7,9 +7,9 @@ Prints  a line per mutant: which check kills it, or that it lives, with what was
         the share of each check. Exits 1 if fewer than --least percent are killed.
 
 A mutant lives in a copy of the repository (tools/patches.py). The checks, the quicker first: the
-tests that use the file, those nearest by imports; random worlds; seeds of the simulator. A check
-that has no end in its time counts as one that fails. A test that fails without the mutant as well
-is named and left out.
+tests that use the file, those nearest by imports; random worlds; seeds of the simulator; real runs,
+for what only whole processes execute. A check that has no end in its time counts as one that fails.
+A test that fails without the mutant as well is named and left out.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ for seed in range(40):
     check_end(random_world(seed).run(5_000))
 """
 NO_TESTS = 5  #: pytest found none that may run here
-PYTEST = (
-    "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-m",
-    "not process and not long and not vllm",
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-m")
+PURE = (*PYTEST, "not process and not long and not vllm")
+RUNS = (
+    *PYTEST, "not long and not vllm", "tests/run/test_finished_run.py",
+    "tests/run/test_emulated_run.py",
 )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ class Checks:
         if not file.startswith("tests/") or test in self._sound:
             return False
         with patches.copy({}, patches.WHOLE, self.root) as folder:
-            if not _failure(folder, Check("tests", (*PYTEST, test))):
+            if not _failure(folder, Check("tests", (*PURE, test))):
                 self._sound.add(test)
                 return False
         if file not in self.broken:
@@ -106,11 +108,12 @@ class Checks:
     def of(self, path: str) -> Iterator[Check]:
         users = self._imports.distances(path)
         if tests := self.tests(path):
-            yield Check("tests", (*PYTEST, *tests))
+            yield Check("tests", (*PURE, *tests))
         if "tests/kit/random_worlds.py" in users:
             yield Check("random worlds", ("-c", WORLDS))
         if "laminar/sim/run.py" in users:
             yield Check("seeds", ("-m", "tools.rows.seeds", "1", str(self._seeds)))
+        yield Check("real runs", RUNS)
 
 
 def main() -> int:
@@ -186,7 +189,7 @@ def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
         for check in checks.of(mutant.path):
             failure = _failure(folder, check)
             while failure and check.name == "tests" and checks.fails_anyway(failure):
-                check = Check("tests", (*PYTEST, *checks.tests(mutant.path)))
+                check = Check("tests", (*PURE, *checks.tests(mutant.path)))
                 failure = _failure(folder, check)
             if failure:
                 return mutant, check.name, f"{where}: {failure}"
