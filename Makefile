@@ -37,11 +37,12 @@ test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
 
 # The minute that tells most: rules and books, twenty seeds of the simulator, a real run.
-SMOKE := tests/core tests/eventlog/test_replay.py tests/storage tests/net tests/test_config.py tests/run/test_finished_run.py
+SMOKE := tests/run/test_finished_run.py tests/core tests/eventlog/test_replay.py tests/storage tests/net tests/test_config.py \
+	--ignore=tests/core/test_event_table.py --ignore=tests/core/test_cost_at_size.py
 smoke: export PYTHONDONTWRITEBYTECODE :=
 smoke: setup
 	$(BIN)/python -m laminar.cli.main sim -c configs/sim_small.toml --seeds 1..20 -j 2
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(SMOKE)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -k "not trained_again and not come_out_again" $(SMOKE)
 
 # What the gate of a change leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
 PARTS ?=
