@@ -118,5 +118,5 @@ class ClockEngine:
         start, response.sent = response.sent, end
         tokens, logprobs = array("i"), array("f")
         tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
-        logprobs.frombytes(logprobs_of(end - start, spoiled=response.spoiled))
+        logprobs.frombytes(logprobs_of(response.seed, start, end, spoiled=response.spoiled))
         return TokenDelta(response.id, tokens, logprobs, reason)

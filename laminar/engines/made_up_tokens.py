@@ -15,7 +15,7 @@ END_ID = 50_000
 _STREAM = 1 << 16
 _TOKENS = np.random.Generator(np.random.PCG64(1)).integers(0, END_ID, 2 * _STREAM).astype("<i4")
 _TOKEN_BYTES = _TOKENS.tobytes()
-_LOGPROB_BYTES = np.full(_STREAM, -0.5, "<f4").tobytes()
+_LOGPROB_BYTES = (-(_TOKENS % 1024 + 1) / 1024).astype("<f4").tobytes()
 _END_BYTES = np.array([END_ID], "<i4").tobytes()
 _NAN_BYTES = np.array([np.nan], "<f4").tobytes()
 
@@ -32,7 +32,8 @@ def tokens_of(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
     return tokens[:-4] + _END_BYTES if ends and tokens else tokens
 
 
-def logprobs_of(count: int, *, spoiled: bool = False) -> bytes:
-    """float32; `spoiled`: one of them is not a number."""
-    logprobs = _LOGPROB_BYTES[: 4 * count]
+def logprobs_of(seed: int, start: int, end: int, *, spoiled: bool = False) -> bytes:
+    """Those of tokens [start, end), float32; `spoiled`: one of them is not a number."""
+    offset = seed % _STREAM
+    logprobs = _LOGPROB_BYTES[4 * (offset + start) : 4 * (offset + end)]
     return logprobs[:-4] + _NAN_BYTES if spoiled and logprobs else logprobs

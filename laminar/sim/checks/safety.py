@@ -28,6 +28,7 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import Purpose
 from laminar.sim.checks import held
+from laminar.sim.checks.contents import Contents
 from laminar.sim.checks.durability import Durability, reported_is_stored
 from laminar.sim.checks.held import late_transfer_has_an_end
 from laminar.sim.checks.leases import Leases
@@ -63,6 +64,7 @@ class Checks:
         self.replays = 0
         self.leases = Leases(world)
         self.prompts = Prompts(world.scenario)
+        self.contents = Contents(world.scenario)
         self.node_reports = NodeReports(world)
         self.log_time = LogTime()
         self.training = TrainingChecks(world)

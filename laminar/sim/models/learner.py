@@ -61,6 +61,7 @@ class SimTrainer(Idle):
 
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
         self.world.checks.training.batch_fetched(step, samples)
+        self.world.checks.contents.handed(samples, self._reward_failed(samples))
         known = self.world.outcomes.get(digest := steps.ids_digest(samples))
         duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
         await self.work(duration + self.world.faults.long_step_s())
@@ -82,6 +83,11 @@ class SimTrainer(Idle):
             num_tokens=sum(len(s.response_ids) for s in samples),
             digest=digest,
         )
+
+    def _reward_failed(self, samples: Sequence[steps.TrainSample]) -> set[str]:
+        """Samples whose reward function failed."""
+        reasons = {s.sample_id: self.world.rows[s.sample_id].reward_reason for s in samples}
+        return {name for name, reason in reasons.items() if reason not in (None, "", "ok")}
 
     def _outcome(
         self, samples: Sequence[steps.TrainSample]

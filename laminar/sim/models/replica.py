@@ -60,6 +60,7 @@ class ReplicaEngine(ClockEngine):
         world, faults = replica.world, replica.world.faults
         command = replica.process.current.placed[request.request_id]
         world.checks.generates(command, self.digest, request.prompt_ids)
+        world.checks.contents.begun(command)
         response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
         if faults.poisonous(command):
             world.checks.poisoned(command, replica.process.node)

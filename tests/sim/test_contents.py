@@ -1,0 +1,103 @@
+"""What a learner is handed otherwise than the engines made it is found, part by part."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laminar.engines.made_up_tokens import logprobs_of, prompt_of, tokens_of
+from laminar.events import commands as cmd
+from laminar.names import ids
+from laminar.names.ids import Purpose
+from laminar.sim.checks.contents import Contents
+from laminar.sim.runtime.violation import Violation
+from laminar.sim.scenario import Scenario, draw
+from laminar.storage.rules import Span
+from laminar.training.steps import TrainSample
+from tests.kit.sim_worlds import config
+
+GROUP = ids.train_group(0, 3)
+NAME = ids.trajectory(GROUP, 1)
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    return draw(config(), 1)
+
+
+def order(to: str = "rollout-0", attempt: int = 1, placement: int = 1) -> cmd.GenerateTrajectory:
+    return cmd.GenerateTrajectory(
+        to=to,
+        trajectory_id=NAME,
+        group=GROUP,
+        sibling=1,
+        purpose=Purpose.TRAIN,
+        row_index=7,
+        attempt=attempt,
+        placement=placement,
+        version=4,
+        version_step=4,
+        seed=0,
+    )
+
+
+def sample(scenario: Scenario, attempt: int = 1, **changes: Any) -> TrainSample:
+    """As two replicas have made it, one after the other, where it is long enough."""
+    seed = ids.trajectory_seed(scenario.settings.seed, GROUP, 1, attempt)
+    count, limit = scenario.lengths.of(seed), scenario.lengths.limit
+    tokens = np.frombuffer(tokens_of(seed, 0, count, ends=count < limit), "<i4")
+    parts = [("rollout-0", 1), ("rollout-1", count - 1)] if count > 1 else [("rollout-0", 1)]
+    made = TrainSample(
+        sample_id=NAME,
+        group_id=GROUP,
+        prompt_ids=np.array(prompt_of("train", 7), "<i4"),
+        response_ids=tokens,
+        logprobs=np.frombuffer(logprobs_of(seed, 0, count), "<f4"),
+        reward=float(int(tokens.sum()) % 2),
+        temperature=1.0,
+        truncated=count >= limit,
+        spans=tuple(Span(name, 4, 4, number) for name, number in parts),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def check(scenario: Scenario, handed: TrainSample, failed: tuple[str, ...] = ()) -> None:
+    contents = Contents(scenario)
+    for begun in (order(), order("rollout-1", placement=2)):
+        contents.begun(begun)
+    contents.handed([handed], failed)
+
+
+def test_what_the_engines_made_is_sound(scenario: Scenario) -> None:
+    made = sample(scenario)
+    check(scenario, made)
+    check(scenario, dataclasses.replace(made, reward=0.0), (NAME,))
+
+
+def test_every_part_that_is_another_is_named(scenario: Scenario) -> None:
+    made = sample(scenario)
+    others = {
+        "group": {"group_id": "0.4"},
+        "prompt": {"prompt_ids": np.array([0, 8], "<i4")},
+        "tokens": {"response_ids": np.roll(made.response_ids, 1)},
+        "log-probs": {"logprobs": np.roll(made.logprobs, 1)},
+        "cut-off": {"truncated": not made.truncated},
+        "reward": {"reward": 1.0 - made.reward},
+        "versions": {"spans": tuple(s._replace(weight_version=5) for s in made.spans)},
+    }
+    for part, changes in others.items():
+        with pytest.raises(Violation, match=f"with other {part}"):
+            check(scenario, dataclasses.replace(made, **changes))
+
+
+def test_an_older_attempt_is_not_what_counts(scenario: Scenario) -> None:
+    contents = Contents(scenario)
+    for begun in (order(), order("rollout-1", attempt=2, placement=2), order(placement=3)):
+        contents.begun(begun)
+    spans = (Span("rollout-1", 4, 4, len(sample(scenario, 2).response_ids)),)
+    contents.handed([sample(scenario, 2, spans=spans)], ())
+    with pytest.raises(Violation, match="handed_as_made"):
+        contents.handed([sample(scenario)], ())
