@@ -47,12 +47,6 @@ def assume_encodable(event: ev.Event) -> None:
         assume(False)
 
 
-def test_order_carries_its_command() -> None:
-    order = cmd.Order(command_id=(7 << 20) + 1, cause=7, command=msgspec.Raw(encode(STOP)))
-    envelope, command = decode_order(encode(order))
-    assert (envelope.command_id, envelope.cause, command) == ((7 << 20) + 1, 7, STOP)
-
-
 def test_equal_messages_are_equal_bytes() -> None:
     """Replay compares decisions byte by byte; the order of a dict must not matter."""
     values = {"loss": 1.0, "kl": 2.0}

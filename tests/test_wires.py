@@ -1,0 +1,113 @@
+"""Each wire gives back what was sent: every message, with every field distinct and none at its
+default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from laminar.actors.system import warm_process
+from laminar.eventlog import record
+from laminar.events import codec
+from laminar.events.commands import ALL_COMMANDS, Order
+from laminar.events.events import ALL_EVENTS
+from laminar.net import frames
+from laminar.storage import messages as store
+from laminar.tasks import reward_worker
+from laminar.tasks.rewards import RewardCall
+from laminar.weights import messages as relay
+from laminar.weights.chain import wire as chain
+from tests.kit.distinct import distinct, kinds_of
+
+LIMIT = 1 << 20
+_encode = msgspec.msgpack.encode
+
+
+def over_the_chain(decoder: Any) -> Callable[[Any], Any]:
+    def there_and_back(message: Any) -> Any:
+        data = chain.encode(message)
+        header = chain.unpack_header(data[: chain.HEADER_BYTES], LIMIT)
+        return chain.decode(decoder, header, bytearray(data[chain.HEADER_BYTES :]))
+
+    return there_and_back
+
+
+def to_the_worker(message: Any) -> Any:
+    """A frame is a length and a body, of which the reader knows the type."""
+    data = reward_worker.frame(message)
+    (length,) = reward_worker.LENGTH.unpack_from(data)
+    assert length == len(data) - reward_worker.LENGTH.size
+    return msgspec.msgpack.decode(data[reward_worker.LENGTH.size :], type=type(message))
+
+
+def from_the_worker(message: Any) -> Any:
+    body = reward_worker.frame(message)[reward_worker.LENGTH.size :]
+    return msgspec.msgpack.decode(body, type=reward_worker.Reply)
+
+
+def through_the_log(message: Any) -> Any:
+    data, _ = record.encode_frame(message, 0)
+    (body,) = record.Frames(1, data, 0)
+    return msgspec.msgpack.decode(body, type=record.Record)
+
+
+WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "events": (ALL_EVENTS, lambda m: codec.decode_event(codec.encode(m))),
+    "commands": (ALL_COMMANDS, lambda m: codec.decode_command(codec.encode(m))),
+    "client frames": (
+        kinds_of(frames.ClientFrame),
+        lambda m: frames.decode_client(frames.encode(m), LIMIT),
+    ),
+    "server frames": (
+        kinds_of(frames.ServerFrame),
+        lambda m: frames.decode_server(frames.encode(m), LIMIT),
+    ),
+    "store requests": (
+        kinds_of(store.Request),
+        lambda m: store.decode_request(store.encode(m)),
+    ),
+    "store replies": (kinds_of(store.Reply), lambda m: store.decode_reply(store.encode(m))),
+    "prompts": (
+        (store.PromptPayload,),
+        lambda m: store.decode_prompt(store.encode_prompt(m)),
+    ),
+    "relay requests": (kinds_of(relay.Request), lambda m: relay.decode_request(relay.encode(m))),
+    "relay replies": (kinds_of(relay.Reply), lambda m: relay.decode_reply(relay.encode(m))),
+    "chain forward": (kinds_of(chain.FromPredecessor), over_the_chain(chain.predecessor_decoder)),
+    "chain back": (kinds_of(chain.FromSuccessor), over_the_chain(chain.successor_decoder)),
+    "to a reward worker": ((reward_worker.Start, RewardCall), to_the_worker),
+    "from a reward worker": (kinds_of(reward_worker.Reply), from_the_worker),
+    "to a warm process": (
+        (warm_process.Launch,),
+        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Launch),
+    ),
+    "from a warm process": (
+        kinds_of(warm_process.Answer),
+        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Answer),
+    ),
+    "log records": ((record.Header, *kinds_of(record.LaterRecord)), through_the_log),
+}
+CASES = [
+    pytest.param(kind, there_and_back, id=f"{wire}: {kind.__name__}")
+    for wire, (kinds, there_and_back) in WIRES.items()
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("kind", "there_and_back"), CASES)
+def test_a_message_comes_back_as_it_was_sent(
+    kind: type[Any], there_and_back: Callable[[Any], Any]
+) -> None:
+    sent = distinct(kind)
+    again = there_and_back(sent)
+    assert type(again) is kind and again == sent
+
+
+def test_an_order_comes_back_with_its_command() -> None:
+    for kind in ALL_COMMANDS:
+        command = distinct(kind)
+        sent = Order(command_id=2, cause=3, command=msgspec.Raw(codec.encode(command)))
+        assert codec.decode_order(codec.encode(sent)) == (sent, command)
