@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from laminar.weights.version.manifest import Manifest, Probe
+from laminar.weights.version.manifest import Draft, Probe, unseal
 from tests.kit.manifest_samples import PROBE, build
 
 Struct = TypeVar("Struct")
 
-RULED: dict[type[Any], Any] = {Probe: PROBE, Manifest: build()}
+RULED: dict[type[Any], Any] = {Probe: PROBE, Draft: unseal(build())}
 """An example of each type whose fields have a rule between them."""
 
 
