@@ -14,6 +14,12 @@ from laminar.core.state import Settings
 from tests.kit.world import World
 from tests.kit.world_parts import SECOND, Faults, settings
 
+BOUNDARIES = {
+    "groups_per_step": (1,), "groups_per_version": (1,), "max_staleness": (0,),
+    "total_steps": (1, 11), "test_freq": (1,), "resume_wait_ms": (0,),
+}  # fmt: skip
+BOUNDARY_SHARE = 0.06
+
 
 def random_world(seed: int, kind: type[World] = World) -> World:
     """The same seed gives the same world, with its settings, faults and timing."""
@@ -47,7 +53,22 @@ def random_world(seed: int, kind: type[World] = World) -> World:
         world.settings, max_error_permille=permille, eval_answers=answers
     )
     _add_lost_trainers(world, seed)
+    _draw_boundaries(world, seed)
     return world
+
+
+def _draw_boundaries(world: World, seed: int) -> None:
+    """Now and then the least that a run may have, or numbers with two digits; of data: one prompt,
+    or as many as the steps take."""
+    chance, made = random.Random(f"boundaries {seed}"), dict[str, int]()
+    for key, values in BOUNDARIES.items():
+        struck, value = chance.random() < BOUNDARY_SHARE, chance.choice(values)
+        if struck:
+            made[key] = value
+    world.settings = settings = msgspec.structs.replace(world.settings, **made)
+    if chance.random() < BOUNDARY_SHARE:
+        steps = settings.total_steps or 3
+        world.num_train = chance.choice([1, settings.groups_per_step * steps])
 
 
 def _settings(chance: random.Random, seed: int) -> Settings:

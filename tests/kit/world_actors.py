@@ -117,7 +117,8 @@ class Actors(Trainers):
     def _feed(self, process: Process, version: int, least_s: float = 0.0) -> None:
         """Its successor gets this version a little later."""
         successor = self.processes.get(process.successor)
-        if successor is None or self.random.random() < self.faults.deaf:
+        evicted = version not in process.held
+        if successor is None or evicted or self.random.random() < self.faults.deaf:
             return
         step, digest = process.held[version]
         if self.random.random() < self.faults.wrong_bytes:
