@@ -39,7 +39,7 @@ def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
         ({"repack_prefill_tokens": 1}, SOURCE, "no-gain", "it would have been empty in 5 steps"),
         ({"total_steps": 3}, SOURCE, "data", ""),
         (
-            {"groups_per_version": 3, "rules": ()},
+            {"groups_per_version": 3, "max_staleness": 3},
             SOURCE,
             "bound",
             "for 2 of the newest weights, where 3",
