@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from laminar.core import handover, tails
+from laminar.core import handover
 from laminar.core.admission import why_not_admitted
 from laminar.core.indexes import set_length
 from laminar.core.state import Packing
@@ -222,12 +222,10 @@ def test_nothing_moves_beyond_the_batch_that_is_quick_enough() -> None:
 
 
 def test_nothing_moves_against_a_binding_bound() -> None:
-    """The version that the source would load admits two groups, which is the part of the bound that
-    it takes; with a part of four it would not begin with newer weights."""
+    """The version that the source would load admits two groups: its part of a bound of two steps,
+    and less than that of three steps."""
     assert releases(Tail(groups_per_version=4).publish(1, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tails, "first_share", lambda state: 4)
-        assert not releases(Tail(groups_per_version=4).publish(1, 1))
+    assert not releases(Tail(groups_per_version=3, max_staleness=3).publish(1, 1))
 
 
 def test_what_a_batch_has_waited_for_is_not_moved() -> None:
