@@ -33,7 +33,7 @@ def tokens_of(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
 
 
 def logprobs_of(seed: int, start: int, end: int, *, spoiled: bool = False) -> bytes:
-    """Those of tokens [start, end), float32; `spoiled`: one of them is not a number."""
+    """Log-probs of tokens [start, end), float32; `spoiled`: one of them is not a number."""
     offset = seed % _STREAM
     logprobs = _LOGPROB_BYTES[4 * (offset + start) : 4 * (offset + end)]
     return logprobs[:-4] + _NAN_BYTES if spoiled and logprobs else logprobs

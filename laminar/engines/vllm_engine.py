@@ -106,9 +106,8 @@ class VllmEngine:
     ) -> None:
         """`thread` is the one that the core was started from; it ends with the engine."""
         self._llm, self._gauges, self._thread, self._on_deltas = llm, gauges, thread, on_deltas
-        self._printed = printed
         self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
-        self._loop = asyncio.get_running_loop()
+        self._printed, self._loop = printed, asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._loaded = False
         self._running: dict[str, asyncio.Task[None]] = {}
