@@ -177,6 +177,12 @@ def test_poisonous_prompt_ends_quarantined() -> None:
     assert outcome.coverage.get("dropped:quarantined", 0) > 0
 
 
+def test_data_of_one_prompt_is_not_poisoned() -> None:
+    """No pass over it would have a batch, so the run would never end."""
+    world = World(config("poison-prompt", **{**SMALL, "num_train": 1}), 3)
+    assert not world.faults.poison and not world.faults.may_poison
+
+
 def test_node_storm_joins_together() -> None:
     stormy = World(config("node-storm", **SMALL), 3)
     assert stormy.faults.storm and not World(calm(), 3).faults.storm

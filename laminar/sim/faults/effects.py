@@ -53,6 +53,8 @@ class Effects:
         self.gone: set[str] = set()  #: nodes of machines that are lost for good, likewise
         self.unscorable: set[str] = set()  #: trajectories whose reward fails
         self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
+        #: A pass over data of nothing else has no batch, and the next one neither.
+        self.may_poison = world.scenario.num_train > 1
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.wedged_until_ns = 0  #: by then the coordinator has acted on what is never done
         #: boots that sample nothing more; whether their node has yet to ignore that they hang

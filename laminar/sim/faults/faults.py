@@ -120,6 +120,8 @@ class Faults(Effects):
         if self.fatal_way == "replaced" and self.fatal_role in ("node", "relay"):
             self.fatal_way = "dies"  # a new relay would do, and a new node starts all afresh
         self.storm = "node-storm" in self.active
+        if "poison-prompt" in self.active and not self.may_poison:
+            self.active.remove("poison-prompt")
         if "poison-prompt" in self.active:
             self.poison = (chance.randrange(world.scenario.num_train),)
         self.left_hanging = 0  #: sequences that were, when everything healed

@@ -216,7 +216,8 @@ class PoisonInTail(HandoverFault):
     kind = "poison-in-tail"
 
     def is_due(self, state: State, source: Replica) -> bool:
-        return not self.faults.poison and not _has_released(state, source)
+        may = self.faults.may_poison and not self.faults.poison
+        return may and not _has_released(state, source)
 
     def strike(self, state: State, source: Replica) -> None:
         self.struck()
