@@ -73,7 +73,8 @@ def old_keys_and_values(run: SmallRun, replica: Replica) -> None:
 @pytest.mark.parametrize("fault", [*SEEN_BY_PROBE, "head left as it was"])
 async def test_wrong_weights_never_serve(start: Start, fault: str, dtype: str) -> None:
     plant = (SEEN_BY_PROBE | {"head left as it was": head_left_as_it_was})[fault]
-    run = await start(dtype, "optim.lr=3e-2")
+    # Steps so large that one stale tensor is four times the tolerance in bfloat16 off, on any CPU.
+    run = await start(dtype, "optim.lr=1e-1")
     assert await found_by(run, plant) == "probe"
 
 

@@ -12,6 +12,7 @@ import pytest
 from laminar.storage import books
 from tests.kit.store_samples import append, filled, finish, one, open_, trajectory_rows
 
+ROOT = Path(__file__).parents[2]
 SIBLINGS = 4
 ROUNDS = 4
 
@@ -37,8 +38,8 @@ def write_for_ever(path: Path, placement: int) -> None:
 
 def _killed_run(path: Path, placement: int, lines: int) -> dict[str, int]:
     """The counts in the last whole line that a writer printed before it was killed."""
-    command = [sys.executable, __file__, str(path), str(placement)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", __name__, str(path), str(placement)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         printed = "".join(process.stdout.readline() for _ in range(lines))
         process.kill()
         printed += process.stdout.read()
