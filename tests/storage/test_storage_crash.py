@@ -38,7 +38,7 @@ def write_for_ever(path: Path, placement: int) -> None:
 
 def _killed_run(path: Path, placement: int, lines: int) -> dict[str, int]:
     """The counts in the last whole line that a writer printed before it was killed."""
-    command = [sys.executable, "-m", __name__, str(path), str(placement)]
+    command = [sys.executable, "-m", "tests.storage.test_storage_crash", str(path), str(placement)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         printed = "".join(process.stdout.readline() for _ in range(lines))
         process.kill()
