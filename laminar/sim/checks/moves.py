@@ -100,16 +100,12 @@ def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
 def _share(state: State) -> int:
     """New groups that a replica may run at a time; each has the same part of what is admitted."""
     settings = state.settings
-    if "replica-share" not in settings.rules:
-        return settings.groups_per_version
     admitted = settings.groups_per_step * (settings.max_staleness + 1)
     return math.ceil(admitted / len(state.live_replicas()))
 
 
 def _share_is_kept(commands: list[Command], state: State) -> None:
     """share_is_kept: a replica that was given new groups has no more than its part of them."""
-    if "replica-share" not in state.settings.rules:
-        return
     new = [c for c in commands if isinstance(c, cmd.GenerateTrajectory)]
     for name in {c.to for c in new if c.placement == 1 and c.purpose == Purpose.TRAIN}:
         running, most = len(state.replicas[name].running), state.settings.group_size * _share(state)
