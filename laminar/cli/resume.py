@@ -2,8 +2,8 @@
 
 Reads   the event log, the configuration and the locks of a run
 Gives   resumed_config, or ConfigError with one sentence; take_up: this process's share of the run
-Writes  (take_up only) the configuration, the directory of the new logs; removes what is said of
-        processes that are gone
+Writes  (take_up only) the configuration, a secret where there is none, the directory of the new
+        logs; removes what is said of processes that are gone
 
 Nothing is written before all has been looked at. What decides is the log: it says how far the run
 was, whether it has ended, and which checkpoints it confirms.
@@ -38,11 +38,13 @@ from laminar.run.directory import (
     FIRST_LOOK_FILE,
     ORIGIN_DIR,
     RESUME_FILE,
+    SECRET_FILE,
     STATUS_FILE,
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
 from laminar.run.renames import write_whole
+from laminar.run.secret import make_secret, read_secret
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
@@ -66,6 +68,8 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     own = run_config(run_dir)
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
+    if (run_dir / SECRET_FILE).exists():
+        read_secret(run_dir)
     state = state_of(run_dir)
     check_log(run_dir, state)
     check_resumable(run_dir, state)
@@ -188,6 +192,8 @@ def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Our share of the directory, which no other process has; the settings as they are now."""
     lock = RunLock.alone(run_dir, "train")
     try:
+        if not (run_dir / SECRET_FILE).exists():
+            make_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over

@@ -47,6 +47,7 @@ from laminar.run.directory import (
 from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed
 from laminar.run.renames import rename, write_whole
+from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4
 """Reasons for which processes were lost; summary.json has all."""
@@ -249,6 +250,7 @@ def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     try:
         run_dir.mkdir(parents=True)
         lock = RunLock.create(run_dir, "train")
+        make_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
         if warnings:
             (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))

@@ -1,6 +1,7 @@
 """The names of everything in a run directory, in one place.
 
 config.toml       the resolved configuration
+secret            32 random bytes, by which the processes of the run recognise each other
 run.lock          locked by every process of the run; processes/ says which they are
 first_look.json   what was wrong before it started, by kind of warning; none: nothing
 coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
@@ -29,6 +30,7 @@ from pathlib import Path
 from laminar.config import Config, ConfigError, load
 
 CONFIG_FILE = "config.toml"
+SECRET_FILE = "secret"
 LOCK_FILE = "run.lock"
 PROCESSES_DIR = "processes"
 FIRST_LOOK_FILE = "first_look.json"

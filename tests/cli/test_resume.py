@@ -241,3 +241,15 @@ def test_it_ends_with_the_code_of_a_mistake(tmp_path: Path) -> None:
     done = laminar("train", "--resume", str(tmp_path))
     assert (done.returncode, done.stdout) == (exit_codes.USER_ERROR, "")
     assert done.stderr == (f"laminar: {tmp_path} is no run directory: it has no config.toml\n")
+
+
+def test_a_run_without_a_secret_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
+    """And keeps the one that it has; one that others can read is refused before anything else."""
+    run = run_of(tmp_path)
+    config = resume.resumed_config(run, [], [])
+    resume.take_up(config, run, {}).close()
+    secret = (run / "secret").read_bytes()
+    resume.take_up(config, run, {}).close()
+    assert (run / "secret").read_bytes() == secret
+    (run / "secret").chmod(0o644)
+    assert "open to other users (mode 0644)" in refused(run)
