@@ -29,6 +29,7 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
+from laminar.net.auth import RunKeys
 from laminar.observe.boards import Boards
 from laminar.observe.logs import configure, get_logger
 from laminar.observe.metrics import MetricsWriter
@@ -37,6 +38,7 @@ from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
 from laminar.run.directory import CONFIG_FILE, run_config
 from laminar.run.lock import RunLock
+from laminar.run.secret import read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
@@ -66,10 +68,11 @@ def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
             "`laminar train --prepare` with these settings writes the directory"
         )
+    keys = RunKeys(read_secret(run_dir))
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
-        return uvloop.run(_serve(config, lock, telemetry, resume=resume))
+        return uvloop.run(_serve(config, lock, keys, telemetry, resume=resume))
     except Exception as failed:
         reason = lock.lost()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
@@ -81,7 +84,9 @@ def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
         lock.close()
 
 
-async def _serve(config: Config, lock: RunLock, telemetry: Telemetry, *, resume: bool) -> int:
+async def _serve(
+    config: Config, lock: RunLock, keys: RunKeys, telemetry: Telemetry, *, resume: bool
+) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
     watch = Watch(lambda event: coordinator.report(event), first_look(run_dir))
@@ -90,6 +95,7 @@ async def _serve(config: Config, lock: RunLock, telemetry: Telemetry, *, resume:
     coordinator = Coordinator(
         config,
         run_dir,
+        keys,
         on_replayed=Observers(log, metrics=metrics),
         on_event=Observers(log, metrics=metrics, status=status, warnings=watch),
         replay_from=metrics.replay_from,

@@ -45,6 +45,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
 from laminar.names.ports import DiskError
+from laminar.net.auth import RunKeys
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
 from laminar.net.session import Limits
@@ -131,6 +132,7 @@ class Coordinator:
         self,
         config: Config,
         run_dir: Path,
+        keys: RunKeys,
         *,
         on_replayed: Observer,
         on_event: Observer,
@@ -141,7 +143,7 @@ class Coordinator:
         a snapshot, but if the log has it, event `replay_from` and all after it. `resume`: the user
         asks that a run that was stopped goes on."""
         self._resume = resume
-        self.config, self.run_dir = config, run_dir
+        self.config, self.run_dir, self._keys = config, run_dir, keys
         self.log = get_logger()
         self._own: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -233,7 +235,7 @@ class Coordinator:
     async def run(self) -> int:
         """Serve until the run has ended; returns its exit code."""
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS_APART)
-        self.socket = ServerSocket(self.config.coordinator.host, self._port())
+        self.socket = ServerSocket(self.config.coordinator.host, self._port(), self._keys)
         try:
             self._tell_address()
             loop = asyncio.get_running_loop()

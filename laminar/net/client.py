@@ -23,6 +23,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.events.base import WireError
+from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
 from laminar.net.session import MS, ClientLink, LinkState
@@ -71,8 +72,11 @@ class ClientShell:
         heartbeat_ms: int,
         on_body: Callable[[bytes], object],
         on_frame: Callable[[], None],
+        keys: RunKeys,
+        on_trouble: Callable[[str], None],
     ) -> None:
-        """`on_frame` is called after each frame, before the body that it may have completed."""
+        """`on_frame` is called after each frame, before the body that it may have completed;
+        `on_trouble` with a sentence, once, when the server does not let this process in."""
         self.link = link
         self.bad_frames = 0
         self.turned = asyncio.Event()  #: set after each turn that received frames
@@ -82,8 +86,9 @@ class ClientShell:
         self._looked_ns = 0
         self._on_body = on_body
         self._on_frame = on_frame
+        self._on_trouble, self._told = on_trouble, ""
         self._flush_due = False
-        self._socket = ClientSocket(link.limits.max_frame)
+        self._socket = ClientSocket(keys, link.limits.max_frame)
         self._socket.attach(asyncio.get_running_loop(), self._turn)
 
     @property
@@ -138,13 +143,22 @@ class ClientShell:
         """Find the server, and find it again when it is silent: it may listen elsewhere now."""
         now, known = now_ns(), self._socket.address
         silent = self.link.silent_ns(now) > 2 * self._heartbeat_ns
+        if silent or self.link.state is not LinkState.UP:
+            self._tell_refusal()
         if known and (not silent or now - self._looked_ns < self._heartbeat_ns):
             return
         self._looked_ns = now
         address = self._find_address()
-        if address and address != known:
+        if address and (address != known or self._socket.given_up):
             self._socket.connect(address)
             self.link.reintroduce()
+
+    def _tell_refusal(self) -> None:
+        """Say it and go on: the address may be of a server that is gone, and another run's now."""
+        reason = self._socket.refusal()
+        if reason and reason != self._told:
+            self._told = reason
+            self._on_trouble(reason)
 
     def _flush(self) -> None:
         self._flush_due = False
@@ -186,9 +200,14 @@ class ControlClient:
         on_body: Callable[[bytes], object],
         on_welcome: Callable[[int], None],
         on_refused: Callable[[str], None],
+        *,
+        keys: RunKeys,
+        on_trouble: Callable[[str], None],
     ) -> None:
         """`on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
-        `on_refused(reason)`: once; nothing is sent or received after it."""
+        `on_refused(reason)`: once; nothing is sent or received after it; `on_trouble(reason)`: what
+        listens on the address does not let this process in, which goes on trying."""
+        self._keys, self._on_trouble = keys, on_trouble
         self._find_address = partial(read_address, address_file)
         self._heartbeat_ms = heartbeat_ms
         self._on_body, self._on_welcome, self._on_refused = on_body, on_welcome, on_refused
@@ -237,7 +256,13 @@ class ControlClient:
     async def start(self) -> None:
         """Begin to look for the coordinator and to join it; does not wait for either."""
         self._shell = ClientShell(
-            self._link, self._find_address, self._heartbeat_ms, self._on_body, self._notice
+            self._link,
+            self._find_address,
+            self._heartbeat_ms,
+            self._on_body,
+            self._notice,
+            self._keys,
+            self._on_trouble,
         )
 
     async def wait_closed(self) -> None:

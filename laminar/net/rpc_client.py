@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S, Reply, Request, RpcError
 from laminar.net.client import ClientShell, now_ns, started
 from laminar.net.frames import FRAME_BYTES_MAX
@@ -45,10 +46,14 @@ class RpcClient:
         *,
         server: str,
         heartbeat_ms: int,
+        keys: RunKeys,
+        on_trouble: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
     ) -> None:
         """`find_address`: asked until it knows one, and again when the server is silent.
-        `server`: what error messages call the other side."""
+        `server`: what error messages call the other side. `on_trouble`: takes a sentence when the
+        server does not let this process in."""
+        self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
         self._server = server
         self._heartbeat_ms = heartbeat_ms
@@ -69,7 +74,13 @@ class RpcClient:
     async def start(self) -> None:
         """Begin to look for the server and to join it; does not wait for either."""
         self._shell = ClientShell(
-            self._link, self._find_address, self._heartbeat_ms, self._answered, self._notice
+            self._link,
+            self._find_address,
+            self._heartbeat_ms,
+            self._answered,
+            self._notice,
+            self._keys,
+            self._on_trouble,
         )
         self._shell.closed.add_done_callback(self._ended)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from laminar.events.base import WireError
+from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler, Reply, Request, RpcError, Serving
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
@@ -72,13 +73,14 @@ class RpcServer:
         port: int,
         handle_batch: Handler,
         *,
+        keys: RunKeys,
         boot_id: str,
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
     ) -> None:
         """`on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`."""
-        self._socket = ServerSocket(host, port, max_message)
+        self._socket = ServerSocket(host, port, keys, max_message)
         self._limits = Limits(max_frame=max_message)
         self._handle_batch = handle_batch
         self._boot_id = boot_id

@@ -7,6 +7,8 @@ Why     `zmq.asyncio` costs six times as much per message as a non-blocking drai
         or sending consumes the edge, so after every callback and every send the events are looked
         at again, and a slow tick covers what is missed all the same.
 
+Every socket has the keys of its run (auth.py): a stranger gets no frame in and sees none.
+
 Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
 lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
 the same explicit id would be ignored silently); who speaks is said inside the frames.
@@ -28,6 +30,7 @@ from collections.abc import Callable
 import zmq
 
 from laminar.config import ConfigError
+from laminar.net.auth import CURVE_BYTES, FINAL_REFUSALS, REFUSALS, RunKeys, why_refused
 from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.session import PEERS_MAX
 
@@ -38,6 +41,7 @@ RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 500
 PROBE_MS = 2_000  #: of a client: ZeroMQ's heartbeat, which ends a connection to a vanished server
 PROBE_TIMEOUT_MS = 6_000
+REFUSALS_SAID = 3  #: a server that dies while it greets a client looks as if it refused it
 KEEPALIVE_S = 5  #: of a server: the kernel's probes, three in a row, end one to a vanished client
 
 
@@ -46,8 +50,8 @@ class _Socket:
 
     _probes: tuple[tuple[int, int], ...]  #: options of this end
 
-    def __init__(self, kind: int, max_message: int) -> None:
-        self._kind = kind
+    def __init__(self, kind: int, keys: RunKeys, max_message: int) -> None:
+        self._kind, self._keys = kind, keys
         self._max_message = max_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._callback: Callable[[], None] = lambda: None
@@ -90,7 +94,7 @@ class _Socket:
             (zmq.LINGER, 0),
             (zmq.SNDHWM, HIGH_WATER_MARK),
             (zmq.RCVHWM, HIGH_WATER_MARK),
-            (zmq.MAXMSGSIZE, self._max_message),
+            (zmq.MAXMSGSIZE, self._max_message + CURVE_BYTES),
             (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.BACKLOG, PEERS_MAX),
@@ -149,12 +153,15 @@ class ServerSocket(_Socket):
         (zmq.TCP_KEEPALIVE_CNT, 3),
     )
 
-    def __init__(self, host: str, port: int, max_message: int = FRAME_BYTES_MAX) -> None:
+    def __init__(
+        self, host: str, port: int, keys: RunKeys, max_message: int = FRAME_BYTES_MAX
+    ) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
         connection of their sender. ConfigError if the port is taken or the host not loopback."""
         ip = loopback(host)
-        super().__init__(zmq.ROUTER, max_message)
+        super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        keys.guard(self._socket)
         try:
             self._socket.bind(f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -183,9 +190,12 @@ class ClientSocket(_Socket):
 
     _probes = ((zmq.HEARTBEAT_IVL, PROBE_MS), (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS))
 
-    def __init__(self, max_message: int = FRAME_BYTES_MAX) -> None:
-        super().__init__(zmq.DEALER, max_message)
+    def __init__(self, keys: RunKeys, max_message: int = FRAME_BYTES_MAX) -> None:
+        super().__init__(zmq.DEALER, keys, max_message)
         self.address = ""  #: empty: not connected yet
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._refusals = 0
+        self.given_up = False  #: ZeroMQ does not try again after a refusal with a reason
 
     def connect(self, address: str) -> None:
         """Connect to "tcp://host:port", in place of any former server.
@@ -196,6 +206,9 @@ class ClientSocket(_Socket):
         loop = self._loop
         self.close()
         self._open()
+        self._keys.present(self._socket)
+        self._monitor = self._socket.get_monitor_socket(REFUSALS)
+        self._refusals, self.given_up = 0, False
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -215,6 +228,27 @@ class ClientSocket(_Socket):
         except zmq.Again:
             pass
         return frames
+
+    def close(self, linger_ms: int = 0) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+        super().close(linger_ms)
+
+    def refusal(self) -> str:
+        """Why the server does not let this end in; empty: it does, or does not answer. Without a
+        reason of its own it has refused REFUSALS_SAID times."""
+        event = 0
+        try:
+            while self._monitor is not None:
+                event = int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+                self._refusals += 1
+                self.given_up = self.given_up or event in FINAL_REFUSALS
+        except zmq.Again:
+            pass
+        certain = self.given_up or self._refusals >= REFUSALS_SAID
+        return why_refused(self.address, event) if event and certain else ""
 
     def send(self, frame: bytes) -> bool:
         """False: not connected, or the queue is full; the session sends the frame again."""

@@ -20,11 +20,13 @@ from laminar.events.base import Event
 from laminar.net.rpc_client import RpcClient
 from laminar.observe.telemetry import Telemetry
 from laminar.run.lock import RunLock
+from laminar.run.secret import make_secret
 from laminar.storage import messages as store_messages
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import write_tensors
+from tests.kit.secrets import KEYS, SECRET
 
 DEADLINE_S = 30.0
 MINIMAL = ["model.name=none", "data.dataset=none"]
@@ -45,6 +47,7 @@ class FakeHost:
     ) -> None:
         self.run_dir, self.name, self.node = run_dir, name, node
         self.role, self.address = name.rpartition("-")[0], "127.0.0.1"
+        self.keys, self.run_id, self.bulk_key = KEYS, SECRET.run_id, SECRET.key("bulk")
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
         self.ordered_to_stop = False
@@ -95,6 +98,9 @@ class FakeHost:
     async def acknowledged(self) -> None:
         await self.durable.wait()
 
+    def _not_let_in(self, reason: str) -> None:
+        self.failures.append(reason)
+
     now_ns = SystemProcess.now_ns
     client = SystemProcess.client
     server = SystemProcess.server
@@ -129,6 +135,7 @@ def removed(*ids: str) -> StoreClient:
 
 def real_host(run_dir: Path, name: str, role: str) -> Host:
     """One that joins the run in this directory, on its first machine."""
+    make_secret(run_dir)
     own = OwnProcess(RunLock.join(run_dir, name), name, role)
     return Host(SystemProcess(own, name, "node-0", "127.0.0.1"))
 

@@ -29,6 +29,7 @@ from laminar.config import dumps, load
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE
 from laminar.run.lock import RunLock, holders
+from laminar.run.secret import make_secret
 from tests.actors.parts import MINIMAL, until
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,7 @@ class Machine:
     def __init__(self, run_dir: Path, modules: Path) -> None:
         run_dir.mkdir()
         (run_dir / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+        make_secret(run_dir)
         self.run_dir, self.modules = run_dir, modules
         self.lock = RunLock.join(run_dir, "node-0")
         self.stdin, self.lifeline = os.pipe()

@@ -19,6 +19,7 @@ from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
 from laminar.events.base import Stamped
 from tests.kit.memory_disk import MemoryDisk
+from tests.kit.secrets import KEYS
 from tests.kit.sim_worlds import LoggedRun
 
 
@@ -43,6 +44,7 @@ def start(
         coordinator = Coordinator(
             Config(),
             run_dir,
+            KEYS,
             on_replayed=lambda stamped, commands, state: seen.append(stamped.seq),
             on_event=lambda stamped, commands, state: None,
             replay_from=replay_from,

@@ -10,6 +10,7 @@ from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.frames import Hello, decode_client
 from laminar.net.session import Limits, LinkClosed, OutboxFull, ServerLink
 from laminar.net.transport import ServerSocket
+from tests.kit.secrets import KEYS
 
 DEADLINE_S = 25.0  #: only a hang reaches it
 HEARTBEAT_MS = 100
@@ -25,7 +26,7 @@ def bind(port):
     """The port of a server that closed in this process is free a moment later."""
     for _ in range(400):
         try:
-            return ServerSocket("127.0.0.1", port)
+            return ServerSocket("127.0.0.1", port, KEYS)
         except ConfigError:
             time.sleep(0.005)
     raise AssertionError(f"port {port} stays in use")
@@ -86,7 +87,7 @@ class Coordinator:
 
 class Actor:
     def __init__(self, address_file, name="rollout-0", heartbeat_ms=HEARTBEAT_MS, on_body=None):
-        self.commands, self.welcomes, self.refusals = [], [], []
+        self.commands, self.welcomes, self.refusals, self.troubles = [], [], [], []
         self.client = ControlClient(
             address_file,
             name,
@@ -97,6 +98,8 @@ class Actor:
             on_body or self.commands.append,
             self.welcomes.append,
             self.refusals.append,
+            keys=KEYS,
+            on_trouble=self.troubles.append,
         )
 
 

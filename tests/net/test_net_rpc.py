@@ -14,6 +14,7 @@ from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
+from tests.kit.secrets import KEYS
 
 DEADLINE_S = 25.0  #: only a hang reaches it
 
@@ -42,6 +43,7 @@ class Store:
                     "127.0.0.1",
                     port,
                     handler or self.upper,
+                    keys=KEYS,
                     boot_id=boot,
                     on_peer_lost=self.lost.append,
                     **options,
@@ -56,7 +58,7 @@ def port_of(server):
 
 
 def client_of(server, name="rollout-0", **options):
-    options = {"heartbeat_ms": 100, **options}
+    options = {"heartbeat_ms": 100, "keys": KEYS, "on_trouble": print, **options}
     return RpcClient(
         lambda: server.address, name, "rollout", f"b-{name}", server="store", **options
     )
@@ -156,10 +158,17 @@ async def test_a_handler_that_raises_ends_the_server_and_the_next_one_answers(st
 
 async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again(store):
     """The first server takes the request, says so, and is gone before its reply."""
-    first = ServerSocket("127.0.0.1", 0)
+    first = ServerSocket("127.0.0.1", 0, KEYS)
     port = port_of(first)
     client = RpcClient(
-        lambda: first.address, "rollout-0", "rollout", "b", server="store", heartbeat_ms=100
+        lambda: first.address,
+        "rollout-0",
+        "rollout",
+        "b",
+        server="store",
+        heartbeat_ms=100,
+        keys=KEYS,
+        on_trouble=print,
     )
     await client.start()
     call = asyncio.create_task(client.call(b"chunk", 20.0))
@@ -189,7 +198,14 @@ async def test_a_server_that_moved_is_found(store, tmp_path):
     first = store.serve()
     await first.start()
     client = RpcClient(
-        partial(read_address, path), "t", "trainer", "b", server="store", heartbeat_ms=100
+        partial(read_address, path),
+        "t",
+        "trainer",
+        "b",
+        server="store",
+        heartbeat_ms=100,
+        keys=KEYS,
+        on_trouble=print,
     )
     await client.start()
     write_address(path, first.address)
@@ -204,7 +220,16 @@ async def test_a_server_that_moved_is_found(store, tmp_path):
 
 
 async def test_a_timeout_says_what_was_waited_for(store):
-    client = RpcClient(lambda: None, "rollout-0", "rollout", "b", server="store", heartbeat_ms=100)
+    client = RpcClient(
+        lambda: None,
+        "rollout-0",
+        "rollout",
+        "b",
+        server="store",
+        heartbeat_ms=100,
+        keys=KEYS,
+        on_trouble=print,
+    )
     await client.start()
     with pytest.raises(
         TimeoutError,
@@ -216,7 +241,16 @@ async def test_a_timeout_says_what_was_waited_for(store):
 
 
 async def test_open_calls_fail_when_the_client_closes(store):
-    client = RpcClient(lambda: None, "rollout-0", "rollout", "b", server="store", heartbeat_ms=100)
+    client = RpcClient(
+        lambda: None,
+        "rollout-0",
+        "rollout",
+        "b",
+        server="store",
+        heartbeat_ms=100,
+        keys=KEYS,
+        on_trouble=print,
+    )
     await client.start()
     call = asyncio.create_task(client.call(b"chunk", 20.0))
     await asyncio.sleep(0)
@@ -297,7 +331,7 @@ async def test_a_server_that_was_paused_itself_gives_every_peer_a_new_lease(stor
 async def test_a_peer_whose_message_is_no_request_is_refused_and_bad_frames_are_counted(store):
     server = store.serve()
     await server.start()
-    stranger = ClientSocket()
+    stranger = ClientSocket(KEYS)
     stranger.connect(server.address)
     stranger.send(b"\xff")
     stranger.send(encode(Hello("x", "rollout", "b", 0, 1, {})))

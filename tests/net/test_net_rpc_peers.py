@@ -9,6 +9,7 @@ from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
 from laminar.net.wakeups import Wakeups
+from tests.kit.secrets import KEYS
 
 LEASE_MS = 5_000
 IDLE = 500
@@ -41,6 +42,7 @@ class Desk:
             "127.0.0.1",
             0,
             self._handle,
+            keys=KEYS,
             boot_id="s",
             lease_ms=LEASE_MS,
             on_peer_lost=self.lost.append,

@@ -13,6 +13,7 @@ import zmq
 from laminar.config import ConfigError
 from laminar.net.session import PEERS_MAX
 from laminar.net.transport import HIGH_WATER_MARK, ClientSocket, ServerSocket
+from tests.kit.secrets import KEYS
 
 RUNNERS = [asyncio.run, uvloop.run]
 DEADLINE_S = 20.0  #: only a hang reaches it
@@ -27,7 +28,7 @@ def opened():
 
 
 def connected(opened, address):
-    client = opened(ClientSocket())
+    client = opened(ClientSocket(KEYS))
     client.connect(address)
     return client
 
@@ -46,7 +47,7 @@ def wait_for_frames(server):
 
 
 def test_frames_go_both_ways(opened):
-    server = opened(ServerSocket("127.0.0.1", 0))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS))
     client = connected(opened, server.address)
     assert client.send(b"up")
     ((route, frame),) = wait_for_frames(server)
@@ -56,7 +57,7 @@ def test_frames_go_both_ways(opened):
 
 
 def test_port_zero_gives_an_address_with_a_port(opened):
-    server = opened(ServerSocket("localhost", 0))
+    server = opened(ServerSocket("localhost", 0, KEYS))
     host, _, port = server.address.rpartition(":")
     assert host == "tcp://127.0.0.1"
     assert int(port) > 0
@@ -64,7 +65,7 @@ def test_port_zero_gives_an_address_with_a_port(opened):
 
 def test_all_clients_may_wait_to_be_accepted_at_the_same_time(opened):
     """The kernel knows how many: in what it says of a socket that listens."""
-    server = opened(ServerSocket("127.0.0.1", 0))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS))
     port = int(server.address.rpartition(":")[2])
     allowed = int(Path("/proc/sys/net/core/somaxconn").read_text())
     assert listening(port) == min(PEERS_MAX, allowed)
@@ -85,7 +86,7 @@ def listening(port: int) -> int:
 def test_a_server_leaves_the_probing_of_its_connections_to_the_kernel(opened):
     """One heartbeat of ZeroMQ costs the server a look at every other one: with ten thousand
     clients it did nothing else, and no client was answered."""
-    server, client = opened(ServerSocket("127.0.0.1", 0)), opened(ClientSocket())
+    server, client = opened(ServerSocket("127.0.0.1", 0, KEYS)), opened(ClientSocket(KEYS))
     assert server._socket.get(zmq.HEARTBEAT_IVL) == 0
     assert server._socket.get(zmq.TCP_KEEPALIVE) == 1
     assert client._socket.get(zmq.HEARTBEAT_IVL) > 0
@@ -95,24 +96,24 @@ def test_a_port_in_use_is_named_with_the_fix(opened):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*in use.*coordinator.port=0"):
-            ServerSocket("127.0.0.1", port)
+            ServerSocket("127.0.0.1", port, KEYS)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.0.0.1", "example.org", "::"])
 def test_only_loopback_is_bound_without_keys(host):
     with pytest.raises(ConfigError, match=r"use 127\.0\.0\.1"):
-        ServerSocket(host, 0)
+        ServerSocket(host, 0, KEYS)
 
 
 def test_a_bad_address_is_named(opened):
     with pytest.raises(ConfigError, match=r"'localhost'.*tcp://host:port"):
-        opened(ClientSocket()).connect("localhost")
+        opened(ClientSocket(KEYS)).connect("localhost")
 
 
 def test_sending_to_nobody_says_false(opened):
-    server = opened(ServerSocket("127.0.0.1", 0))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS))
     assert server.send(b"\x00abcd", b"frame") is False
-    assert opened(ClientSocket()).send(b"frame") is False
+    assert opened(ClientSocket(KEYS)).send(b"frame") is False
 
 
 def test_a_full_queue_says_false(opened):
@@ -124,8 +125,9 @@ def test_a_full_queue_says_false(opened):
 
 
 def test_a_message_of_many_parts_becomes_an_illegal_frame(opened):
-    server = opened(ServerSocket("127.0.0.1", 0))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS))
     with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        KEYS.present(stranger)
         stranger.connect(server.address)
         stranger.send_multipart([b"a", b"b", b"c"])
         stranger.send(b"d")
@@ -136,7 +138,7 @@ def test_a_message_of_many_parts_becomes_an_illegal_frame(opened):
 
 
 def test_an_oversized_frame_does_not_arrive_and_others_go_on(opened):
-    server = opened(ServerSocket("127.0.0.1", 0, max_message=1000))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS, max_message=1000))
     good, bad = (connected(opened, server.address) for _ in range(2))
     bad.send(b"x" * 1001)
     good.send(b"y" * 1000)
@@ -148,7 +150,7 @@ def test_every_frame_of_a_burst_is_seen_although_the_callback_takes_few_at_a_tim
     """The descriptor signals once; the rest of the burst must be found without it."""
 
     async def main():
-        server = opened(ServerSocket("127.0.0.1", 0))
+        server = opened(ServerSocket("127.0.0.1", 0, KEYS))
         client = connected(opened, server.address)
         seen = []
         server.attach(
@@ -168,7 +170,7 @@ def test_every_frame_of_a_burst_is_seen_although_the_callback_takes_few_at_a_tim
 def test_ping_pong_survives_sends_that_consume_the_edge(opened, run):
     async def main():
         loop = asyncio.get_running_loop()
-        server = opened(ServerSocket("127.0.0.1", 0))
+        server = opened(ServerSocket("127.0.0.1", 0, KEYS))
         client = connected(opened, server.address)
         pongs = []
 
@@ -194,7 +196,7 @@ def test_ping_pong_survives_sends_that_consume_the_edge(opened, run):
 
 def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opened):
     async def main():
-        first, second = (opened(ServerSocket("127.0.0.1", 0)) for _ in range(2))
+        first, second = (opened(ServerSocket("127.0.0.1", 0, KEYS)) for _ in range(2))
         client = connected(opened, first.address)
         seen = []
         client.attach(asyncio.get_running_loop(), lambda: seen.extend(client.drain()))

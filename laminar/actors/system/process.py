@@ -28,6 +28,7 @@ from laminar.config import Config
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
 from laminar.names import exit_codes
+from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler
 from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.rpc_client import RpcClient
@@ -38,6 +39,7 @@ from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
 from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
+from laminar.run.secret import read_secret
 from laminar.run.stop_requests import (
     STARTER_GONE,
     follow_starter,
@@ -59,6 +61,8 @@ class SystemProcess:
         """`address`: the IP of this machine, which its servers listen on."""
         self.own, self.run_dir, self.config = own, own.run_dir, own.config
         self.name, self.role, self.node, self.address = name, own.role, node, address
+        self.keys = own.keys
+        self.run_id, self.bulk_key = own.secret.run_id, own.secret.key("bulk")
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         self.log, self.clock_offset_ns = own.log_of(name), own.clock_offset_ns
         self.telemetry = own.telemetry
@@ -82,7 +86,13 @@ class SystemProcess:
             lambda body: host.obey(*decode_order(body)),
             host.welcomed,
             host.refused,
+            keys=self.keys,
+            on_trouble=self._not_let_in,
         )
+
+    def _not_let_in(self, reason: str) -> None:
+        self.log.warning("not-let-in", reason=reason)
+        self.tell(reason)
 
     # --- the coordinator ----------------------------------------------------------------------
 
@@ -127,6 +137,8 @@ class SystemProcess:
             self.boot_id,
             server=server,
             heartbeat_ms=self.config.coordinator.heartbeat_ms,
+            keys=self.keys,
+            on_trouble=self._not_let_in,
         )
 
     def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> RpcServer:
@@ -134,6 +146,7 @@ class SystemProcess:
             self.address,
             0,
             handle_batch,
+            keys=self.keys,
             boot_id=self.boot_id,
             lease_ms=self.config.coordinator.lease_ms,
             on_peer_lost=on_peer_lost,
@@ -231,6 +244,8 @@ class OwnProcess:
         """`name`: of its first actor, by which its log is called."""
         self.lock, self.run_dir, self.role = lock, lock.run_dir, role
         self.config: Config = run_config(lock.run_dir)
+        self.secret = read_secret(lock.run_dir)
+        self.keys = RunKeys(self.secret)
         self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self.telemetry = configure(self.run_dir, self.config.run.name, name)
         self.terminal = self.telemetry.outlet("terminal", print_lines)

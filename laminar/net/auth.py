@@ -1,0 +1,112 @@
+"""Who may connect to a process of a run: who has the run's secret, and nobody else.
+
+Reads   the secret of a run
+Gives   RunKeys: CURVE on a socket, of a server or of a client; why_refused, a sentence
+
+CURVE authenticates both ends and encrypts what passes. All servers of a run have one key pair, all
+clients another, both derived from its secret. A server without a ZAP handler lets in any key: so
+each process that has a server runs one, in a thread, and the domain is enforced, which refuses
+everybody where the handler is missing or has died. The thread begins with the first server, which
+is after a process was forked.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+from zmq.utils import z85
+
+from laminar.run.secret import Secret
+
+CURVE_BYTES = 33
+"""A message is so much longer on the wire than before it is encrypted."""
+_ZAP = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+_GATE_LOCK = threading.Lock()
+
+
+class RunKeys:
+    """The keys of one run's sockets; they are not shown when they are printed."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._domain = secret.run_id.encode()
+        self._server = z85.encode(secret.key("curve-server"))
+        self._client = z85.encode(secret.key("curve-client"))
+        self._server_public = zmq.curve_public(self._server)
+        self._client_public = zmq.curve_public(self._client)
+
+    def __repr__(self) -> str:
+        return "RunKeys(***)"
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Let this server, which is not bound yet, take clients of its run only."""
+        _gate().admit(self._domain, z85.decode(self._client_public))
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, self._server)
+        socket.set(zmq.ZAP_DOMAIN, self._domain)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def present(self, socket: zmq.Socket[bytes]) -> None:
+        """Let this client, which is not connected yet, talk to servers of its run only."""
+        socket.set(zmq.CURVE_SERVERKEY, self._server_public)
+        socket.set(zmq.CURVE_PUBLICKEY, self._client_public)
+        socket.set(zmq.CURVE_SECRETKEY, self._client)
+
+
+class _Gate:
+    """The ZAP handler of a process: libzmq asks it about each client that has shown its key."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.context = context
+        self._admitted: dict[bytes, bytes] = {}  #: public key of the clients, by domain
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind(_ZAP)
+        threading.Thread(target=self._answer, name="zap", daemon=True).start()
+
+    def admit(self, domain: bytes, client: bytes) -> None:
+        self._admitted[domain] = client
+
+    def _answer(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._judge(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close(0)  # without it everybody is refused, and nobody waits for an answer
+
+    def _judge(self, request: list[bytes]) -> list[bytes]:
+        number, domain, mechanism, key = request[1], request[2], request[5], b"".join(request[6:])
+        known = mechanism == b"CURVE" and key == self._admitted.get(domain)
+        answer = (b"200", b"OK") if known else (b"400", b"not of this run")
+        return [_VERSION, number, *answer, b"", b""]
+
+
+_gates: list[_Gate] = []
+
+
+def _gate() -> _Gate:
+    """The one of this process and its context; a fork has a context of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with _GATE_LOCK:
+        if not _gates or _gates[-1].context is not context:
+            _gates[:] = [_Gate(context)]
+        return _gates[-1]
+
+
+FINAL_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+"""Those after which ZeroMQ does not connect again."""
+REFUSALS = FINAL_REFUSALS[0] | FINAL_REFUSALS[1] | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""What a monitor of a client's socket tells when it was not let in."""
+
+
+def why_refused(address: str, event: int) -> str:
+    """What the refusal of a handshake means, and its likely cause."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        what = "refused this process, whose secret is not that of its run"
+    elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        what = "speaks another protocol: it is no process of a run that has a secret"
+    else:
+        what = "does not have the secret of this run: it is a process of another run, most likely"
+    return f"what listens on {address} {what}; RUN/secret must be the same file for all processes"
