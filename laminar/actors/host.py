@@ -75,6 +75,8 @@ class Process(Protocol):
     boot_id: str  #: another process of the same name has another
     address: str  #: of this machine, which its servers listen on
     run_dir: Path
+    run_id: str  #: the same wherever the directory is mounted, and no other run's
+    bulk_key: bytes  #: by which relays of the run know each other
     config: Config
     log: Any  #: debug, info, warning, error and exception, as of structlog
     clock_offset_ns: int
@@ -155,6 +157,7 @@ class Host:
         self.process = process
         self.name, self.role, self.node = process.name, process.role, process.node
         self.boot_id, self.address, self.run_dir = process.boot_id, process.address, process.run_dir
+        self.run_id, self.bulk_key = process.run_id, process.bulk_key
         self.config, self.log = process.config, process.log
         #: add to now_ns() to get the time of day
         self.clock_offset_ns = process.clock_offset_ns

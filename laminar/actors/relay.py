@@ -26,7 +26,6 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import TransferForm
-from laminar.names import ids
 from laminar.net.calls import Batch, RpcError
 from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError
@@ -135,9 +134,10 @@ class Relay:
     def _make_plane(self) -> Plane:
         config = self.host.config.weights
         identity = Identity(
-            run=f"{self.host.config.run.name}-{ids.hash64(str(self.host.run_dir.resolve())):016x}",
+            run=f"{self.host.config.run.name}-{self.host.run_id}",
             name=self.host.name,
             incarnation=self.host.incarnation,
+            key=self.host.bulk_key,
         )
         options = PlaneOptions(
             delta_bytes_max=self._max_bytes // DELTA_SHARE if config.delta else 0,

@@ -93,9 +93,9 @@ class ArenaMemory:
 class RelayMachine:
     """One relay process on a real machine (actors/relay.py: Machine)."""
 
-    def __init__(self, run_dir: Path, node: str, boot_id: str) -> None:
+    def __init__(self, run: str, run_id: str, node: str, boot_id: str) -> None:
         self.memory_bytes = memory_limit()
-        self.slots = ArenaMemory(arena_path(run_dir, node, boot_id))
+        self.slots = ArenaMemory(arena_path(run, run_id, node, boot_id))
         self.versions = VersionTable(threading.Lock())
         self._plane: Plane | None = None
 

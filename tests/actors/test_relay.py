@@ -22,6 +22,7 @@ from laminar.weights.machine import RelayMachine
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import verify
 from tests.actors.parts import VERSION_BYTES, FakeHost, Writer, commit, order, until
+from tests.kit.secrets import SECRET
 
 NOBODY = cmd.ForwardWeights(to="relay-0", successor="", address="", incarnation=0)
 
@@ -35,7 +36,7 @@ class Machine:
         self.host = FakeHost(
             run_dir, f"relay-{index}", *settings, node=node, incarnation=incarnation
         )
-        self.machine = RelayMachine(run_dir, node, self.host.boot_id)
+        self.machine = RelayMachine(run_dir.name, SECRET.run_id, node, self.host.boot_id)
         self.relay = Relay(self.host, self.machine)  # type: ignore[arg-type]
         self._writers: list[Writer] = []
         self.killed = False
@@ -113,7 +114,9 @@ async def machine(tmp_path: Path) -> AsyncIterator[Make]:
     yield make
     for each in reversed(made):
         await each.stop()
-    paths = [arena_path(tmp_path, each.host.node, each.host.boot_id) for each in made]
+    paths = [
+        arena_path(tmp_path.name, SECRET.run_id, each.host.node, each.host.boot_id) for each in made
+    ]
     assert not any(path.exists() for path in paths)
 
 

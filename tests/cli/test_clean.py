@@ -15,8 +15,8 @@ def test_dead_memory_goes_and_living_memory_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(clean, "sweep_arenas", lambda: sweep_arenas(tmp_path))
-    dead = Arena.create(arena_path(tmp_path / "run", "node-0", "b1", tmp_path), 3, 64)
-    living = Arena.create(arena_path(tmp_path / "run", "node-0", "b2", tmp_path), 3, 64)
+    dead = Arena.create(arena_path("run", "1a", "node-0", "b1", tmp_path), 3, 64)
+    living = Arena.create(arena_path("run", "1a", "node-0", "b2", tmp_path), 3, 64)
     dead.fill_all()
     dead.close()
     said = _clean(capsys)

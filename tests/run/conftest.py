@@ -22,6 +22,7 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events.base import Command, Event
 from laminar.events.codec import decode_command, decode_event
+from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import SHARED_MEMORY, arena_path
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +103,10 @@ def check_books(run: Finished) -> None:
 
 def arenas(run: Path, machines: int = 1) -> list[Path]:
     """The shared memory that there is of a run."""
-    names = [arena_path(run, f"node-{index}", "").name for index in range(machines)]
+    names = [
+        arena_path(run.name, read_secret(run).run_id, f"node-{index}", "").name
+        for index in range(machines)
+    ]
     return [path for name in names for path in SHARED_MEMORY.glob(f"{name[:-16]}*")]
 
 

@@ -40,7 +40,9 @@ class Relay:
         self.reports: list[Report] = []
         self.machine = SimMachine(self.process)
         self.machine.slots.create(3, VERSION_BYTES)
-        self.plane = SimPlane(self.machine, Identity("run", name, 1), self.take, PlaneOptions())
+        self.plane = SimPlane(
+            self.machine, Identity("run", name, 1, b"key"), self.take, PlaneOptions()
+        )
         self.address = self.plane.start("127.0.0.1")
         self.next_slot = 0
 

@@ -15,7 +15,7 @@ from tools.bench.weights_relay import draft
 
 DIGEST = "0123456789abcdef" * 2
 DOWN = [
-    wire.Hello(run="r", name="relay-0", incarnation=3, chain=7),
+    wire.Hello(run="r", name="relay-0", incarnation=3, chain=7, nonce=bytes(16)),
     wire.Offer(number=1, draft=draft(4, 256, 64), checksums=b"x" * 32, digest=DIGEST, base=None),
     wire.Offer(
         number=2,
@@ -25,9 +25,11 @@ DOWN = [
         base=wire.Base(version=4, digest=DIGEST),
     ),
     wire.Seal(version=5, digest=DIGEST),
+    wire.Proof(proof=bytes(32)),
 ]
 UP = [
-    wire.Welcome(name="relay-1", incarnation=2, held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
+    wire.Challenge(name="relay-1", incarnation=2, nonce=bytes(16), proof=bytes(32)),
+    wire.Welcome(held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
     wire.Refused(reason="another run"),
     wire.Begun(version=6),
     wire.Want(offer=1, have=b"\xa0", from_block=None),

@@ -192,13 +192,11 @@ def join(first: Relay, second: Relay) -> tuple[Link, Link]:
     down = Link(wire.predecessor_decoder, second.receiver)
     up = Link(wire.successor_decoder, first.sender)
     welcome = wire.Welcome(
-        name=second.name,
-        incarnation=1,
         held=second.table.complete(),
         partial=second.table.partial(),
     )
     second.receiver.connected(up, first.name, up.fail)
-    first.sender.connected(down, welcome, down.fail)
+    first.sender.connected(down, second.name, welcome, down.fail)
     first.down = down
     return down, up
 
@@ -430,7 +428,7 @@ def test_wrong_answers_end_the_connection() -> None:
         with pytest.raises(BadBytes, match=reason):
             a.sender.message(message)
     with pytest.raises(BadBytes, match="second-hello"):
-        b.receiver.message(wire.Hello(run="r", name="a", incarnation=1, chain=1))
+        b.receiver.message(wire.Hello(run="r", name="a", incarnation=1, chain=1, nonce=bytes(16)))
     with pytest.raises(BadBytes, match="bad-checksums"):
         like = draft(1, SIZE, CHUNK)
         b.receiver.message(wire.Offer(number=1, draft=like, checksums=b"123", digest="", base=None))

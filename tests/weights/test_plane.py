@@ -10,6 +10,7 @@ import pytest
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, upstream, wire
 from laminar.weights.chain.core import PlaneError
+from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.plane import Plane
 from laminar.weights.chain.reports import (
     NeighbourDown,
@@ -28,6 +29,7 @@ from tools.bench.weights_relay import draft
 
 WAIT_S = 20
 DIGEST = "0" * 32
+KEY, NONCE = b"key", bytes(16)
 
 
 def no_slots(slot: int) -> Region:
@@ -37,11 +39,13 @@ def no_slots(slot: int) -> Region:
 class Probe:
     """A plane in this process, and its reports."""
 
-    def __init__(self, name: str, run: str = "run") -> None:
+    def __init__(self, name: str, run: str = "run", key: bytes = KEY) -> None:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         slots = [bytearray(4096) for _ in range(3)]
         self.plane = Plane(
-            Identity(run, name, 1), lambda slot: Region(memoryview(slots[slot])), self.reports.put
+            Identity(run, name, 1, key),
+            lambda slot: Region(memoryview(slots[slot])),
+            self.reports.put,
         )
         self.name = name
         self.host, self.port = self.plane.start("127.0.0.1")
@@ -92,8 +96,39 @@ def ended(sock: socket.socket) -> bytes:
 
 
 def hello(**changes: Any) -> bytes:
-    fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1}
+    fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1, "nonce": NONCE}
     return wire.encode(wire.Hello(**(fields | changes)))
+
+
+def received(sock: socket.socket, decoder: Any) -> Any:
+    """The next message of the other side."""
+    head = sock.recv(wire.HEADER_BYTES, socket.MSG_WAITALL)
+    header = wire.unpack_header(head, wire.MESSAGE_BYTES_MAX)
+    body = bytearray(sock.recv(header.length, socket.MSG_WAITALL))
+    return wire.decode(decoder, header, body)
+
+
+def introduction(challenge: wire.Challenge) -> Introduction:
+    """What relay-9, which said `hello()`, and the relay that answered have to agree on."""
+    return Introduction(
+        run="run",
+        predecessor="relay-9",
+        predecessor_incarnation=1,
+        predecessor_nonce=NONCE,
+        successor=challenge.name,
+        successor_incarnation=challenge.incarnation,
+        successor_nonce=challenge.nonce,
+        chain=1,
+    )
+
+
+def greet(sock: socket.socket) -> bytes:
+    """Be the predecessor of the relay at the other end; the proof that it took."""
+    sock.sendall(hello())
+    told = introduction(received(sock, wire.successor_decoder))
+    proof = wire.encode(wire.Proof(proof=told.proof(KEY, PREDECESSOR)))
+    sock.sendall(proof)
+    return proof
 
 
 def framed(header: Header, body: bytes = b"") -> bytes:
@@ -147,6 +182,81 @@ def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
     relay.wait(NeighbourUp)
 
 
+def proof_with_another_key(challenge: wire.Challenge) -> bytes:
+    return introduction(challenge).proof(b"another key", PREDECESSOR)
+
+
+def proof_of_the_other_side(challenge: wire.Challenge) -> bytes:
+    """What the relay itself has just proved, sent back to it."""
+    return challenge.proof
+
+
+@pytest.mark.parametrize("prove", [proof_with_another_key, proof_of_the_other_side])
+def test_who_cannot_prove_that_it_is_of_the_run_is_refused(
+    probe: Callable[..., Probe], prove: Callable[[wire.Challenge], bytes]
+) -> None:
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        sock.sendall(hello())
+        challenge = received(sock, wire.successor_decoder)
+        assert introduction(challenge).proved(KEY, SUCCESSOR, challenge.proof)
+        sock.sendall(wire.encode(wire.Proof(proof=prove(challenge))))
+        assert b"relay-9 has not the secret of run run" in ended(sock)
+    assert relay.plane.status().refused == {"other-secret": 1}
+    assert drained(relay) == []
+
+
+def test_a_greeting_that_was_overheard_is_refused(probe: Callable[..., Probe]) -> None:
+    """All that a predecessor said to this relay, said to it once more."""
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        proof = greet(sock)
+        assert relay.wait(NeighbourUp).name == "relay-9"
+        with socket.create_connection((relay.host, relay.port)) as again:
+            again.sendall(hello() + proof)
+            assert b"has not the secret" in ended(again)
+        assert relay.plane.status().predecessor == "relay-9"
+    assert relay.plane.status().refused == {"other-secret": 1}
+
+
+def test_who_says_hello_and_then_anything_but_its_proof_is_sent_away(
+    probe: Callable[..., Probe],
+) -> None:
+    relay = probe("relay-0")
+    with socket.create_connection((relay.host, relay.port)) as sock:
+        sock.sendall(hello() + hello())
+        ended(sock)
+    assert relay.plane.status().refused == {"no-proof": 1}
+
+
+def test_relays_with_other_secrets_say_so_and_are_no_neighbours(
+    probe: Callable[..., Probe],
+) -> None:
+    relay, other = probe("relay-0"), probe("relay-1", "run", b"another key")
+    relay.feed(other)
+    trouble = relay.wait(Trouble)
+    assert (trouble.kind, trouble.peer) == ("other-secret", "relay-1")
+    assert "what listens there has not the secret of run run" in trouble.detail
+    assert drained(other) == []
+
+
+def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
+    probe: Callable[..., Probe],
+) -> None:
+    """It asks the true successor with a nonce of its own, and tells what that answers."""
+    relay, true = probe("relay-0"), probe("relay-1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay.plane.set_successor(1, (true.name, "127.0.0.1", server.getsockname()[1]))
+        sock, _ = server.accept()
+        with sock, socket.create_connection((true.host, true.port)) as asked:
+            told = received(sock, wire.predecessor_decoder)
+            assert told.nonce != NONCE
+            asked.sendall(hello(name=told.name, incarnation=told.incarnation, chain=told.chain))
+            sock.sendall(wire.encode(received(asked, wire.successor_decoder)))
+            ended(sock)
+    assert relay.wait(Trouble).kind == "other-secret"
+
+
 HOSTILE = [
     (hello(), "second-hello"),
     (framed(Header(Kind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
@@ -162,8 +272,8 @@ def test_a_predecessor_that_goes_wrong_is_reported(
 ) -> None:
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
-        sock.sendall(hello())
-        assert b"welcome" in sock.recv(65536)
+        greet(sock)
+        assert isinstance(received(sock, wire.successor_decoder), wire.Welcome)
         sock.sendall(data)
         ended(sock)
     assert relay.wait(NeighbourUp) == NeighbourUp(Side.PREDECESSOR, "relay-9", 1)
@@ -179,7 +289,8 @@ def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe])
     relay = probe("relay-0")
     offer = wire.Offer(number=1, draft=draft(1, 4096, 1024), checksums=b"", digest="", base=None)
     with socket.create_connection((relay.host, relay.port)) as sock:
-        sock.sendall(hello() + framed(Header(Kind.BLOCK, 8, 0, 3, 0), bytes(8)))
+        greet(sock)
+        sock.sendall(framed(Header(Kind.BLOCK, 8, 0, 3, 0), bytes(8)))
         sock.sendall(framed(Header(Kind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
         assert relay.wait(SlotWanted) == SlotWanted(1, 4096)
 
@@ -257,12 +368,12 @@ def test_rate_and_congestion_control_are_set_before_anything_is_sent() -> None:
 
 
 def test_a_mistake_of_the_user_is_one_sentence() -> None:
-    plane = Plane(Identity("run", "relay-0", 1), no_slots, print)
+    plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, print)
     with pytest.raises(PlaneError, match=r"cannot listen for weights on relay-host:0 .*numeric"):
         plane.start("relay-host")
     plane.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        plane = Plane(Identity("run", "relay-0", 1), no_slots, print)
+        plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, print)
         with pytest.raises(PlaneError, match=r"in use.*a free port"):
             plane.start("127.0.0.1", server.getsockname()[1])
         plane.close()
@@ -276,10 +387,10 @@ def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe
             raise RuntimeError("a bug")
         failed.put(report)
 
-    plane = Plane(Identity("run", "relay-0", 1), no_slots, notify)
+    plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, notify)
     host, port = plane.start("127.0.0.1")
     with socket.create_connection((host, port)) as sock:
-        sock.sendall(hello())
+        greet(sock)
         assert "a bug" in failed.get(timeout=WAIT_S).reason
         ended(sock)
     plane.close()

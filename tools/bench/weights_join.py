@@ -29,7 +29,7 @@ from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import Received, Report, SlotWanted
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.machine import RelayMachine
-from tools.bench.weights_relay import RUN, RelayProcess
+from tools.bench.weights_relay import KEY, RUN, RelayProcess
 
 CHUNK_BYTES = 4 << 20
 DEADLINE_S = 120.0
@@ -39,12 +39,12 @@ class Joining:
     """A relay's slots and plane, and when things happened to them."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.machine = RelayMachine(Path("bench-join"), "node", f"joining-{time.monotonic_ns()}")
+        self.machine = RelayMachine("bench", "join", "node", f"joining-{time.monotonic_ns()}")
         self.filling: asyncio.Task[None] | None = None
         versions = self.machine.versions
         limit = slots * slot_bytes
         self.slots = RelaySlots(self.machine.slots, slots, limit, versions, self._fill, sys.exit)
-        identity = Identity(run=RUN, name="joining", incarnation=1)
+        identity = Identity(run=RUN, name="joining", incarnation=1, key=KEY)
         self.plane = self.machine.plane(identity, self._on_report, PlaneOptions())
         self.wanted = self.granted = 0.0
         self.received: asyncio.Queue[float] = asyncio.Queue()

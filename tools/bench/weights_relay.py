@@ -35,6 +35,7 @@ from laminar.weights.version import copy
 from laminar.weights.version import manifest as mf
 
 RUN = "bench"
+KEY = b"the key of the run"
 ANSWER_S = 60.0
 Fill = Callable[[int, np.ndarray], None]  #: (version, bytes of a slot)
 _MADV_POPULATE_WRITE = 23  # Python's mmap has no name for it
@@ -95,7 +96,7 @@ class RelayProcess:
             os.truncate(file, slot_bytes)
         self.memory = [mmap.mmap(file, slot_bytes) for file in files]
         self._pipe, theirs = context.Pipe()
-        identity = Identity(run=run, name=name, incarnation=incarnation)
+        identity = Identity(run=run, name=name, incarnation=incarnation, key=KEY)
         stub = _Stub(identity, self.memory, files, fill, options or PlaneOptions(), grants)
 
         def main() -> None:

@@ -102,7 +102,7 @@ def make(host: Host) -> Actor:
         from laminar.actors.relay import Relay
         from laminar.weights.machine import RelayMachine
 
-        return Relay(host, RelayMachine(host.run_dir, host.node, host.boot_id))
+        return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
     return _trainer(host) if host.role == "trainer" else _rollout(host)
 
 

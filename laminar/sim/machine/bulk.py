@@ -20,6 +20,7 @@ from laminar.sim.scenario import stream
 from laminar.sim.scheduler import MS, SECOND
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
+from laminar.weights.chain.greeting import NONCE_BYTES
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
 from laminar.weights.chain.wire import Header, Kind
 from laminar.weights.version.table import VersionTable
@@ -249,6 +250,9 @@ class BulkNetwork:
     def next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+    def nonce(self) -> bytes:
+        return self.next_number().to_bytes(NONCE_BYTES, "big")
 
     def opened(self, end: End) -> None:
         self._ends.setdefault(end.owner.boot_id, []).append(end)

@@ -47,7 +47,11 @@ class SimPlane:
             identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
         )
         world = Surroundings(
-            View(self._process.world.bulk, owner), lambda: scheduler.now / 1e9, self._post, _at_once
+            View(self._process.world.bulk, owner),
+            lambda: scheduler.now / 1e9,
+            self._process.world.bulk.nonce,
+            self._post,
+            _at_once,
         )
         self._core = PlaneCore(
             identity,

@@ -109,6 +109,7 @@ class Boot:
         self.process, self.number = process, process.boot
         self.name, self.role, self.node = process.name, process.role, process.node
         self.boot_id, self.run_dir = process.boot_id, RUN_DIR
+        self.run_id, self.bulk_key = "run", b"the key of the run"
         number = int(self.node.rpartition("-")[2])
         self.address = f"10.{number >> 8}.{number & 255}.1"
         self.config, self.clock_offset_ns = world.config, 0

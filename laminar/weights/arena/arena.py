@@ -52,15 +52,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def arena_path(run_dir: Path, node: str, boot_id: str, directory: Path = SHARED_MEMORY) -> Path:
-    """One file name per run directory, node and relay process.
+def arena_path(
+    run: str, run_id: str, node: str, boot_id: str, directory: Path = SHARED_MEMORY
+) -> Path:
+    """One file name per run, node and relay process.
 
     A relay that starts again makes another file: readers of the former one keep what they have
-    mapped, and nothing is written there any more. The directory's full path is in the name as a
-    hash, since two users may both have a "run".
+    mapped, and nothing is written there any more. The run's identity is in the name, with the node,
+    as a hash, since two users may both have a "run".
     """
-    where = hash64(str(run_dir.resolve()), node)
-    return directory / f"laminar-{run_dir.name}-{where:016x}-{hash64(boot_id):016x}"
+    where = hash64(run_id, node)
+    return directory / f"laminar-{run}-{where:016x}-{hash64(boot_id):016x}"
 
 
 @dataclass(frozen=True)

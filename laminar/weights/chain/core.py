@@ -51,6 +51,7 @@ class Surroundings:
 
     network: Network
     clock: Callable[[], float]  #: seconds; only ever goes forward
+    nonce: Callable[[], bytes]  #: NONCE_BYTES that were never used before
     post: Callable[[Callable[[], None]], None]  #: have an order carried out in its turn
     beside: Callable[[Callable[[], None]], None]  #: run what takes long
 
@@ -73,8 +74,10 @@ class PlaneCore:
         cache = DeltaCache(options.delta_bytes_max)
         self._sender = Sender(table, cache, self._arriving, world.beside, world.post, notify)
         self._receiver = Receiver(table, cache, self._sender, region, world.clock, notify)
-        self._upstream = Upstream(identity, table, self._receiver, world.clock, notify)
-        self._downstream = Downstream(identity, self._sender, world.network, world.clock, notify)
+        self._upstream = Upstream(identity, table, self._receiver, world.clock, world.nonce, notify)
+        self._downstream = Downstream(
+            identity, self._sender, world.network, world.clock, world.nonce, notify
+        )
         self._stalls: set[str] = set()
 
     def listen(self, host: str, port: int) -> tuple[str, int]:

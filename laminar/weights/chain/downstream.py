@@ -1,7 +1,7 @@
 """The side of a relay from which it connects to its successor.
 
 Reads   the coordinator's order who the successor is; what the successor sends
-Emits   Hello; NeighbourUp, NeighbourDown, Trouble
+Emits   Hello and Proof; NeighbourUp, NeighbourDown, Trouble
 
 While the order stands the connection is made again and again, with pauses that grow to a second: a
 successor that restarts is fed again without anyone deciding anything.
@@ -14,11 +14,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.chain import wire
+from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
 from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
-from laminar.weights.chain.wire import BadBytes, FromSuccessor, Header, Hello, Refused, Welcome
+from laminar.weights.chain.wire import (
+    BadBytes,
+    Challenge,
+    FromSuccessor,
+    Header,
+    Hello,
+    Proof,
+    Refused,
+    Welcome,
+)
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 1.0
 _FILLS_PER_TURN = 4
@@ -44,6 +54,7 @@ class Downstream:
         sender: Sender,
         network: Network,
         clock: Callable[[], float],
+        nonce: Callable[[], bytes],
         emit: Callable[[Report], object],
     ) -> None:
         self.source = "0.0.0.0"  #: this relay's address
@@ -52,7 +63,9 @@ class Downstream:
         self.connection: Link | None = None
         self.welcomed = False
         self._identity, self._sender, self._emit = identity, sender, emit
-        self._network, self._clock = network, clock
+        self._network, self._clock, self._nonce = network, clock, nonce
+        self._hello: Hello | None = None  #: on this connection
+        self._incarnation = 0  #: of the successor, which has proved that it is of the run
         self._order: Successor | None = None
         self._connecting = False
         self._deadline = 0.0  #: to be welcomed, or to try again
@@ -146,25 +159,61 @@ class Downstream:
         self._connecting = False
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         me = self._identity
-        connection.send(
-            Hello(run=me.run, name=me.name, incarnation=me.incarnation, chain=self._order.chain)
+        self._hello, self._incarnation = (
+            Hello(
+                run=me.run,
+                name=me.name,
+                incarnation=me.incarnation,
+                chain=self._order.chain,
+                nonce=self._nonce(),
+            ),
+            0,
         )
+        connection.send(self._hello)
 
     def message(self, message: FromSuccessor) -> None:
         """A frame of the successor."""
         if self.welcomed:
             return self._sender.message(message)
-        assert self._order is not None and self.connection is not None
         if isinstance(message, Refused):
             raise BadBytes("refused", message.reason)
-        if not isinstance(message, Welcome):
+        if isinstance(message, Challenge) and not self._incarnation:
+            self._answer(message)
+        elif isinstance(message, Welcome) and self._incarnation:
+            self._begin(message)
+        else:
             raise BadBytes("no-welcome", type(message).__name__)
-        if message.name != self._order.name:
-            raise BadBytes("other-relay", f"{message.name} has the address of {self._order.name}")
+
+    def _answer(self, challenge: Challenge) -> None:
+        """The successor must be the one that was ordered, and of this run; then prove the same."""
+        assert self._order is not None and self.connection is not None and self._hello is not None
+        if challenge.name != self._order.name:
+            raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
+        introduction = Introduction(
+            run=self._hello.run,
+            predecessor=self._hello.name,
+            predecessor_incarnation=self._hello.incarnation,
+            predecessor_nonce=self._hello.nonce,
+            successor=challenge.name,
+            successor_incarnation=challenge.incarnation,
+            successor_nonce=challenge.nonce,
+            chain=self._hello.chain,
+        )
+        if not introduction.proved(self._identity.key, SUCCESSOR, challenge.proof):
+            detail = f"what listens there has not the secret of run {self._hello.run}"
+            raise BadBytes("other-secret", detail)
+        self._incarnation = challenge.incarnation
+        self.connection.send(Proof(proof=introduction.proof(self._identity.key, PREDECESSOR)))
+
+    def _begin(self, welcome: Welcome) -> None:
+        assert self._order is not None and self.connection is not None
         self.welcomed, self._complained, self._pause = True, False, RETRY_S_MIN
-        self._emit(NeighbourUp(Side.SUCCESSOR, message.name, message.incarnation))
+        self._emit(NeighbourUp(Side.SUCCESSOR, self._order.name, self._incarnation))
         self._sender.connected(
-            self.connection, message, lambda reason: self.end(ConnectionAbortedError(reason))
+            self.connection,
+            self._order.name,
+            welcome,
+            lambda reason: self.end(ConnectionAbortedError(reason)),
         )
 
     def place(self, header: Header) -> memoryview:

@@ -19,6 +19,7 @@ in core.py.
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import threading
 import time
@@ -28,6 +29,7 @@ from collections.abc import Callable
 
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
+from laminar.weights.chain.greeting import NONCE_BYTES
 from laminar.weights.chain.reports import PlaneFailed, Report
 from laminar.weights.chain.tcp import TcpNetwork
 from laminar.weights.chain.transport import READABLE
@@ -62,7 +64,7 @@ class Plane:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._table = VersionTable(threading.Lock()) if table is None else table
         network = TcpNetwork(options.congestion, options.send_rate)
-        world = Surroundings(network, time.monotonic, self._post, _in_thread)
+        world = Surroundings(network, time.monotonic, _nonce, self._post, _in_thread)
         self._core = PlaneCore(identity, self._table, region, notify, options, world)
         self.set_successor = self._core.set_successor
         self.publish = self._core.publish
@@ -141,6 +143,10 @@ class Plane:
 
     def _woken(self, events: int) -> None:
         os.eventfd_read(self._wake)
+
+
+def _nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
 
 
 def _in_thread(work: Callable[[], None]) -> None:

@@ -98,9 +98,11 @@ class Sender:
 
     # --- connection ---------------------------------------------------------------------------
 
-    def connected(self, link: Transport, welcome: Welcome, fail: Callable[[str], None]) -> None:
-        """The successor said what it has. `fail`: end this connection."""
-        self._link, self._peer, self._fail = link, welcome.name, fail
+    def connected(
+        self, link: Transport, peer: str, welcome: Welcome, fail: Callable[[str], None]
+    ) -> None:
+        """The successor, `peer`, said what it has. `fail`: end this connection."""
+        self._link, self._peer, self._fail = link, peer, fail
         self._held, self._partial = dict(welcome.held), set(welcome.partial)
         self._declined = set()
         self.refresh()

@@ -1,26 +1,35 @@
 """The side of a relay where its predecessor connects.
 
 Reads   connections; what strangers and the predecessor send
-Emits   Welcome and Refused; NeighbourUp, NeighbourDown, Trouble
+Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble
 
 Anyone who can reach the port may connect, so a stranger gets little: few connections, a short
-time, one small message that must name this run. (Who listens on the network learns the name of the
-run; secrecy is not provided here.) There is one predecessor. Orders of the coordinator are
-numbered, and the highest number wins: a relay that was taken out of the chain, and does not know
-it yet, cannot push the right one away.
+time, two small messages: one that names this run, and one that proves it (greeting.py). There is
+one predecessor. Orders of the coordinator are numbered, and the highest number wins: a relay that
+was taken out of the chain, and does not know it yet, cannot push the right one away.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laminar.weights.chain import wire
+from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.transport import READABLE, WRITABLE, Endpoint, Link, Listener, Network
-from laminar.weights.chain.wire import BadBytes, FromPredecessor, Header, Hello, Refused, Welcome
+from laminar.weights.chain.wire import (
+    BadBytes,
+    Challenge,
+    FromPredecessor,
+    Header,
+    Hello,
+    Proof,
+    Refused,
+    Welcome,
+)
 from laminar.weights.version.table import VersionTable
 
 STRANGERS_MAX = 8
@@ -33,24 +42,36 @@ Readiness = tuple[Endpoint, int, Callable[[int], None]]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A relay's name, boot and run."""
+    """A relay's name, boot and run, and the key by which its neighbours know the run."""
 
     run: str  #: names the run; a relay of another run is refused
     name: str
     incarnation: int
+    key: bytes = field(repr=False)
 
 
 class _Stranger:
-    """Handler of a connection that has not said hello."""
+    """Handler of a connection that has not proved that it is of this run."""
 
-    def __init__(self, greet: Callable[[Hello], None], until: float) -> None:
-        self._greet = greet
+    def __init__(
+        self,
+        greet: Callable[[Hello], Introduction],
+        admit: Callable[[Introduction, bytes], None],
+        until: float,
+    ) -> None:
+        self._greet, self._admit = greet, admit
+        self._introduction: Introduction | None = None
         self.until = until
 
     def message(self, message: FromPredecessor) -> None:
-        if not isinstance(message, Hello):
-            raise BadBytes("no-hello", type(message).__name__)
-        self._greet(message)
+        if self._introduction is None:
+            if not isinstance(message, Hello):
+                raise BadBytes("no-hello", type(message).__name__)
+            self._introduction = self._greet(message)
+        elif isinstance(message, Proof):
+            self._admit(self._introduction, message.proof)
+        else:
+            raise BadBytes("no-proof", type(message).__name__)
 
     def place(self, header: Header) -> memoryview:
         raise BadBytes("no-hello", f"{header}")
@@ -68,6 +89,7 @@ class Upstream:
         table: VersionTable,
         receiver: Receiver,
         clock: Callable[[], float],
+        nonce: Callable[[], bytes],
         emit: Callable[[Report], object],
     ) -> None:
         self.refused: Counter[str] = Counter()
@@ -75,7 +97,7 @@ class Upstream:
         self.predecessor: Link | None = None
         self.peer = ""
         self._chain = 0
-        self._clock = clock
+        self._clock, self._nonce = clock, nonce
         self._identity, self._table, self._receiver, self._emit = identity, table, receiver, emit
         self._strangers: dict[Link, _Stranger] = {}
         self._listener: Listener | None = None
@@ -134,7 +156,9 @@ class Upstream:
     def _accept(self) -> None:
         assert self._listener is not None
         stranger = _Stranger(
-            lambda hello: self._greet(connection, hello), self._clock() + GREETING_S
+            lambda hello: self._greet(connection, hello),
+            lambda introduction, proof: self._admit(connection, introduction, proof),
+            self._clock() + GREETING_S,
         )
         accepted = self._listener.accept(stranger)
         if accepted is None:
@@ -145,32 +169,52 @@ class Upstream:
             return connection.close()
         self._strangers[connection] = stranger
 
-    def _greet(self, connection: Link, hello: Hello) -> None:
-        if hello.run != self._identity.run:
+    def _greet(self, connection: Link, hello: Hello) -> Introduction:
+        """Prove that this relay is of the run, and ask the stranger the same."""
+        me = self._identity
+        if hello.run != me.run:
             raise self._refusal(connection, "other-run", f"this relay is not of run {hello.run}")
-        if hello.chain < self._chain:
-            detail = f"chain {hello.chain} is over, the present one is {self._chain}"
-            raise self._refusal(connection, "old-chain", detail)
-        if self.predecessor is not None:
-            self._end(self.predecessor, ConnectionAbortedError(f"{hello.name} took its place"))
-        del self._strangers[connection]
-        self._chain, self.predecessor, self.peer = hello.chain, connection, hello.name
-        connection.handler = self._receiver
-        connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        introduction = Introduction(
+            run=me.run,
+            predecessor=hello.name,
+            predecessor_incarnation=hello.incarnation,
+            predecessor_nonce=hello.nonce,
+            successor=me.name,
+            successor_incarnation=me.incarnation,
+            successor_nonce=self._nonce(),
+            chain=hello.chain,
+        )
         connection.send(
-            Welcome(
-                name=self._identity.name,
-                incarnation=self._identity.incarnation,
-                held=self._table.complete(),
-                partial=self._table.partial(),
+            Challenge(
+                name=me.name,
+                incarnation=me.incarnation,
+                nonce=introduction.successor_nonce,
+                proof=introduction.proof(me.key, SUCCESSOR),
             )
         )
+        return introduction
+
+    def _admit(self, connection: Link, of: Introduction, proof: bytes) -> None:
+        """Take the stranger as predecessor, if it is of this run and its order is not over."""
+        if not of.proved(self._identity.key, PREDECESSOR, proof):
+            detail = f"{of.predecessor} has not the secret of run {of.run}"
+            raise self._refusal(connection, "other-secret", detail)
+        if of.chain < self._chain:
+            detail = f"chain {of.chain} is over, the present one is {self._chain}"
+            raise self._refusal(connection, "old-chain", detail)
+        if self.predecessor is not None:
+            self._end(self.predecessor, ConnectionAbortedError(f"{of.predecessor} took its place"))
+        del self._strangers[connection]
+        self._chain, self.predecessor, self.peer = of.chain, connection, of.predecessor
+        connection.handler = self._receiver
+        connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        connection.send(Welcome(held=self._table.complete(), partial=self._table.partial()))
         self._receiver.connected(
             connection,
-            hello.name,
+            of.predecessor,
             lambda reason: self._end(connection, ConnectionAbortedError(reason)),
         )
-        self._emit(NeighbourUp(Side.PREDECESSOR, hello.name, hello.incarnation))
+        self._emit(NeighbourUp(Side.PREDECESSOR, of.predecessor, of.predecessor_incarnation))
 
     def _refusal(self, connection: Link, reason: str, detail: str) -> BadBytes:
         connection.send(Refused(reason=detail))

@@ -5,10 +5,12 @@ Gives   Header, typed messages; BadBytes, with a reason that can be counted, for
 
 A frame is a header of fixed size and a body. A message's body is a MessagePack map, with its name
 under "type"; the body of a chunk is raw bytes of a slot, that of a block a piece of a delta. The
-predecessor connects and says Hello; the successor answers Welcome with what it holds, or Refused.
-Then the predecessor Offers a version, the successor Wants it and says what it has of it (nothing
-is sent before, so a successor without a free slot simply answers later), and chunks or blocks
-follow. Chunks may still be asked for Again. Done ends the version, Decline refuses it finally.
+predecessor connects and says Hello; the successor proves that it is of the run and asks the same
+(Challenge), the predecessor does (Proof), and the successor answers Welcome with what it holds.
+Both may be answered by Refused. Then the predecessor Offers a version, the successor Wants it and
+says what it has of it (nothing is sent before, so a successor without a free slot simply answers
+later), and chunks or blocks follow. Chunks may still be asked for Again. Done ends the version,
+Decline refuses it finally.
 
 The checksum in the header is that of the body. A chunk's was made by the relay on the machine where
 the chunk was written and travels unchanged, so that damage anywhere on the way shows at the next
@@ -45,6 +47,8 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Digest = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  #: empty: not known yet
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Held = Annotated[dict[Natural, Digest], msgspec.Meta(max_length=64)]
 
 
@@ -90,13 +94,27 @@ class Hello(Message, frozen=True, kw_only=True):
     name: Name
     incarnation: Natural
     chain: Natural  #: number of the order that made us neighbours; a higher one displaces a lower
+    nonce: Nonce
+
+
+class Challenge(Message, frozen=True, kw_only=True):
+    """Successor: who I am, and my proof (greeting.py); now prove who you are."""
+
+    name: Name
+    incarnation: Natural
+    nonce: Nonce
+    proof: Mac
+
+
+class Proof(Message, frozen=True, kw_only=True):
+    """Predecessor: I am of this run."""
+
+    proof: Mac
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """Successor: I take versions from you; this is what I have."""
 
-    name: Name
-    incarnation: Natural
     held: Held  #: complete versions and their digests
     partial: tuple[Natural, ...]  #: versions of which something is here
 
@@ -171,8 +189,8 @@ class Decline(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-FromPredecessor: TypeAlias = Hello | Offer | Seal
-FromSuccessor: TypeAlias = Welcome | Refused | Begun | Want | Again | Done | Decline
+FromPredecessor: TypeAlias = Hello | Proof | Offer | Seal
+FromSuccessor: TypeAlias = Challenge | Welcome | Refused | Begun | Want | Again | Done | Decline
 
 Decoded = TypeVar("Decoded")
 
