@@ -3,14 +3,16 @@
     laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
 Without --roles it runs everything, with as many replicas as rollout.replicas says. One machine of
-a run, node-0, has the store and the trainer; every machine has a relay. --host is the address of
-this machine that the others reach it by. SIGTERM, SIGHUP and Ctrl-C end it and its actors in good
+a run, node-0, has the store and the trainer; every machine has a relay. --host is the address, the
+name or the interface of this machine that the others reach it by; without it, the address on the
+way to the coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors in good
 order; the run goes on without this machine if it can.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,11 +26,14 @@ from laminar.cli.arguments import Parser
 from laminar.cli.endings import exit_code
 from laminar.config import Config, ConfigError
 from laminar.names import ids
-from laminar.net.transport import loopback
+from laminar.net.addresses import own_ip, route_to
+from laminar.net.client import read_address
 from laminar.observe.hardware import hardware
-from laminar.run.directory import run_config
+from laminar.run.directory import COORDINATOR_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import add_child_option
+
+POLL_S = 0.2
 
 
 def main() -> None:
@@ -41,13 +46,13 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="")
     add_child_option(parser)
     arguments = parser.parse_args(words)
     config = run_config(arguments.run_dir)
     roles = parse_roles(arguments.roles) if arguments.roles else default_roles(config)
     check_roles(arguments.name, roles)
-    address = loopback(arguments.host)
+    address = host_of(arguments.run_dir, config, arguments.host)
     lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
 
@@ -56,6 +61,24 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
         return Node(host, roles, MachineProcesses(host, lock, roles, seeds))
 
     return run_actors(lock, [name], "node", name, address, make)
+
+
+def host_of(run_dir: Path, config: Config, asked: str) -> str:
+    """The address of this machine that its servers listen on; waits for the coordinator's where
+    that decides it."""
+    if asked:
+        return own_ip(asked, "--host")
+    deadline = time.monotonic() + config.coordinator.start_timeout_s
+    while (coordinator := read_address(run_dir / COORDINATOR_FILE)) is None:
+        if config.coordinator.host in ("localhost", "127.0.0.1"):
+            return "127.0.0.1"
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"no coordinator has written {run_dir / COORDINATOR_FILE}, and the address of this "
+                "machine is the one on the way to it: start laminar-coord, or give --host"
+            )
+        time.sleep(POLL_S)
+    return route_to(coordinator)
 
 
 def default_roles(config: Config) -> list[tuple[str, int]]:

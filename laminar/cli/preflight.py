@@ -8,6 +8,7 @@ Raises  ConfigError with one sentence that names the thing, the value and the fi
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
 from laminar.engines.check import check_engine
+from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
-from laminar.net.transport import loopback
 from laminar.observe.wandb_run import check_wandb
 from laminar.tasks.chat import check_all, encode_prompt
 from laminar.tasks.hub import localize
@@ -197,7 +198,7 @@ def _check_loggers(config: Config) -> None:
 
 
 def _check_port(config: Config, key: str, port: int) -> None:
-    host = loopback(config.coordinator.host)
+    host = ip_of(config.coordinator.host, "coordinator.host")
     if not port:
         return
     with socket.socket() as probe:
@@ -205,6 +206,8 @@ def _check_port(config: Config, key: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return  # the address of the machine where the coordinator will be started
             raise ConfigError(
                 f"{key} = {port} cannot be used on {host} ({error.strerror}); choose "
                 "another, or 0 for any free one"

@@ -48,6 +48,7 @@ from laminar.run.secret import make_secret, read_secret
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
+    "coordinator.host",
     "rollout.replicas",
     "trainer.total_training_steps",
     "trainer.test_freq",

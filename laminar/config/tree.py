@@ -381,7 +381,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: Annotated[
-        str, says("an address of this machine only: connections are not authenticated")
+        str, says("an address, a name or an interface of its machine that the others reach")
     ] = "127.0.0.1"
     port: Annotated[Port, says("0: any free port, written to the run directory")] = 0
     prometheus_port: Annotated[

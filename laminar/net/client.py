@@ -23,6 +23,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.events.base import WireError
+from laminar.net.addresses import MACHINE, is_loopback
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
@@ -41,25 +42,34 @@ class AddressFile(msgspec.Struct):
     """What we read of an address file; it may hold more."""
 
     address: str
+    machine: str = MACHINE  #: where the server is
 
 
 def write_address(path: Path, address: str, **facts: str | int) -> None:
     """Write an address file. OSError. After a power cut the next server writes it again, but those
     that read it before must not find half of it."""
-    text = json.dumps({"address": address, **facts})
+    text = json.dumps({"address": address, "machine": MACHINE, **facts})
     write_whole(path, text.encode(), durable=True)
 
 
 def read_address(path: Path) -> str | None:
-    """The address in the file, None while there is no file; ConfigError for a malformed one."""
+    """The address in the file, None while there is no file; ConfigError for a malformed one, and
+    for a loopback address of another machine."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=AddressFile).address
+        found = msgspec.json.decode(path.read_bytes(), type=AddressFile)
     except FileNotFoundError:
         return None
     except BAD_BYTES as error:
         raise ConfigError(
             f"{path} is not an address file ({error}); delete it and restart its server"
         ) from error
+    if found.machine != MACHINE and is_loopback(found.address):
+        raise ConfigError(
+            f"{path} gives {found.address}, which only its own machine reaches, and this is "
+            "another one: set coordinator.host, or the --host of that node, to an address, a name "
+            "or an interface that the others reach"
+        )
+    return found.address
 
 
 class ClientShell:

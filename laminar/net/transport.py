@@ -24,12 +24,12 @@ that they try again, all of them, and of thousands some never get through.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
 
 import zmq
 
 from laminar.config import ConfigError
+from laminar.net.addresses import own_ip
 from laminar.net.auth import CURVE_BYTES, FINAL_REFUSALS, REFUSALS, RunKeys, why_refused
 from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.session import PEERS_MAX
@@ -157,8 +157,8 @@ class ServerSocket(_Socket):
         self, host: str, port: int, keys: RunKeys, max_message: int = FRAME_BYTES_MAX
     ) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
-        connection of their sender. ConfigError if the port is taken or the host not loopback."""
-        ip = loopback(host)
+        connection of their sender. ConfigError if the port is taken, or the host another's."""
+        ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         keys.guard(self._socket)
@@ -253,21 +253,6 @@ class ClientSocket(_Socket):
     def send(self, frame: bytes) -> bool:
         """False: not connected, or the queue is full; the session sends the frame again."""
         return self._send([frame])
-
-
-def loopback(host: str) -> str:
-    """`host` as a loopback IP; ConfigError for any other, since peers are not authenticated yet."""
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        if ipaddress.IPv4Address(host).is_loopback:
-            return host
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"refusing to listen on {host!r}: beyond this machine every connection must be "
-        "authenticated with keys, and none are configured; use 127.0.0.1"
-    )
 
 
 def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:

@@ -82,7 +82,7 @@ def _plain(info: inspect.Type, number: int) -> Any:
         texts = (f"text-{number}", f"{number:032x}")
         return next(text for text in texts if re.search(info.pattern or "", text))
     if isinstance(info, inspect.BytesType):
-        return b"bytes-%d" % number
+        return (b"bytes-%d" % number).ljust(info.min_length or 0, b".")
     if isinstance(info, inspect.BoolType):
         return True
     if isinstance(info, inspect.EnumType):
