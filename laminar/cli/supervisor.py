@@ -32,6 +32,7 @@ from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
 from laminar.names import exit_codes
+from laminar.net.addresses import ip_of
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import DRAIN, NOW, stop_signals
@@ -58,7 +59,10 @@ def roles_of(machine: int) -> list[str]:
 def words_of(config: Config, machine: int) -> list[str]:
     """The options of its laminar-node."""
     roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.rollout.replicas}"])
-    return ["--name", f"node-{machine}", "--roles", roles, "--host", f"127.0.0.{machine + 1}"]
+    words = ["--name", f"node-{machine}", "--roles", roles]
+    if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
+        return [*words, "--host", f"127.0.0.{machine + 1}"]
+    return words  # it listens on its address on the way to the coordinator
 
 
 class Supervisor:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from laminar.cli import supervisor as supervisor_module
-from laminar.cli.supervisor import Asked, Supervisor
+from laminar.cli.supervisor import Asked, Supervisor, words_of
 from laminar.config import load
 from laminar.names import exit_codes
 from laminar.run.lock import RunLock
@@ -135,3 +135,10 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert over.code == exit_codes.USER_ERROR
     assert f"{tmp_path / 'run'} is gone" in over.reason
     assert not (tmp_path / "run").exists()
+
+
+def test_nodes_of_a_run_beyond_loopback_find_their_own_address() -> None:
+    here = load([], ["model.name=m", "data.dataset=gcd"])
+    assert words_of(here, 1)[-2:] == ["--host", "127.0.0.2"]
+    beyond = load([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
+    assert "--host" not in words_of(beyond, 1)
