@@ -159,8 +159,7 @@ class Host:
         self.boot_id, self.address, self.run_dir = process.boot_id, process.address, process.run_dir
         self.run_id, self.bulk_key = process.run_id, process.bulk_key
         self.config, self.log = process.config, process.log
-        #: add to now_ns() to get the time of day
-        self.clock_offset_ns = process.clock_offset_ns
+        self.clock_offset_ns = process.clock_offset_ns  #: add it to now_ns() for the time of day
         self.incarnation = 0
         self.ordered_to_stop = False  #: by the coordinator, as all others are
         self.now_ns = process.now_ns  #: of a clock that only goes forward; its zero means nothing

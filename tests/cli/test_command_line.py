@@ -30,9 +30,17 @@ def test_roles_of_a_node() -> None:
             parse_roles(bad)
 
 
-@pytest.mark.parametrize("host", ["10.1.2.3", "0.0.0.0", "machine-7"])
-def test_a_node_is_not_put_on_a_network_without_keys(
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("10.1.2.3", "of this machine"),
+        ("0.0.0.0", "would listen on all interfaces"),
+        ("machine-7", "that is known here"),
+    ],
+)
+def test_a_node_listens_on_an_address_of_its_own_machine(
     host: str,
+    why: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -43,7 +51,7 @@ def test_a_node_is_not_put_on_a_network_without_keys(
         node.main()
     said = capfd.readouterr().err.strip().splitlines()
     assert (ended.value.code, len(said)) == (2, 1)
-    assert host in said[0] and "use 127.0.0.1" in said[0]
+    assert f"--host = '{host}'" in said[0] and why in said[0]
 
 
 @pytest.mark.parametrize(
