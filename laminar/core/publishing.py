@@ -107,10 +107,10 @@ def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
     ctx.clear_timer(keys.WEIGHTS)
 
 
-def end_republish(ctx: Context, step: int) -> bool:
-    """A publish of this step is known: it ends the order to publish, unless a later one is owed."""
+def end_republish(ctx: Context, version: int) -> bool:
+    """This version is published: the order to publish ends, unless a later version is owed."""
     state = ctx.state
-    settled = state.owed >= 0 and step >= state.owed_step
+    settled = 0 <= state.owed <= version
     if settled:
         state.owed = state.owed_step = -1
     return (state.owed < 0 and ctx.done(keys.PUBLISH) is not None) or settled

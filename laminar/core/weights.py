@@ -64,7 +64,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     known = not relays.hold(ctx, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return ctx.ignore("repeat") if known else None
-    if publishing.end_republish(ctx, event.step) or not known or news:
+    if publishing.end_republish(ctx, event.version) or not known or news:
         if event.version >= publishing.last_made(state):  # after an older one the clock runs on
             ctx.clear_timer(keys.WEIGHTS)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.core import keys
 from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -38,6 +39,21 @@ def to_the_export(bench: Bench) -> list[cmd.Command]:
 def exported(bench: Bench) -> list[cmd.Command]:
     bench.say("trainer-0", ev.ModelExported(version=3, path="export"))
     return bench.publish(3, 2)
+
+
+def test_an_older_version_of_the_same_step_does_not_stand_for_the_export() -> None:
+    """The relay is new and the export is owed to it; what was handed over before arrives first."""
+    bench = small()
+    to_the_export(bench)
+    bench.kill("relay-0")
+    bench.join("relay-0", "b")
+    bench.ready("relay-0")
+    owed = bench.say("trainer-0", ev.ModelExported(version=3, path="export"))
+    assert [order.version for order in only(cmd.PublishWeights, owed)] == [3]
+    bench.publish(2, 2)
+    assert keys.PUBLISH in bench.state.commands and bench.state.owed == 3
+    bench.publish(3, 2)
+    assert keys.PUBLISH not in bench.state.commands and bench.state.phase == "final-evaluation"
 
 
 def books_closed(bench: Bench) -> bool:
