@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from laminar.core import keys
 from laminar.core.state import State
@@ -137,6 +138,16 @@ def test_a_redo_goes_to_nobody_and_comes_to_the_same(world: World) -> None:
     assert broken(reported, world, other) == "redone_is_the_same"
     reported(world, msgspec.structs.replace(other, published=""))
     training.handed_over(trainer.boot_id)
+
+
+def test_a_redo_may_differ_from_what_a_fault_published_in_its_place(world: World) -> None:
+    training, other = world.checks.training, weights_of("other")
+    digest = xxhash.xxh3_128_hexdigest(other.data)
+    redone = ev.StepRedone(step_index=0, version=1, digest="e", published=digest)
+    training.made_other(2, other)
+    assert broken(reported, world, redone) == "redone_is_the_same"
+    training.made_other(1, other)
+    reported(world, redone)
 
 
 def test_all_trainers_come_to_the_same_weights(world: World) -> None:

@@ -45,6 +45,8 @@ class TrainingChecks:
         self._steps: dict[int, int] = {}  #: by version: completed steps when it is made
         self._lineage: dict[int, str] = {}  #: digest by completed steps
         self._made: dict[int, set[str]] = {}  #: digests by completed steps, likewise
+        #: those of them that a fault handed over in place of the trainer's
+        self._others: dict[int, set[str]] = {}
         #: that each boot was told to carry out
         self._pulls: dict[str, list[cmd.PullWeights]] = {}
         self._saved: dict[int, str] = {}  #: directories of checkpoints by version
@@ -151,7 +153,8 @@ class TrainingChecks:
                 self._saved[found.version] = str(process.current.run_dir / found.path)
         if isinstance(event, ev.StepRedone):
             self._redone[process.boot_id] = True
-            if event.published not in ("", event.digest):
+            others = self._others.get(event.step_index + 1, ())
+            if event.published not in ("", event.digest, *others):
                 raise Violation("redone_is_the_same", f"{event}", process.name)
         booked = self._lines
         if isinstance(event, ev.StepCompleted) and (event.step_index, event.version) not in booked:
@@ -190,8 +193,10 @@ class TrainingChecks:
         self._made.setdefault(steps, set()).add(digest)
 
     def made_other(self, steps: int, weights: Bytes) -> None:
-        """What it hands over in their place."""
-        self._made.setdefault(steps, set()).add(xxhash.xxh3_128_hexdigest(weights.data))
+        """What it hands over in their place: what is published may differ from a redo by that."""
+        digest = xxhash.xxh3_128_hexdigest(weights.data)
+        self._made.setdefault(steps, set()).add(digest)
+        self._others.setdefault(steps, set()).add(digest)
 
     def loaded(self, process: SimProcess, event: ev.WeightsLoaded) -> None:
         """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
