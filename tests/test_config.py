@@ -12,6 +12,7 @@ import pytest
 
 from laminar.config import Config, ConfigError, dumps, known_keys, load
 from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
+from laminar.config.rules import slurm_seconds
 from tools import reference_toml
 
 ROOT = Path(__file__).parents[1]
@@ -257,6 +258,12 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "rollout.val_kwargs.n=4"], ["rollout.val_kwargs.n = 4", "val_kwargs.temperature"]),
         ([*GOOD, "rollout.max_num_seqs=4"], ["rollout.max_num_seqs", "rollout.group_size"]),
         ([*GOOD, "rollout.group_size=1"], ["rollout.group_size", "2 siblings"]),
+        ([*GOOD, "rollout.replicas_beside_trainer=0"], ["any replica", "slurm.rollouts"]),
+        ([*GOOD, "slurm.spares=1"], ["slurm.spares = 1", "slurm.rollouts = 0"]),
+        ([*GOOD, "slurm.time=tomorrow"], ["slurm.time = 'tomorrow'", "hours:minutes:seconds"]),
+        ([*GOOD, "slurm.time=0:05:00"], ["'0:05:00'", "slurm.notice_s = 300"]),
+        ([*GOOD, "slurm.extra=[qos]"], ["slurm.extra", "'qos'", "--qos=long"]),
+        ([*GOOD, "slurm.account=a b"], ["slurm.account = 'a b'", "character"]),
         ([*GOOD, "algorithm.ppo_mini_batch_size=5"], ["ppo_mini_batch_size", "divide"]),
         (
             [*GOOD, "data.train_batch_size=32769", "rollout.group_size=16"],
@@ -393,3 +400,26 @@ def test_a_feature_that_is_missing_is_called_not_supported(part: str) -> None:
 def test_keys_that_users_of_verl_and_trl_type_first(foreign: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf" {re.escape(ours)}$"):
         load([], [f"{foreign}=8"])
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("24:00:00", 86_400), ("2-12", 216_000), ("1-0:0:9", 86_409)],
+)
+def test_a_time_of_slurm_is_understood(time: str, seconds: int) -> None:
+    assert slurm_seconds(time) == seconds
+
+
+def test_the_machine_of_the_trainer_may_have_other_replicas() -> None:
+    config = load([], [*GOOD, "run.nodes=3", "rollout.replicas=4"])
+    assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (4, 4, 12)
+    config = load([], [*GOOD, "run.nodes=3", "rollout.replicas_beside_trainer=0"])
+    assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (0, 2, 4)
+
+
+def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("rollout.replicas = 3\n")
+    defaults = {"rollout.replicas": 7, "rollout.group_size": 4, "seed": 5}
+    config = load([file], [*GOOD, "seed=6"], defaults=defaults)
+    assert (config.rollout.replicas, config.rollout.group_size, config.seed) == (3, 4, 6)

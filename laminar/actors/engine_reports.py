@@ -33,8 +33,8 @@ prefilled what came in."""
 
 def gauge_interval_s(config: Config) -> float:
     """The time between two gauges of a replica."""
-    replicas = config.rollout.replicas * config.run.nodes
-    return max(config.rollout.progress_interval_ms / 1000, replicas / GAUGES_PER_S_MAX)
+    least_s = config.rollout.progress_interval_ms / 1000
+    return max(least_s, config.total_replicas / GAUGES_PER_S_MAX)
 
 
 def largest_batch(rollout: RolloutConfig) -> int:

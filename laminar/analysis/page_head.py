@@ -92,7 +92,7 @@ def _trained(c: Config) -> Iterator[tuple[str, str]]:
         f"{c.data.train_batch_size} prompts x {c.rollout.group_size} responses, at most "
         f"{c.data.max_response_length} tokens each",
     )
-    replicas = count_of(c.rollout.replicas * c.run.nodes, "replica", "replicas")
+    replicas = count_of(c.total_replicas, "replica", "replicas")
     yield (
         "rollout",
         f"{replicas} of {c.rollout.engine}, {c.rollout.max_num_seqs} sequences each, staleness at "

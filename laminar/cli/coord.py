@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from laminar.cli.arguments import Parser
@@ -29,6 +30,7 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
+from laminar.net.addresses import own_ip
 from laminar.net.auth import RunKeys
 from laminar.observe.boards import Boards
 from laminar.observe.logs import configure, get_logger
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
-    config = run_config(run_dir)
+    config = _at_its_address(run_config(run_dir))
     if config.reward.scope == "auto":  # only a look at the reward function says what it is
         raise ConfigError(
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
@@ -82,6 +84,13 @@ def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
         raise error from None
     finally:
         lock.close()
+
+
+def _at_its_address(config: Config) -> Config:
+    """With the address that coordinator.host means on this machine, for all who listen there."""
+    ip = own_ip(config.coordinator.host, "coordinator.host")
+    coordinator = msgspec.structs.replace(config.coordinator, host=ip)
+    return msgspec.structs.replace(config, coordinator=coordinator)
 
 
 async def _serve(

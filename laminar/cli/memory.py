@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -154,15 +155,15 @@ def _add_replicas(
     """Each engine has a copy of the weights, over all its GPUs."""
     names = list(gpus) if config.rollout.device != "cpu" else []
     copies: dict[str, int] = {}
-    for index in range(config.rollout.replicas):
+    counts = [config.replicas_on(machine) for machine in range(machines)]
+    for index in chain.from_iterable(map(range, counts)):
         for name in gpus_of("rollout", f"rollout-{index}", names, gpus_per_replica(config)):
-            copies[name] = copies.get(name, 0) + machines
+            copies[name] = copies.get(name, 0) + 1
     one = parameters * BYTES[_type(config.rollout.dtype, names, config.weights.dtype)]
     for name, count in copies.items():
         gpus[name][_replicas(count)] = count * one // gpus_per_replica(config)
     if not names:
-        count = machines * config.rollout.replicas
-        host[_replicas(count)] = count * one
+        host[_replicas(sum(counts))] = sum(counts) * one
 
 
 def _slots(config: Config, version: int, machine: Machine) -> int:

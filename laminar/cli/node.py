@@ -83,7 +83,7 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
 
 def default_roles(config: Config) -> list[tuple[str, int]]:
     """Everything, on the one machine of a run."""
-    return [("store", 1), ("relay", 1), ("trainer", 1), ("rollout", config.rollout.replicas)]
+    return [("store", 1), ("relay", 1), ("trainer", 1), ("rollout", config.replicas_on(0))]
 
 
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:

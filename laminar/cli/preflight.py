@@ -181,7 +181,7 @@ def _check_model(config: Config) -> None:
 def run_size(config: Config) -> int:
     """Processes that connect to the coordinator: on each machine a node daemon, a relay and its
     replicas, on the first one also store and trainer."""
-    return config.run.nodes * (config.rollout.replicas + 2) + 2
+    return config.total_replicas + 2 * config.run.nodes + 2
 
 
 def _check_strategy(config: Config) -> None:

@@ -58,7 +58,7 @@ def roles_of(machine: int) -> list[str]:
 
 def words_of(config: Config, machine: int) -> list[str]:
     """The options of its laminar-node."""
-    roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.rollout.replicas}"])
+    roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.replicas_on(machine)}"])
     words = ["--name", f"node-{machine}", "--roles", roles]
     if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
         return [*words, "--host", f"127.0.0.{machine + 1}"]

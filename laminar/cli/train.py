@@ -288,7 +288,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"({plan.overlap} further rows left out because their prompt is held out)",
         f"steps      {plan.steps} of {c.data.train_batch_size} prompts x "
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
-        f"replicas   {c.rollout.replicas * c.run.nodes} ({c.rollout.engine} engine, "
+        f"replicas   {c.total_replicas} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
         *([] if c.is_emulated else prompt),
     ]

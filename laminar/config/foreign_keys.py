@@ -148,7 +148,7 @@ UNSUPPORTED = {
     "critic": "algorithm.adv_estimator has no critic",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "megatron", "param_offload"), _ONE_GPU),
     **dict.fromkeys(("optimizer_offload", "ulysses_sequence_parallel_size"), _ONE_GPU),
-    "nnodes": "connections stay on one machine; run.nodes emulates several on it",
+    "nnodes": "slurm.rollouts machines beside the first one, by `laminar submit`",
     **dict.fromkeys(("multi_turn", "max_turns", "tools", "environment_factory"), _ONE_TURN),
     "reward_model": "a function of your own may call one: reward.custom_reward_function.path",
     **dict.fromkeys(

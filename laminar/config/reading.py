@@ -38,11 +38,14 @@ def load(
     settings: Mapping[str, Any] | None = None,
     *,
     resolved: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
     """Read TOML files left to right, apply `key=value` overrides, check everything. `settings`:
     nested or dotted, with values of their own types, in the place of overrides. `resolved`: the
-    config.toml of a run, read before all others; no path in it is looked for."""
-    flat = _flatten(read_toml(resolved), str(resolved)) if resolved is not None else {}
+    config.toml of a run, read before all others; no path in it is looked for. `defaults`: what
+    counts, by dotted key, where nothing else says anything."""
+    flat = dict(defaults or {})
+    flat |= _flatten(read_toml(resolved), str(resolved)) if resolved is not None else {}
     sources: dict[str, Path | None] = {}
     for file in map(Path, files):
         found = _flatten(read_toml(file), str(file))

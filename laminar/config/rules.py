@@ -7,6 +7,7 @@ Raises  ConfigError, which names the keys, their values and the fix
 from __future__ import annotations
 
 import math
+import re
 
 from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
@@ -50,6 +51,7 @@ def check_together(c: Config) -> None:
             f"{c.data.max_prompt_length + c.data.max_response_length}"
         )
     _check_leases(c)
+    _check_machines(c)
 
 
 def _check_group(c: Config) -> None:
@@ -76,6 +78,57 @@ def _check_leases(c: Config) -> None:
             f"coordinator.node_lease_ms = {c.coordinator.node_lease_ms} must be at least "
             f"coordinator.lease_ms = {c.coordinator.lease_ms}"
         )
+
+
+def _check_machines(c: Config) -> None:
+    """Some machine has replicas, and what is asked of Slurm can be told to it."""
+    asked = c.slurm
+    if not (c.total_replicas or asked.rollouts):
+        raise ConfigError(
+            "rollout.replicas_beside_trainer = 0 leaves this run without any replica: give "
+            "machines that have some, by run.nodes or slurm.rollouts"
+        )
+    if asked.spares and not asked.rollouts:
+        raise ConfigError(
+            f"slurm.spares = {asked.spares}, but slurm.rollouts = 0: spares take the place of "
+            "rollout machines; give some, or no spares"
+        )
+    limit_s = slurm_seconds(asked.time) if asked.time else math.inf
+    if limit_s is None:
+        raise ConfigError(
+            f"slurm.time = {asked.time!r} is no time of Slurm: write hours:minutes:seconds, or "
+            "days-hours:minutes:seconds"
+        )
+    if limit_s <= asked.notice_s:
+        raise ConfigError(
+            f"slurm.time = {asked.time!r} is not longer than slurm.notice_s = {asked.notice_s}, "
+            "the seconds that a run has to pause before it: raise one or lower the other"
+        )
+    for option in asked.extra:
+        if not option.startswith("-") or not option.isprintable():
+            raise ConfigError(
+                f"slurm.extra has {option!r}, which is no option of sbatch: write one as --qos=long"
+            )
+    for key in ("partition", "account", "mem"):
+        if not re.fullmatch(r"[\w.,@+-]*", value := getattr(asked, key)):
+            raise ConfigError(f"slurm.{key} = {value!r} has a character that Slurm does not take")
+
+
+def slurm_seconds(time: str) -> int | None:
+    """The seconds of a time as Slurm writes it, such as 90 (minutes), 1:30:00, 2-12:00; None for
+    what is none."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:  # it goes on with hours
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _check_emulated(c: Config) -> None:

@@ -56,7 +56,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, says("the run directory's name")] = "run"
     output_dir: Annotated[str, says("the directory of run directories")] = "runs"
     #: 127.0.0.1, 127.0.0.2, ... 127.0.0.254
-    nodes: Annotated[Count, Meta(le=254), says("machines that `laminar train` emulates here")] = 1
+    nodes: Annotated[
+        Count,
+        Meta(le=254),
+        says("machines of the run: `laminar train` emulates them here; `laminar submit` sets it"),
+    ] = 1
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -150,6 +154,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         says("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
     ] = "torch"
     replicas: Annotated[Count, says("engines on each machine, each a process")] = 2
+    replicas_beside_trainer: Annotated[
+        Natural | Literal["auto"],
+        says("the same on the machine that has store and trainer; auto: as on the others"),
+    ] = "auto"
     group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), says("responses to one prompt")] = 8
     max_num_seqs: Annotated[Count, says("responses that one replica generates at a time")] = 64
     max_model_len: Annotated[int, says("0: max_prompt_length + max_response_length")] = 0
@@ -381,7 +389,11 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: Annotated[
-        str, says("an address, a name or an interface of its machine that the others reach")
+        str,
+        says(
+            "an address, a name or an interface of its machine that the others reach; auto: the "
+            "name of its machine"
+        ),
     ] = "127.0.0.1"
     port: Annotated[Port, says("0: any free port, written to the run directory")] = 0
     prometheus_port: Annotated[
@@ -445,6 +457,41 @@ class RecoveryConfig(Section, frozen=True, kw_only=True):
     ] = 1_000
 
 
+class SlurmConfig(Section, frozen=True, kw_only=True):
+    """Only read by `laminar submit`: what the run asks Slurm for; see docs/cluster.md."""
+
+    partition: Annotated[str, says("empty: the cluster's default")] = ""
+    account: Annotated[str, says("empty: your default")] = ""
+    time: Annotated[
+        str, says("limit of each job, as Slurm writes it: 24:00:00; empty: the partition's")
+    ] = ""
+    gpus: Annotated[
+        Natural, says("GPUs of each machine; with them rollout.replicas is one for each engine")
+    ] = 0
+    cpus: Annotated[Natural, says("CPUs of each machine; 0: what Slurm gives")] = 0
+    mem: Annotated[
+        str, says("memory of each machine: 200G; empty: all of a machine of our own, else Slurm's")
+    ] = ""
+    exclusive: Annotated[
+        Literal["auto", "yes", "no"],
+        says("whether no other job may be on our machines; auto: where we have GPUs"),
+    ] = "auto"
+    rollouts: Annotated[
+        Natural, Meta(le=253), says("machines beside the one that has store and trainer")
+    ] = 0
+    spares: Annotated[
+        Natural, says("queued machines that take the place of those that are lost")
+    ] = 0
+    setup: Annotated[
+        str, says("shell lines before Laminar is started: modules, an environment")
+    ] = ""
+    launch: Annotated[str, says("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
+    extra: Annotated[list[str], says('further options of sbatch: ["--qos=long"]')] = []
+    notice_s: Annotated[
+        Count, says("seconds before the time limit at which the run is told to pause")
+    ] = 300
+
+
 class EmulationConfig(Section, frozen=True, kw_only=True):
     """Only read with rollout.engine = "emulated": no model, its times are waited for."""
 
@@ -483,6 +530,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     coordinator: CoordinatorConfig = CoordinatorConfig()
     repack: RepackConfig = RepackConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    slurm: SlurmConfig = SlurmConfig()
     emulation: EmulationConfig = EmulationConfig()
 
     @property
@@ -493,6 +541,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def run_dir(self) -> Path:
         return Path(self.run.output_dir) / self.run.name
+
+    def replicas_on(self, machine: int) -> int:
+        """Replicas of one machine; the store and the trainer are on machine 0."""
+        beside = self.rollout.replicas_beside_trainer
+        return self.rollout.replicas if machine or beside == "auto" else beside
+
+    @property
+    def total_replicas(self) -> int:
+        return sum(map(self.replicas_on, range(self.run.nodes)))
 
     @property
     def max_model_len(self) -> int:

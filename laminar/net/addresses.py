@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
@@ -17,6 +18,8 @@ from laminar.config import ConfigError
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 """Processes with the same one have the same kernel, and can share its loopback addresses."""
+AUTO = "auto"
+"""A host that means this machine by its name, for a run that does not know yet where it will be."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -38,7 +41,8 @@ def own_ip(host: str, key: str) -> str:
 
 def ip_of(host: str, key: str) -> str:
     """The same, where the address may be another machine's."""
-    ip = _address_of(host) or _of_interface(host) or _of_name(host)
+    name = own_name() if host == AUTO else host
+    ip = _address_of(name) or _of_interface(name) or _of_name(name)
     if ip is None:
         raise ConfigError(f"{key} = {host!r} is no address, name or interface that is known here")
     if ipaddress.IPv4Address(ip).is_unspecified:
@@ -61,6 +65,12 @@ def route_to(address: str) -> str:
                 "set coordinator.host to an address that this machine reaches, or --host"
             ) from None
         return str(probe.getsockname()[0])
+
+
+def own_name() -> str:
+    """This machine's name as the others know it: that of Slurm in a job, which may be another than
+    its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def is_loopback(address: str) -> bool:

@@ -20,6 +20,14 @@ def test_an_address_a_name_and_an_interface_are_taken():
     assert own_ip("lo", "--host") == "127.0.0.1"
 
 
+def test_auto_is_the_name_that_slurm_or_this_machine_gives_itself(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "localhost")
+    assert own_ip("auto", "coordinator.host") == "127.0.0.1"
+    monkeypatch.delenv("SLURMD_NODENAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.4")
+    assert own_ip("auto", "coordinator.host") == "127.0.0.4"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "*"])
 def test_all_interfaces_are_refused(host):
     with pytest.raises(ConfigError, match=r"--host = .* would listen on all interfaces"):
