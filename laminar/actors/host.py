@@ -260,7 +260,7 @@ class Host:
         asyncio.get_running_loop().set_exception_handler(self._loop_told)
         self.process.listen(self._terminated, self._starter_gone)
         await self.process.start()
-        self.spawn(self._watch_line())
+        self.spawn(self.process.wait_closed())
         self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_absent_ms / 1000))
         self.spawn(self._watch_directory())
         try:
@@ -324,12 +324,6 @@ class Host:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:
             self.log.warning("not-said", message=str(event), reason=str(error))
-
-    async def _watch_line(self) -> None:
-        try:
-            await self.process.wait_closed()
-        except Exception as error:
-            self.fail(f"the line to the coordinator failed: {error!r}")
 
     async def _watch_coordinator(self, absent_max_s: float) -> None:
         """A coordinator that stays away ends the process."""

@@ -30,6 +30,7 @@ from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
+from laminar.names.ports import DiskError
 from laminar.net.addresses import own_ip
 from laminar.net.auth import RunKeys
 from laminar.observe.boards import Boards
@@ -38,9 +39,9 @@ from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry, tell
 from laminar.observe.warnings import Watch, first_look
-from laminar.run.directory import CONFIG_FILE, run_config
+from laminar.run.directory import CONFIG_FILE, SECRET_FILE, run_config
 from laminar.run.lock import RunLock
-from laminar.run.secret import read_secret
+from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
@@ -70,7 +71,7 @@ def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
             "`laminar train --prepare` with these settings writes the directory"
         )
-    keys = RunKeys(read_secret(run_dir))
+    keys = _keys_of(run_dir, resume=resume)
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
@@ -91,6 +92,16 @@ def _at_its_address(config: Config) -> Config:
     ip = own_ip(config.coordinator.host, "coordinator.host")
     coordinator = msgspec.structs.replace(config.coordinator, host=ip)
     return msgspec.structs.replace(config, coordinator=coordinator)
+
+
+def _keys_of(run_dir: Path, *, resume: bool) -> RunKeys:
+    """A run that goes on is given a secret where it has none, as `laminar train --resume` does."""
+    if resume:
+        try:
+            make_missing_secret(run_dir)
+        except OSError as error:
+            raise DiskError(error.errno, f"{run_dir / SECRET_FILE}: {error.strerror}") from error
+    return RunKeys(read_secret(run_dir))
 
 
 async def _serve(

@@ -44,7 +44,7 @@ from laminar.run.directory import (
 )
 from laminar.run.lock import RunLock, holders, in_use
 from laminar.run.renames import write_whole
-from laminar.run.secret import make_secret, read_secret
+from laminar.run.secret import make_missing_secret, read_secret
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
@@ -60,7 +60,6 @@ CHANGEABLE = (
 HEADER_MAX = 100 << 20
 """Bytes of the header of a safetensors file, as its readers limit it."""
 _PLACE = ("run.name", "run.output_dir")
-"""The run is where RUN says, whatever it was called when it began."""
 _BEGIN_AGAIN = "so there is nothing to resume: begin it again, with --move-old or another run.name"
 
 
@@ -74,7 +73,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     state = state_of(run_dir)
     check_log(run_dir, state)
     check_resumable(run_dir, state)
-    place = [f"{key}={getattr(own.run, key.partition('.')[2])}" for key in _PLACE]
+    place = _place_of(run_dir, own)
     if files:  # what they leave to be worked out is compared when that is done
         config = load(files, [*overrides, *place])
     else:
@@ -88,6 +87,14 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
         )
     check_checkpoints(run_dir, state)
     return config
+
+
+def _place_of(run_dir: Path, own: Config) -> list[str]:
+    """The run is where RUN says, whatever it was called and wherever it was when it began."""
+    there, known = run_dir.resolve(), own.run
+    if own.run_dir.resolve() != there:
+        known = msgspec.structs.replace(known, name=there.name, output_dir=str(there.parent))
+    return [f"{key}={getattr(known, key.partition('.')[2])}" for key in _PLACE]
 
 
 def check_checkpoints(run_dir: Path, state: State) -> None:
@@ -193,8 +200,7 @@ def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Our share of the directory, which no other process has; the settings as they are now."""
     lock = RunLock.alone(run_dir, "train")
     try:
-        if not (run_dir / SECRET_FILE).exists():
-            make_secret(run_dir)
+        make_missing_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over

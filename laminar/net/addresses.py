@@ -1,8 +1,10 @@
 """Addresses of this machine: what a server binds for what the user wrote, and who can reach it.
 
 Reads   the machine's interfaces, names and routes; its boot id
-Gives   own_ip, ip_of, route_to, is_loopback, MACHINE
+Gives   own_ip, ip_of, route_to, is_loopback, check_reachable, MACHINE
 Raises  ConfigError with one sentence for a user
+
+Addresses are IPv4; what has none is refused by its name.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import socket
 import struct
 from pathlib import Path
+
+import psutil
 
 from laminar.config import ConfigError
 
@@ -43,6 +47,11 @@ def ip_of(host: str, key: str) -> str:
     """The same, where the address may be another machine's."""
     name = own_name() if host == AUTO else host
     ip = _address_of(name) or _of_interface(name) or _of_name(name)
+    if ip is None and _has_ipv6(name):
+        raise ConfigError(
+            f"{key} = {host!r} means an IPv6 address, and the processes of a run listen on IPv4: "
+            "give an IPv4 address of that machine, or a name or an interface that has one"
+        )
     if ip is None:
         raise ConfigError(f"{key} = {host!r} is no address, name or interface that is known here")
     if ipaddress.IPv4Address(ip).is_unspecified:
@@ -73,6 +82,20 @@ def own_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def check_reachable(ip: str, coordinator: str) -> None:
+    """ConfigError for servers on loopback in a run whose coordinator listens beyond it.
+
+    Other machines could reach the coordinator then, but neither relay nor store of this one; and
+    what they know of a relay is its address alone.
+    """
+    if ip.startswith("127.") and not is_loopback(coordinator):
+        raise ConfigError(
+            f"the servers of this node listen on {ip}, which only its own machine reaches, and the "
+            f"coordinator on {coordinator}: give --host an address, a name or an interface that "
+            "the other machines reach, or leave it out"
+        )
+
+
 def is_loopback(address: str) -> bool:
     """Whether tcp://HOST:PORT is reached from its own machine only."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
@@ -100,3 +123,15 @@ def _of_name(name: str) -> str | None:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
         return None
+
+
+def _has_ipv6(host: str) -> bool:
+    """Whether it is an address, a name or an interface of IPv6; asked where it is none of IPv4."""
+    of_interfaces = psutil.net_if_addrs().get(host, [])
+    if any(each.family == socket.AF_INET6 for each in of_interfaces):
+        return True
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return bool(socket.getaddrinfo(bare, None, socket.AF_INET6))
+    except (OSError, UnicodeError):
+        return False

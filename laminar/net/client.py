@@ -16,7 +16,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -201,7 +200,7 @@ class ControlClient:
 
     def __init__(
         self,
-        address_file: Path,
+        find_address: Callable[[], str | None],
         name: str,
         role: str,
         boot_id: str,
@@ -214,11 +213,12 @@ class ControlClient:
         keys: RunKeys,
         on_trouble: Callable[[str], None],
     ) -> None:
-        """`on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
+        """`find_address`: None while there is none, ConfigError for one that is of no use;
+        `on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
         `on_refused(reason)`: once; nothing is sent or received after it; `on_trouble(reason)`: what
         listens on the address does not let this process in, which goes on trying."""
         self._keys, self._on_trouble = keys, on_trouble
-        self._find_address = partial(read_address, address_file)
+        self._find_address = find_address
         self._heartbeat_ms = heartbeat_ms
         self._on_body, self._on_welcome, self._on_refused = on_body, on_welcome, on_refused
         self._link = ClientLink(

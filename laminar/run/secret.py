@@ -2,7 +2,8 @@
 
 Reads   RUN/secret
 Writes  RUN/secret: 32 random bytes that only its owner can read
-Gives   make_secret; read_secret, which raises ConfigError; Secret, from which all keys are derived
+Gives   make_secret, make_missing_secret; read_secret, which raises ConfigError; Secret, from which
+        all keys are derived
 
 Whatever makes a run directory makes the secret; the user does nothing. A key is derived for each
 use, so that none of them tells anything of another. The secret says which run a process is of, not
@@ -11,6 +12,7 @@ which role it has: all processes of a run have one owner, who can read everythin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -53,6 +55,12 @@ def make_secret(run_dir: Path) -> None:
         file.write(secrets.token_bytes(SECRET_BYTES))
     sync(path)
     sync(run_dir)
+
+
+def make_missing_secret(run_dir: Path) -> None:
+    """Give a run that goes on a secret where it has none; OSError of the disk."""
+    with contextlib.suppress(FileExistsError):
+        make_secret(run_dir)
 
 
 def read_secret(run_dir: Path) -> Secret:

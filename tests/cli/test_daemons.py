@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from laminar.cli import coord, node
-from laminar.config import dumps, load
+from laminar.config import ConfigError, dumps, load
 from laminar.names import exit_codes
+from laminar.run.secret import make_secret, read_secret
 
 
 @pytest.mark.parametrize("daemon", [coord, node], ids=["laminar-coord", "laminar-node"])
@@ -76,6 +80,40 @@ def test_mistakes_of_a_node(
     (tmp_path / "config.toml").write_text(dumps(load([], ["model.name=m", "data.dataset=gcd"])))
     assert said in _refused(node, [str(tmp_path), *words], monkeypatch, capfd)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.process
+def test_a_node_that_other_machines_cannot_reach_ends_when_it_finds_that(tmp_path: Path) -> None:
+    """`--host $(hostname)` is loopback on many machines, and the coordinator's is not."""
+    (tmp_path / "config.toml").write_text(dumps(load([], ["model.name=m", "data.dataset=gcd"])))
+    make_secret(tmp_path)
+    file = tmp_path / "coordinator.json"
+    file.write_text(json.dumps({"address": "tcp://192.0.2.1:5000", "machine": "another"}))
+    command = [sys.executable, "-m", "laminar.cli.node", str(tmp_path), "--host", "127.0.1.1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == exit_codes.USER_ERROR
+    assert "listen on 127.0.1.1, which only its own machine reaches" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_coordinator_that_goes_on_makes_the_secret_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without --resume it is refused. The log is missing here, too, so that it goes no further."""
+    config = load([], ["model.name=m", "data.dataset=gcd", "reward.scope=trajectory"])
+    (tmp_path / "config.toml").write_text(dumps(config))
+    assert "secret is missing" in _refused(coord, [str(tmp_path)], monkeypatch, capfd)
+    monkeypatch.setattr(coord, "RunLock", _NoLock)
+    assert "no lock" in _refused(coord, [str(tmp_path), "--resume"], monkeypatch, capfd)
+    read_secret(tmp_path)
+
+
+class _NoLock:
+    """Ends a coordinator after it has looked at the secret."""
+
+    @staticmethod
+    def inherit(*_: object) -> None:
+        raise ConfigError("no lock")
 
 
 def _refused(

@@ -243,6 +243,17 @@ def test_it_ends_with_the_code_of_a_mistake(tmp_path: Path) -> None:
     assert done.stderr == (f"laminar: {tmp_path} is no run directory: it has no config.toml\n")
 
 
+def test_a_run_that_was_moved_is_where_it_is_now(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    there = tmp_path / "elsewhere" / "renamed"
+    there.parent.mkdir()
+    run.rename(there)
+    config = resume.resumed_config(there, [], [])
+    assert config.run_dir == there and config.run.name == "renamed"
+    resume.take_up(config, there, {}).close()
+    assert run_config(there).run_dir == there
+
+
 def test_a_run_without_a_secret_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
     """And keeps the one that it has; one that others can read is refused before anything else."""
     run = run_of(tmp_path)

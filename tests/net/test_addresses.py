@@ -2,13 +2,14 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from laminar.config import ConfigError
 from laminar.net import client
-from laminar.net.addresses import own_ip, route_to
+from laminar.net.addresses import check_reachable, own_ip, route_to
 from laminar.net.client import read_address, write_address
 from laminar.net.transport import ServerSocket
 from tests.kit.secrets import KEYS
@@ -37,6 +38,21 @@ def test_all_interfaces_are_refused(host):
 @pytest.mark.parametrize("host", ["nowhere.invalid", "10.255.0.1"])
 def test_what_is_no_address_of_this_machine_is_named(host):
     with pytest.raises(ConfigError, match=r"--host = .* is no address, name or interface"):
+        own_ip(host, "--host")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "fe80::1%lo", "six", "node-six"])
+def test_what_has_no_ipv4_address_is_refused_as_that(host, monkeypatch):
+    """An interface and a name of IPv6 alone are not "unknown": they are there."""
+    card = [SimpleNamespace(family=socket.AF_INET6)]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"six": card})
+    asked = socket.getaddrinfo
+
+    def resolved(name, port, family):
+        return asked("fd00::2" if name == "node-six" else name, port, family)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    with pytest.raises(ConfigError, match=r"--host = '.*' means an IPv6 address.*give an IPv4"):
         own_ip(host, "--host")
 
 
@@ -71,3 +87,20 @@ def test_a_loopback_address_of_another_machine_is_refused(tmp_path, monkeypatch)
         read_address(file)
     file.write_text(json.dumps({"address": "tcp://10.0.0.1:5000", "machine": "m0"}))
     assert read_address(file) == "tcp://10.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("own", "coordinator", "fine"),
+    [
+        ("127.0.0.2", "tcp://127.0.0.1:5000", True),
+        ("10.0.0.2", "tcp://10.0.0.1:5000", True),
+        ("10.0.0.2", "tcp://127.0.0.1:5000", True),
+        ("127.0.1.1", "tcp://10.0.0.1:5000", False),
+    ],
+)
+def test_a_node_on_loopback_in_a_run_of_several_machines_is_refused(own, coordinator, fine):
+    if fine:
+        check_reachable(own, coordinator)
+    else:
+        with pytest.raises(ConfigError, match=r"127\.0\.1\.1, which only its own machine.*--host"):
+            check_reachable(own, coordinator)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
@@ -89,7 +90,7 @@ class Actor:
     def __init__(self, address_file, name="rollout-0", heartbeat_ms=HEARTBEAT_MS, on_body=None):
         self.commands, self.welcomes, self.refusals, self.troubles = [], [], [], []
         self.client = ControlClient(
-            address_file,
+            partial(read_address, address_file),
             name,
             "rollout",
             f"boot-of-{name}",

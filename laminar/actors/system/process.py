@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from laminar.actors.host import Actor, Host
-from laminar.config import Config
+from laminar.config import Config, ConfigError
 from laminar.events.base import Event
 from laminar.events.codec import decode_order, encode
 from laminar.names import exit_codes
+from laminar.net.addresses import check_reachable
 from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler
 from laminar.net.client import ControlClient, read_address, write_address
@@ -73,7 +74,7 @@ class SystemProcess:
     def join(self, host: Host) -> None:
         coordinator = self.config.coordinator
         self.control = ControlClient(
-            self.run_dir / COORDINATOR_FILE,
+            self._find_coordinator,
             self.name,
             self.role,
             self.boot_id,
@@ -89,6 +90,14 @@ class SystemProcess:
             keys=self.keys,
             on_trouble=self._not_let_in,
         )
+
+    def _find_coordinator(self) -> str | None:
+        """Its address; ConfigError where other machines reach it and not the servers of this
+        one."""
+        address = read_address(self.run_dir / COORDINATOR_FILE)
+        if address is not None:
+            check_reachable(self.address, address)
+        return address
 
     def _not_let_in(self, reason: str) -> None:
         self.log.warning("not-let-in", reason=reason)
@@ -115,7 +124,11 @@ class SystemProcess:
         await self.control.start()
 
     async def wait_closed(self) -> None:
-        await self.control.wait_closed()
+        try:
+            await self.control.wait_closed()
+        except ConfigError as error:  # an address is of no use: there is nobody else to be told
+            self.tell(str(error))
+            raise
 
     async def close(self) -> None:
         await self.control.close()
