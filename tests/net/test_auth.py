@@ -21,14 +21,6 @@ OTHER = RunKeys(Secret(b"another run"))
 
 
 @pytest.fixture
-def opened():
-    sockets = []
-    yield lambda one: sockets.append(one) or one
-    for one in sockets:
-        one.close()
-
-
-@pytest.fixture
 def server(opened):
     return opened(ServerSocket("127.0.0.1", 0, KEYS))
 

@@ -19,14 +19,6 @@ RUNNERS = [asyncio.run, uvloop.run]
 DEADLINE_S = 20.0  #: only a hang reaches it
 
 
-@pytest.fixture
-def opened():
-    sockets = []
-    yield lambda one: sockets.append(one) or one
-    for one in sockets:
-        one.close()
-
-
 def connected(opened, address):
     client = opened(ClientSocket(KEYS))
     client.connect(address)
