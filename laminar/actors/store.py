@@ -5,9 +5,10 @@ Writes  the database of the run (through Database), its address
 Emits   DataLoaded, TrajectoriesEnded
 
 Everything that arrived in one turn of the loop is one transaction; nothing is answered before it is
-on disk. While the disk is full, requests that write wait, those that read are answered. A prompt is
-tokenised when it is first needed, beside the loop: a run of a few steps needs a few of them. What
-needs it waits, and everything else goes on.
+on disk. It opens the database when the store before it has ended. While the disk is full, requests
+that write wait, those that read are answered. A prompt is tokenised when it is first needed, beside
+the loop: a run of a few steps needs a few of them. What needs it waits, and everything else goes
+on.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from laminar.names.ports import DiskError
+from laminar.names.ports import DatabaseHeld, DiskError
 from laminar.net.calls import Batch, RpcError
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 
+HELD_PAUSE_S = 0.1
+"""How often the database is asked for that another process still has."""
 READS = (m.Fetch, m.SamplePrompts, m.Stats)
 """Requests that need no room."""
 
@@ -64,7 +67,8 @@ class Store:
     """The database behind a socket."""
 
     def __init__(self, host: Host, open_database: Callable[[], Database], prompts: Prompts) -> None:
-        """`open_database`: the run's, created when missing; raises ConfigError, DiskError."""
+        """`open_database`: the run's, created when missing; raises ConfigError, DiskError, and
+        DatabaseHeld while another process of the store has it."""
         self.host = host
         self.database: Database | None = None
         self._open_database, self._prompts = open_database, prompts
@@ -97,9 +101,22 @@ class Store:
 
     async def _fill(self, prompts: LoadedPrompts) -> PromptCount:
         if self.database is None:
-            self.database = self._open_database()
+            self.database = await self._opened()
         self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
         return self.database.prompt_count()
+
+    async def _opened(self) -> Database:
+        """The database, once the store before this one has ended; that was replaced, and is told to
+        by its node or, when it next asks, by the coordinator."""
+        told = False
+        while True:
+            try:
+                return self._open_database()
+            except DatabaseHeld as held:
+                if not told:
+                    self.host.announce(f"{held}: waiting until it has ended")
+                told = True
+            await self.host.pause(HELD_PAUSE_S)
 
     def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
         """All endings that arrived together are one transaction; those that another process of the

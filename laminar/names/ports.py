@@ -23,6 +23,10 @@ class DiskFull(DiskError):
     """The same, because there was no room: what can be done without may be left out."""
 
 
+class DatabaseHeld(RuntimeError):
+    """Another process has the store's database, and may be writing: try again when it has ended."""
+
+
 def no_room(error: BaseException) -> bool:
     """The disk, or a quota on it, is full: waiting may mend that, and no other error.
 

@@ -7,6 +7,7 @@ first_look.json   what was wrong before it started, by kind of warning; none: no
 coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
+store.lock        locked by the process that writes it, whose incarnation stands in it
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
                   what a reward function prints, NAME.reward.log for replica NAME

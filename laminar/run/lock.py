@@ -2,7 +2,8 @@
 
 Reads   RUN/run.lock, RUN/processes/
 Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process is; locked by it)
-Gives   RunLock, a process's share; moving, the whole; holders, who has a share
+Gives   RunLock, a process's share; moving, the whole; holders, who has a share; try_lock, of any
+        file
 Raises  ConfigError with one sentence for a user
 
 Whether a process lives is decided by its locks, never by its number, so a directory on a shared
@@ -85,7 +86,7 @@ class RunLock:
         now."""
         fd = _open(run_dir, os.O_CREAT)
         try:
-            free = _flock(fd, fcntl.LOCK_EX) and _flock(fd, fcntl.LOCK_SH)
+            free = try_lock(fd, fcntl.LOCK_EX) and try_lock(fd, fcntl.LOCK_SH)
         except OSError as error:
             os.close(fd)
             raise _no_locks(run_dir, error) from None
@@ -150,7 +151,7 @@ def moving(run_dir: Path) -> Iterator[None]:
     fd = _open(run_dir, os.O_CREAT)
     try:
         try:
-            whole = _flock(fd, fcntl.LOCK_EX)
+            whole = try_lock(fd, fcntl.LOCK_EX)
         except OSError as error:
             raise _no_locks(run_dir, error) from None
         if not whole:
@@ -193,7 +194,7 @@ def _living(card: Path) -> Holder | None:
     except OSError:
         return None
     try:
-        if _flock(fd, fcntl.LOCK_SH):
+        if try_lock(fd, fcntl.LOCK_SH):
             return None
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
     except (OSError, msgspec.DecodeError):  # it is being written
@@ -236,15 +237,18 @@ def _no_locks(run_dir: Path, error: OSError) -> ConfigError:
 
 def _wait_for(fd: int, kind: int, wait_s: float) -> bool:
     deadline = time.monotonic() + wait_s
-    while not _flock(fd, kind):
+    while not try_lock(fd, kind):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
     return True
 
 
-def _flock(fd: int, kind: int) -> bool:
-    """Lock without waiting; False: others have it in a way that forbids this."""
+def try_lock(fd: int, kind: int) -> bool:
+    """Lock an open file without waiting; False: others have it in a way that forbids this.
+
+    OSError of a file system that has no locks.
+    """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -2,17 +2,18 @@
 
 Reads   requests (`transactions`), payload files
 Writes  the database and the payload files; nothing is answered before it is durable
-Raises  ConfigError when the database cannot be used, and what `transactions` raises
+Raises  ConfigError when the database cannot be used, DatabaseHeld while another process of the
+        store lives, and what `transactions` raises
 
-All state is in the database, so a second store process, started while the first still lives, can
-only wait for the lock. The database must lie on a local disk: SQLite's log needs shared memory
+All state is in the database, which must lie on a local disk: SQLite's log needs shared memory
 between its readers, which network file systems lack.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from laminar.config import ConfigError
@@ -22,23 +23,37 @@ from laminar.storage import payload_files, schema
 from laminar.storage.rows import NotTokenised
 from laminar.storage.tables import Tables
 from laminar.storage.transactions import NO_ROOM, Transactions, disk_error
+from laminar.storage.writer_lock import WriterLock
 
 
 class Database(Transactions):
     """The open store database at `path`, created when missing, and its payload files."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, incarnation: int) -> None:
+        """`incarnation`: of this process of the store; one that is opened later has a higher one,
+        or the same when it is the same process."""
         self._folder = payload_files.folder_of(path)
         self._fail_points = FailPoints(path.parent)
-        connection = _connect(path)
-        try:
+        with ExitStack() as opened:
+            self._lock = WriterLock(path, incarnation)
+            opened.callback(self._lock.close)
+            connection = _connect(path)
+            opened.callback(connection.close)
             super().__init__(connection, Tables(connection, self._folder), str(path))
             payload_files.create_folder(self._folder)
             with self._transaction():  # no writer can be between a file and its row now
                 payload_files.sweep(self._folder, self._tables.file_names())
-        except BaseException:
-            connection.close()
-            raise
+            opened.pop_all()
+
+    def close(self) -> None:
+        super().close()
+        self._lock.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with super()._transaction():
+            self._lock.check()
+            yield
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         replies = super().handle_batch(requests)

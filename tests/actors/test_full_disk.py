@@ -172,7 +172,7 @@ def database_of(store: Store) -> Database:
 @pytest_asyncio.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     host = FakeHost(tmp_path, "store-0")
-    made = Store(cast("Host", host), partial(Database, tmp_path / STORE_FILE), OnePrompt())
+    made = Store(cast("Host", host), partial(Database, tmp_path / STORE_FILE, 1), OnePrompt())
     await made.start()
     yield made
     await made.stop()

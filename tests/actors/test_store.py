@@ -63,7 +63,7 @@ class Run:
         self.prompts = SlowPrompts()
         self.directory = directory
         self.host = FakeHost(directory, "store-0")
-        database = partial(Database, directory / STORE_FILE)
+        database = partial(Database, directory / STORE_FILE, 1)
         self.store = Store(cast("Host", self.host), database, self.prompts)
         self.client = StoreClient(FakeHost(directory, "rollout-0").client("store-0"), 0.0)
 
@@ -177,3 +177,20 @@ async def test_a_prompt_that_cannot_be_tokenised_ends_the_process_with_its_reaso
     await until(lambda: bool(run.host.failures))
     assert "row 1 has no tokens" in run.host.failures[0]
     opening.cancel()
+
+
+async def test_a_store_begins_when_the_one_before_it_has_let_go_of_the_database(
+    tmp_path: Path,
+) -> None:
+    """It says once what it waits for."""
+    before = Database(tmp_path / STORE_FILE, 1)
+    later = Run(tmp_path)
+    begin = asyncio.create_task(later.store.start())
+    await until(lambda: bool(later.host.announced))
+    (said,) = later.host.announced
+    assert "incarnation 1" in said and "waiting" in said and not begin.done()
+    before.close()
+    await begin
+    assert len(later.host.announced) == 1 and later.host.all(ev.DataLoaded)
+    await later.store.stop()
+    later.host.end()

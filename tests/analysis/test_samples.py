@@ -29,7 +29,7 @@ def decode(ids: list[int]) -> str:
 def made_store(run_dir: Path) -> Path:
     """Group 0.0 trained by the first step, 0.1 by the third; an evaluation before and after."""
     run_dir.mkdir(exist_ok=True)
-    database = Database(run_dir / "store.sqlite")
+    database = Database(run_dir / "store.sqlite", 1)
     prompt = m.PromptPayload(
         prompt="?", ground_truth="yes", columns={}, data_source="d", prompt_ids=b"\1\0\0\0"
     )
@@ -166,7 +166,7 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
 
 def test_an_answer_that_was_moved_is_shown_with_who_sampled_what(tmp_path: Path) -> None:
     run_dir = made_store(tmp_path)
-    database = Database(run_dir / "store.sqlite")
+    database = Database(run_dir / "store.sqlite", 1)
     for placement, replica in enumerate(("rollout-1", "rollout-2"), 1):
         item = open_("0.1", 2, 0)
         item = msgspec.structs.replace(item, placement=placement, replica=replica)

@@ -78,7 +78,7 @@ def make_run(run_dir: Path, log: Log) -> None:
 
 
 def write_store(run_dir: Path, log: Log) -> None:
-    database = Database(run_dir / "store.sqlite")
+    database = Database(run_dir / "store.sqlite", 1)
     loaded = next(s.event for s, _ in log if isinstance(s.event, ev.DataLoaded))
     prompts = [_prompt(index) for index in range(max(loaded.num_train, loaded.num_eval))]
     database.load_prompts(prompts[: loaded.num_train], prompts[: loaded.num_eval], loaded.digest)
@@ -169,7 +169,7 @@ def _contents(run_dir: Path, command: cmd.TrainStep) -> str:
     path = run_dir / "store.sqlite"
     if not path.exists():
         return ""
-    database = Database(path)
+    database = Database(path, 1)
     request = m.Fetch(ids=command.trajectories)
     (reply,) = database.handle_batch([request])
     database.close()

@@ -43,7 +43,7 @@ def trajectory_rows(path: Path) -> list[Row]:
 
 
 def filled(path: Path) -> Database:
-    database = Database(path)
+    database = Database(path, 1)
     prompts = [prompt(index) for index in range(PROMPTS)]
     database.load_prompts(prompts, prompts[:2], "data-1")
     return database

@@ -147,7 +147,7 @@ def test_changes_are_noticed(path, change):
 def later(tmp_path):
     """A store whose prompts were tokenised when they were needed."""
     path = tmp_path / "later.sqlite"
-    database = Database(path)
+    database = Database(path, 1)
     prompts = [msgspec.structs.replace(prompt(n), prompt_ids=b"") for n in range(PROMPTS)]
     database.load_prompts(prompts, prompts[:2], "data-1")
     keys = [PromptKey("train", 0), PromptKey("train", 1), PromptKey("eval", 1)]
@@ -229,5 +229,5 @@ def test_what_is_no_store_is_a_clear_error(tmp_path):
 
 def test_before_the_data_is_loaded_the_book_is_sound(tmp_path):
     path = tmp_path / "store.sqlite"
-    Database(path).close()
+    Database(path, 1).close()
     assert books.check_integrity(path) + compare({}, path) == []

@@ -56,7 +56,7 @@ def test_a_database_from_before_there_were_extras_is_written_on(path):
     with sqlite3.connect(path) as old:
         old.execute("ALTER TABLE trajectories DROP COLUMN extras")
     old.close()
-    database = Database(path)
+    database = Database(path, 1)
     answers(database, *LIFE[:5], reward("0.1.0", 0.5, extras={"acc": 1.0}))
     assert fetched(database, "0.1.0").extras == {"acc": 1.0}
     database.close()
@@ -71,7 +71,7 @@ def test_chunks_from_before_they_had_a_source_count_for_who_opened_the_row_last(
             old.execute(f"ALTER TABLE chunks DROP COLUMN {column}")
     old.close()
     assert books.check_integrity(path) == []
-    database = Database(path)
+    database = Database(path, 1)
     answers(database, open_("0.1.0", 2, replica="rollout-1"))
     answers(database, append("0.1.0", (3,), offset=2, placement=2))
     answers(database, open_("0.1.0", 3, replica="rollout-2"))
@@ -303,14 +303,6 @@ def test_what_was_answered_is_there_after_a_restart(path):
     assert books.check_integrity(path) == []
 
 
-def test_two_store_processes_keep_one_truth(database, path):
-    other = filled(path)
-    answers(database, open_("0.1.0"), append("0.1.0", tuple(range(10_000))))
-    assert one(other, open_("0.1.0", 2)).num_tokens == 10_000
-    assert answers(database, append("0.1.0", (1,), offset=10_000)) == ["fenced"]
-    other.close()
-
-
 def _large(name: str, count: int) -> list[m.Request]:
     return [open_(name), append(name, tuple(range(count)))]
 
@@ -364,14 +356,14 @@ def test_sampled_prompts_are_spread_over_the_data(database, path):
     every = tuple(prompt(i).prompt_ids for i in range(PROMPTS))
     assert sampled(database, 256) == every
     assert sampled(database, 2) == (every[0], every[PROMPTS // 2])
-    with closing(Database(path.with_name("eval"))) as only_held_out:
+    with closing(Database(path.with_name("eval"), 1)) as only_held_out:
         only_held_out.load_prompts([], [prompt(7)], "data-1")
         assert sampled(only_held_out, 3) == (prompt(7).prompt_ids,)
 
 
 def test_what_needs_token_ids_that_nobody_has_made_is_left_undone(path):
     """And done when they are kept; what needs none is done, whatever it came with."""
-    with closing(Database(path)) as database:
+    with closing(Database(path, 1)) as database:
         rows = [msgspec.structs.replace(prompt(n), prompt_ids=b"") for n in range(2)]
         database.load_prompts(rows, [], "data-1")
         two = m.Open(items=(*open_("0.1.0").items, *open_("0.0.0").items))
@@ -399,7 +391,7 @@ def test_prompts_are_loaded_once(database, path):
 
 
 def test_a_prompt_that_cannot_be_stored_is_named_and_nothing_is_loaded(path):
-    database = Database(path)
+    database = Database(path, 1)
     odd = msgspec.structs.replace(prompt(1), columns={"odd": object()})
     large = msgspec.structs.replace(prompt(1), columns={"image": bytes(PROMPT_LIMIT)})
     for wrong in (odd, large):
@@ -414,12 +406,13 @@ def test_a_file_that_is_no_store_is_refused(tmp_path):
     wrong = tmp_path / "store.sqlite"
     wrong.write_bytes(b"not a database, but long enough to have a header" * 100)
     with pytest.raises(ConfigError, match=r"store\.sqlite"):
-        Database(wrong)
-    with pytest.raises(ConfigError, match="nowhere"):
-        Database(tmp_path / "nowhere" / "store.sqlite")
+        Database(wrong, 1)
+    with pytest.raises(DiskError, match="nowhere"):
+        Database(tmp_path / "nowhere" / "store.sqlite", 1)
 
 
 def test_another_format_is_refused(database, path):
     database._tables.set_meta({"format": "0"})
+    database.close()
     with pytest.raises(ConfigError, match="format '0'"):
-        Database(path)
+        Database(path, 1)

@@ -106,6 +106,6 @@ def test_a_start_sweeps_only_what_no_row_names(path):
     (payload_files.folder_of(path) / "0123.partial").write_bytes(b"interrupted")
     assert len(_names(path)) == 3
     database.close()
-    database = Database(path)
+    database = Database(path, 1)
     assert _names(path) == [kept]
     assert len(fetched(database, "0.1.0").tokens) == 40_000

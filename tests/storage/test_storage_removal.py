@@ -170,7 +170,7 @@ def test_a_database_of_an_earlier_release_can_do_it(path):
         db.execute("ALTER TABLE trajectories DROP COLUMN payload_removed")
     db.close()
     assert names(path) == [] and books.check_integrity(path) == []
-    database = Database(path)
+    database = Database(path, 1)
     assert remove(database, 1, 0) == 1
     database.close()
     assert names(path) == ["0.0.0"]

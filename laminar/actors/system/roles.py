@@ -111,7 +111,9 @@ def _store(host: Host) -> Actor:
     from laminar.run.directory import STORE_FILE
     from laminar.storage.database import Database
 
-    open_database = partial(Database, host.run_dir / STORE_FILE)
+    def open_database() -> Database:
+        return Database(host.run_dir / STORE_FILE, host.incarnation)
+
     if host.config.is_emulated:
         from laminar.actors.system.emulated import EmulatedPrompts
 

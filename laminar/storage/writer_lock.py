@@ -1,0 +1,91 @@
+"""The lock of a store's database: of two processes of the store, one writes.
+
+Reads   store.lock, beside store.sqlite
+Writes  store.lock: the incarnation of the store that has it locked, and where that lives
+Gives   WriterLock
+Raises  DatabaseHeld while another process has it; DiskError once a later one has had it, and of the
+        disk
+
+SQLite's own locks let two processes write in turn; a store that was replaced must not write at all,
+on whatever machine it still lives. The lock ends with its process. A server of files may give it
+away when nothing is heard from the machine of its holder: so the holder looks, in each transaction,
+whether a later incarnation stands in the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from laminar.names.ports import DatabaseHeld, DiskError, DiskFull, no_room
+from laminar.run.lock import try_lock
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """Who has the lock, or had it last."""
+
+    incarnation: int = 0
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        if not self.incarnation:
+            return "another store"
+        return f"the store with incarnation {self.incarnation} (pid {self.pid} on {self.host})"
+
+
+class WriterLock:
+    """The lock of one database, from now to `close`."""
+
+    def __init__(self, database: Path, incarnation: int) -> None:
+        """`incarnation`: of this process, by the coordinator's count."""
+        self._path = database.with_suffix(".lock")
+        self._own = Writer(incarnation, socket.gethostname(), os.getpid())
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._failed("opening", error) from error
+        try:
+            if not try_lock(self._fd, fcntl.LOCK_EX):
+                raise DatabaseHeld(f"{self._written()} has {database} open")
+            self.check()
+            self._write()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def check(self) -> None:
+        """DiskError if a later incarnation of the store has taken the database over."""
+        last = self._written()
+        if last.incarnation > self._own.incarnation:
+            raise DiskError(errno.ESTALE, f"{last} has taken over from {self._own}")
+
+    def close(self) -> None:
+        """Let go of it; a second time is no harm, as with the database."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _write(self) -> None:
+        text = msgspec.json.encode(self._own)
+        try:
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
+        except OSError as error:
+            raise self._failed("writing", error) from error
+
+    def _written(self) -> Writer:
+        """What the file says, by its name: an open file may be read from a cache."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Writer)
+        except (FileNotFoundError, msgspec.DecodeError):  # empty: nobody had it; or half written
+            return Writer()
+
+    def _failed(self, doing: str, error: OSError) -> DiskError:
+        kind = DiskFull if no_room(error) else DiskError
+        return kind(error.errno, f"{doing} {self._path} failed: {error.strerror}")
