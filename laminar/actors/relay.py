@@ -40,6 +40,7 @@ from laminar.weights.chain.reports import (
     Side,
     SlotReturned,
     SlotWanted,
+    StrangerRefused,
     Trouble,
 )
 from laminar.weights.chain.upstream import Identity
@@ -191,6 +192,8 @@ class Relay:
             self._received(report)
         elif isinstance(report, Trouble):
             self._trouble(report.kind, report.peer, report.version, report.detail)
+        elif isinstance(report, StrangerRefused):
+            self.host.log.warning("stranger-refused", what=report.what)
         elif isinstance(report, NeighbourUp):
             self._neighbour_up(report)
         elif isinstance(report, NeighbourDown):

@@ -235,7 +235,12 @@ class Coordinator:
     async def run(self) -> int:
         """Serve until the run has ended; returns its exit code."""
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS_APART)
-        self.socket = ServerSocket(self.config.coordinator.host, self._port(), self._keys)
+        self.socket = ServerSocket(
+            self.config.coordinator.host,
+            self._port(),
+            self._keys,
+            on_stranger=lambda told: self.log.warning("stranger-refused", what=told),
+        )
         try:
             self._tell_address()
             loop = asyncio.get_running_loop()

@@ -1,7 +1,8 @@
 """Who may connect to a process of a run: who has the run's secret, and nobody else.
 
 Reads   the secret of a run
-Gives   RunKeys: CURVE on a socket, of a server or of a client; why_refused, a sentence
+Gives   RunKeys: CURVE on a socket, of a server or of a client; next_event, of a socket's monitor;
+        why_refused, a sentence
 
 CURVE authenticates both ends and encrypts what passes. All servers of a run have one key pair, all
 clients another, both derived from its secret. A server without a ZAP handler lets in any key: so
@@ -95,10 +96,19 @@ def _gate() -> _Gate:
         return _gates[-1]
 
 
-FINAL_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-"""Those after which ZeroMQ does not connect again."""
-REFUSALS = FINAL_REFUSALS[0] | FINAL_REFUSALS[1] | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""What a monitor of a client's socket tells when it was not let in."""
+FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""What a monitor tells of a handshake that failed: a client, which does not connect again, and a
+server, of a stranger."""
+REFUSALS = FINAL_REFUSALS | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""What that of a client tells when it was not let in; without a detail the server may have died."""
+
+
+def next_event(monitor: zmq.Socket[bytes]) -> int:
+    """What the monitor of a socket tells; 0: nothing more."""
+    try:
+        return int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+    except zmq.Again:
+        return 0
 
 
 def why_refused(address: str, event: int) -> str:

@@ -78,9 +78,11 @@ class RpcServer:
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
+        on_stranger: Callable[[str], object] = lambda told: None,
     ) -> None:
-        """`on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`."""
-        self._socket = ServerSocket(host, port, keys, max_message)
+        """`on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`;
+        `on_stranger`: as of a ServerSocket."""
+        self._socket = ServerSocket(host, port, keys, max_message, on_stranger)
         self._limits = Limits(max_frame=max_message)
         self._handle_batch = handle_batch
         self._boot_id = boot_id

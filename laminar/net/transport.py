@@ -7,7 +7,8 @@ Why     `zmq.asyncio` costs six times as much per message as a non-blocking drai
         or sending consumes the edge, so after every callback and every send the events are looked
         at again, and a slow tick covers what is missed all the same.
 
-Every socket has the keys of its run (auth.py): a stranger gets no frame in and sees none.
+Every socket has the keys of its run (auth.py): a stranger gets no frame in and sees none. A monitor
+tells a client that it was not let in, and a server that it sent one away.
 
 Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
 lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
@@ -24,15 +25,24 @@ that they try again, all of them, and of thousands some never get through.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import zmq
 
 from laminar.config import ConfigError
 from laminar.net.addresses import own_ip
-from laminar.net.auth import CURVE_BYTES, FINAL_REFUSALS, REFUSALS, RunKeys, why_refused
+from laminar.net.auth import (
+    CURVE_BYTES,
+    FINAL_REFUSALS,
+    REFUSALS,
+    RunKeys,
+    next_event,
+    why_refused,
+)
 from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.session import PEERS_MAX
+from laminar.net.strangers import Strangers
 
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
 DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
@@ -55,6 +65,7 @@ class _Socket:
         self._max_message = max_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._callback: Callable[[], None] = lambda: None
+        self._monitor: zmq.Socket[bytes] | None = None
         self._tick: asyncio.Handle | None = None
         self._recheck_due = False
         self._open()
@@ -86,6 +97,10 @@ class _Socket:
         A port is free again some milliseconds later, or when the process has ended.
         """
         self.detach()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
         self._socket.close(linger=linger_ms)
 
     def _open(self) -> None:
@@ -154,20 +169,28 @@ class ServerSocket(_Socket):
     )
 
     def __init__(
-        self, host: str, port: int, keys: RunKeys, max_message: int = FRAME_BYTES_MAX
+        self,
+        host: str,
+        port: int,
+        keys: RunKeys,
+        max_message: int = FRAME_BYTES_MAX,
+        on_stranger: Callable[[str], object] = lambda told: None,
     ) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
-        connection of their sender. ConfigError if the port is taken, or the host another's."""
+        connection of their sender. ConfigError if the port is taken, or the host another's.
+        `on_stranger`: takes a sentence, now and then, while strangers try to connect."""
         ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         keys.guard(self._socket)
+        self._monitor = self._socket.get_monitor_socket(FINAL_REFUSALS)
         try:
             self._socket.bind(f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise _bind_error(host, port, error) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._strangers = Strangers(self.address, on_stranger)
 
     def drain(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
         """(routing id, frame) of what has arrived, at most `max_frames`."""
@@ -179,6 +202,13 @@ class ServerSocket(_Socket):
         except zmq.Again:
             pass
         return frames
+
+    def _on_tick(self) -> None:
+        count = 0
+        while self._monitor is not None and next_event(self._monitor):
+            count += 1
+        self._strangers.refused(count, time.monotonic())
+        super()._on_tick()
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
         """False: the peer is gone or its queue is full; the session sends the frame again."""
@@ -193,7 +223,6 @@ class ClientSocket(_Socket):
     def __init__(self, keys: RunKeys, max_message: int = FRAME_BYTES_MAX) -> None:
         super().__init__(zmq.DEALER, keys, max_message)
         self.address = ""  #: empty: not connected yet
-        self._monitor: zmq.Socket[bytes] | None = None
         self._refusals = 0
         self.given_up = False  #: ZeroMQ does not try again after a refusal with a reason
 
@@ -229,26 +258,16 @@ class ClientSocket(_Socket):
             pass
         return frames
 
-    def close(self, linger_ms: int = 0) -> None:
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._monitor = None
-        super().close(linger_ms)
-
     def refusal(self) -> str:
         """Why the server does not let this end in; empty: it does, or does not answer. Without a
         reason of its own it has refused REFUSALS_SAID times."""
-        event = 0
-        try:
-            while self._monitor is not None:
-                event = int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
-                self._refusals += 1
-                self.given_up = self.given_up or event in FINAL_REFUSALS
-        except zmq.Again:
-            pass
+        last = 0
+        while self._monitor is not None and (event := next_event(self._monitor)):
+            last = event
+            self._refusals += 1
+            self.given_up = self.given_up or bool(event & FINAL_REFUSALS)
         certain = self.given_up or self._refusals >= REFUSALS_SAID
-        return why_refused(self.address, event) if event and certain else ""
+        return why_refused(self.address, last) if last and certain else ""
 
     def send(self, frame: bytes) -> bool:
         """False: not connected, or the queue is full; the session sends the frame again."""

@@ -1,5 +1,7 @@
 """Who is let in by a server of a run: clients with the run's secret, and nobody else."""
 
+import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import zmq
 
 from laminar.net.auth import RunKeys
 from laminar.net.client import write_address
+from laminar.net.strangers import Strangers
 from laminar.net.transport import ClientSocket, ServerSocket
 from laminar.run.secret import Secret
 from tests.kit.secrets import KEYS
@@ -90,6 +93,36 @@ def test_what_dies_while_it_greets_is_no_refusal(opened):
         listener.accept()[0].close()
         listener.accept()  # it tries again, and has counted the first
         assert client.refusal() == ""
+
+
+@pytest.mark.parametrize("keys", [OTHER, "of a server that it knows", None])
+async def test_a_server_tells_of_a_stranger(opened, monkeypatch, keys):
+    """And not of a client that dies while it greets."""
+    told = []
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS, on_stranger=told.append))
+    server.attach(asyncio.get_running_loop(), lambda: None)
+    port = int(server.address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port)).close()
+    if keys is None:
+        monkeypatch.setattr(RunKeys, "present", lambda self, socket: None)
+    elif keys is not OTHER:
+        keys = RunKeys(Secret(b"another run"))
+        keys._server_public = KEYS._server_public
+    connected(opened, keys or KEYS, server.address)
+    await until_async(lambda: told)
+    many = r"\d+ connections?" if keys is OTHER else "1 connection"  # that one tries again
+    assert re.match(f"refused {many} to {server.address}, which did not show", told[0])
+
+
+def test_strangers_are_told_of_at_once_and_then_once_a_minute():
+    told = []
+    strangers = Strangers("here", told.append)
+    for count, now_s in [(0, 1.0), (1, 5.0), (3, 6.0), (0, 64.9), (1, 65.0), (0, 500.0)]:
+        strangers.refused(count, now_s)
+    assert [text.partition(",")[0] for text in told] == [
+        "refused 1 connection to here",
+        "refused 4 connections to here",
+    ]
 
 
 def test_servers_of_two_runs_in_one_process_take_their_own_clients(opened, server):

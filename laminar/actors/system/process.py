@@ -163,6 +163,7 @@ class SystemProcess:
             boot_id=self.boot_id,
             lease_ms=self.config.coordinator.lease_ms,
             on_peer_lost=on_peer_lost,
+            on_stranger=lambda told: self.log.warning("stranger-refused", what=told),
         )
 
     async def tell_address(self, address: str) -> None:

@@ -1,6 +1,7 @@
 """What a relay's bulk plane tells the relay.
 
-Gives   SlotWanted, SlotReturned, Received, Trouble, NeighbourUp, NeighbourDown, PlaneFailed; Status
+Gives   SlotWanted, SlotReturned, Received, Trouble, StrangerRefused, NeighbourUp, NeighbourDown,
+        PlaneFailed; Status
 
 Reports are made in the plane's thread, one call each; its receiver hands them to the event
 loop and returns at once.
@@ -66,6 +67,13 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
+class StrangerRefused:
+    """Somebody who is not of this run connected; told seldom, and for the log alone."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class NeighbourUp:
     """Connected, and both sides know who the other is."""
 
@@ -91,7 +99,14 @@ class PlaneFailed:
 
 
 Report: TypeAlias = (
-    SlotWanted | SlotReturned | Received | Trouble | NeighbourUp | NeighbourDown | PlaneFailed
+    SlotWanted
+    | SlotReturned
+    | Received
+    | Trouble
+    | StrangerRefused
+    | NeighbourUp
+    | NeighbourDown
+    | PlaneFailed
 )
 
 

@@ -1,7 +1,7 @@
 """The side of a relay where its predecessor connects.
 
 Reads   connections; what strangers and the predecessor send
-Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble
+Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble, StrangerRefused
 
 Anyone who can reach the port may connect, so a stranger gets little: few connections, a short
 time, two small messages: one that names this run, and one that proves it (greeting.py). There is
@@ -15,10 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from laminar.net.strangers import Strangers
 from laminar.weights.chain import wire
 from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.receiver import Receiver
-from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
+from laminar.weights.chain.reports import (
+    NeighbourDown,
+    NeighbourUp,
+    Report,
+    Side,
+    StrangerRefused,
+    Trouble,
+)
 from laminar.weights.chain.transport import READABLE, WRITABLE, Endpoint, Link, Listener, Network
 from laminar.weights.chain.wire import (
     BadBytes,
@@ -32,6 +40,7 @@ from laminar.weights.chain.wire import (
 )
 from laminar.weights.version.table import VersionTable
 
+OLD_CHAIN = "old-chain"  #: why a relay of this run is refused
 STRANGERS_MAX = 8
 GREETING_S = 5.0
 """The time for connecting and saying hello, of both sides."""
@@ -105,7 +114,9 @@ class Upstream:
     def open(self, network: Network, host: str, port: int) -> tuple[str, int]:
         """Listen; the address that predecessors connect to. OSError if it cannot be had."""
         self._listener = network.listen(host, port)
-        return self._listener.address
+        host, port = self._listener.address
+        self._told = Strangers(f"{host}:{port}", lambda what: self._emit(StrangerRefused(what)))
+        return host, port
 
     def close(self) -> None:
         for connection in (*self._strangers, self.predecessor):
@@ -166,6 +177,7 @@ class Upstream:
         connection = accepted
         if len(self._strangers) >= STRANGERS_MAX:
             self.refused["too-many"] += 1
+            self._told.refused(1, self._clock())
             return connection.close()
         self._strangers[connection] = stranger
 
@@ -201,7 +213,7 @@ class Upstream:
             raise self._refusal(connection, "other-secret", detail)
         if of.chain < self._chain:
             detail = f"chain {of.chain} is over, the present one is {self._chain}"
-            raise self._refusal(connection, "old-chain", detail)
+            raise self._refusal(connection, OLD_CHAIN, detail)
         if self.predecessor is not None:
             self._end(self.predecessor, ConnectionAbortedError(f"{of.predecessor} took its place"))
         del self._strangers[connection]
@@ -226,6 +238,8 @@ class Upstream:
             self._say_bye(connection)
         connection.close()
         if self._strangers.pop(connection, None) is not None:
+            if isinstance(error, BadBytes) and error.reason != OLD_CHAIN:
+                self._told.refused(1, self._clock())
             return
         self.predecessor = None
         self.bytes_in += connection.bytes_in
