@@ -1,10 +1,10 @@
 """laminar-coord: the coordinator process of a run.
 
-    laminar-coord RUN_DIR [--resume]
+    laminar-coord RUN_DIR [--resume | --resume-stopped]
 
 RUN_DIR holds config.toml, as `laminar train --prepare` writes it. Started again on the same
 directory it comes back to the state that its log describes; with --resume a run that was stopped
-goes on.
+goes on, and one that cannot is refused; with --resume-stopped a run that was stopped goes on.
 SIGTERM, SIGHUP and Ctrl-C end the run gracefully, a second Ctrl-C and SIGQUIT at once. Exit
 codes: 0 the run is complete, 1 it failed, 2 a mistake of the user, 130 it was stopped before it
 began or at once; after 70 (it crashed) and 75 (the log could not be written: start it when the disk
@@ -26,6 +26,7 @@ from laminar.cli.arguments import Parser
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
+from laminar.coordinator.taking_up import Asking
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
@@ -50,11 +51,23 @@ WATCH_S = 1.0
 def main() -> None:
     parser = Parser(prog="laminar-coord", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
+    asked = parser.add_mutually_exclusive_group()
+    for asking, text in (
+        (Asking.RESUME, "go on with a run that was stopped, or say why that cannot be"),
+        (Asking.RESUME_STOPPED, "go on with the run if it was stopped"),
+    ):
+        asked.add_argument(
+            asking,
+            dest="asking",
+            action="store_const",
+            const=asking,
+            default=Asking.NOTHING,
+            help=text,
+        )
     add_child_option(parser)
     try:
         arguments = parser.parse_args()
-        code = _run(arguments.run_dir, arguments.lock_fd, resume=arguments.resume)
+        code = _run(arguments.run_dir, arguments.lock_fd, arguments.asking)
     except KeyboardInterrupt:
         code = exit_codes.STOPPED_EARLY
         tell("laminar-coord: interrupted before it began")
@@ -64,18 +77,18 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run(run_dir: Path, lock_fd: int | None, *, resume: bool) -> int:
+def _run(run_dir: Path, lock_fd: int | None, asking: Asking) -> int:
     config = _at_its_address(run_config(run_dir))
     if config.reward.scope == "auto":  # only a look at the reward function says what it is
         raise ConfigError(
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
             "`laminar train --prepare` with these settings writes the directory"
         )
-    keys = _keys_of(run_dir, resume=resume)
+    keys = _keys_of(run_dir, resume=asking == Asking.RESUME)
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
-        return uvloop.run(_serve(config, lock, keys, telemetry, resume=resume))
+        return uvloop.run(_serve(config, lock, keys, telemetry, asking))
     except Exception as failed:
         reason = lock.lost()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
@@ -105,7 +118,7 @@ def _keys_of(run_dir: Path, *, resume: bool) -> RunKeys:
 
 
 async def _serve(
-    config: Config, lock: RunLock, keys: RunKeys, telemetry: Telemetry, *, resume: bool
+    config: Config, lock: RunLock, keys: RunKeys, telemetry: Telemetry, asking: Asking
 ) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
@@ -119,7 +132,7 @@ async def _serve(
         on_replayed=Observers(log, metrics=metrics),
         on_event=Observers(log, metrics=metrics, status=status, warnings=watch),
         replay_from=metrics.replay_from,
-        resume=resume,
+        asking=asking,
     )
     watching = asyncio.create_task(_watch_directory(lock, coordinator))
     if lock.inherited:

@@ -1,7 +1,7 @@
-"""The nodes of `laminar train`: each is started again when it dies.
+"""The nodes that `laminar train` and `laminar serve` start: each is started again when it dies.
 
 Reads   exit codes of the nodes
-Starts  a laminar-node for each machine played, by way of `start`
+Starts  a laminar-node for each machine of `indexes`, by way of `start`
 Gives   Machines
 
 Its processes have died with it; the new one starts them anew, and the coordinator goes on with
@@ -12,7 +12,7 @@ How often and after which pauses: actors/restart_limit.py.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from laminar.actors.restart_limit import RestartLimit, node_again
@@ -25,33 +25,50 @@ Process = subprocess.Popen[bytes]
 class Machine:
     """One of them."""
 
-    name: str
+    index: int
     process: Process
     limit: RestartLimit
     again_s: float | None = None  #: when it is started again; None: it lives, or is given up
     over: bool = False  #: it is not started again
 
+    @property
+    def name(self) -> str:
+        return f"node-{self.index}"
+
 
 class Machines:
-    """The machines of one run."""
+    """Machines of one run."""
 
     def __init__(
-        self, config: Config, start: Callable[[int], Process], note: Callable[[str], None]
+        self,
+        config: Config,
+        indexes: Sequence[int],
+        start: Callable[[int], Process],
+        note: Callable[[str], None],
     ) -> None:
-        self._config, self._start, self._note = config, start, note
+        self._config, self._indexes = config, indexes
+        self._start, self._note = start, note
         self._machines: list[Machine] = []
 
     def begin(self, first: Callable[[int], Process]) -> None:
         """Start all, for the first time by way of `first`."""
-        for index in range(self._config.run.nodes):
-            limit = RestartLimit(self._config)
-            self._machines.append(Machine(f"node-{index}", first(index), limit))
+        for index in self._indexes:
+            self._machines.append(Machine(index, first(index), RestartLimit(self._config)))
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._machines)
+
+    def code(self) -> int | None:
+        """The exit code of the first node, once none is started again."""
+        over = all(machine.over for machine in self._machines)
+        return self._machines[0].process.returncode if over else None
 
     def look(self, now_s: float) -> None:
         """Start again, in its time, each node that has ended."""
-        for index, machine in enumerate(self._machines):
+        for machine in self._machines:
             if machine.again_s is not None and now_s >= machine.again_s:
-                machine.process, machine.again_s = self._start(index), None
+                machine.process, machine.again_s = self._start(machine.index), None
             code = machine.process.poll()
             if code is not None and machine.again_s is None and not machine.over:
                 self._ended(machine, code, now_s)

@@ -33,7 +33,7 @@ KILL_AFTER_S = 45.0
 KILLED_S = 5.0
 """How long a process may take to vanish after SIGKILL."""
 SAY_S = 5.0
-DECIDING = ("train", "coordinator")
+DECIDING = ("train", "serve", "coordinator")
 """Which process ends the run: the first of these that is alive."""
 _POLL_S = 0.1
 _NAME = "stop"

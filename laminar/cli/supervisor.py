@@ -1,9 +1,9 @@
-"""The supervisor: what `laminar train` does while a run works.
+"""The supervisor: what `laminar train` and `laminar serve` do while a run works.
 
 Reads   coordinator.json of the run, exit codes of its processes, signals
 Writes  requests to the standard input of the coordinator; shows progress
-Starts  laminar-coord, and a laminar-node for each machine played (machines.py); starts one that
-        died again
+Starts  laminar-coord, and a laminar-node for each machine that is ours (machines.py); starts one
+        that died again
 
 Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
 exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. If this process
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from laminar.cli.machines import Machines
 from laminar.cli.progress import Progress
 from laminar.config import Config
 from laminar.coordinator.restarts import Over, Restarts
+from laminar.coordinator.taking_up import Asking
 from laminar.names import exit_codes
 from laminar.net.addresses import ip_of
 from laminar.run.directory import COORDINATOR_FILE
@@ -65,8 +67,20 @@ def words_of(config: Config, machine: int) -> list[str]:
     return words  # it listens on its address on the way to the coordinator
 
 
+def start(lock: RunLock, module: str, *options: str) -> Process:
+    """Start a daemon of the run in a session of its own: Ctrl-C is ours to hand on. It sees our end
+    by its stdin's."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(lock.run_dir), *options, "--lock-fd", str(lock.fd)],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=(lock.fd,),
+        start_new_session=True,
+    )
+
+
 class Supervisor:
-    """The daemons of a run on one machine: a coordinator, and a node for each machine played."""
+    """The daemons of a run on one machine: a coordinator, and a node for each machine of ours."""
 
     def __init__(
         self,
@@ -76,15 +90,19 @@ class Supervisor:
         asked: Asked,
         early: Sequence[EarlyNode] = (),
         *,
-        resume: bool = False,
+        asking: Asking = Asking.NOTHING,
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        """`early`: the nodes, where they have been started already. `resume`: the user asks that a
-        run goes on, also one that was stopped."""
+        """`early`: the nodes, where they have been started already. `asking`: whether a run that
+        was stopped is to go on. `nodes`: the machines that are ours, where others have the rest;
+        None: all, and nobody else has a share of the run."""
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
+        self._alone = nodes is None
         self.progress = Progress(lock.run_dir, console)
-        self._asked, self._early, self._resume = asked, early, resume
+        self._asked, self._early, self._asking = asked, early, asking
         self._told = Asked.NOTHING  #: what the present coordinator knows of it
-        self._nodes = Machines(config, self._start_node, self.progress.note)
+        indexes = range(config.run.nodes) if nodes is None else nodes
+        self._nodes = Machines(config, indexes, self._start_node, self.progress.note)
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
         )
@@ -92,7 +110,8 @@ class Supervisor:
     def run(self) -> Over:
         """Watch until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
-        self._nodes.begin(self._start_first)
+        if self._alone:
+            self._nodes.begin(self._start_first)
         with self.progress:
             over = self._watch()
             if over.reason and not self._lock.lost():  # that is printed last
@@ -123,14 +142,22 @@ class Supervisor:
             if self._asked.level < Asked.NOW:
                 self._nodes.look(now)
             code = self._coordinator.poll(now)
-            self._resume = self._resume and not self._coordinator.has_served
+            if self._coordinator.has_served:
+                self._asking = Asking.NOTHING
             if code is None or again_s is not None:
+                self._begin_late()
                 continue
             verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
             if isinstance(verdict, Over):
                 return verdict
             again_s = now + verdict.pause_s
             self._tell_restart(code, verdict.pause_s)
+
+    def _begin_late(self) -> None:
+        """Start nodes beside those of others. One takes the name of a node that lives, so it waits
+        until our coordinator serves: then nobody else serves the run."""
+        if self._coordinator.has_served and not self._nodes.begun:
+            self._nodes.begin(self._start_first)
 
     def _given_up(self, no_coordinator: bool) -> Over | None:
         """What ends a run without its coordinator."""
@@ -144,8 +171,9 @@ class Supervisor:
         return None
 
     def _start_coordinator(self) -> None:
-        options = ("--resume",) if self._resume else ()
-        self._coordinator = Served(self._start("laminar.cli.coord", *options), self.run_dir)
+        options = (self._asking,) if self._asking else ()
+        start = partial(self._start, "laminar.cli.coord", *options)
+        self._coordinator = Served(start, self.run_dir / COORDINATOR_FILE)
         self._told = Asked.NOTHING
 
     def _start_first(self, index: int) -> Process:
@@ -159,16 +187,7 @@ class Supervisor:
         return self._start("laminar.cli.node", *words_of(self.config, index))
 
     def _start(self, module: str, *options: str) -> Process:
-        """Start a process in a session of its own: Ctrl-C is ours to hand on. It sees our end by
-        its stdin's."""
-        fd = self._lock.fd
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(self.run_dir), *options, "--lock-fd", str(fd)],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(fd,),
-            start_new_session=True,
-        )
+        return start(self._lock, module, *options)
 
     def _tell_restart(self, code: int, pause_s: float) -> None:
         what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
@@ -259,11 +278,13 @@ class Asked:
 
 
 class Served:
-    """A coordinator process, and since when it serves: the address file then has its id."""
+    """A coordinator process, and since when it serves: it has written the address file then."""
 
-    def __init__(self, process: Process, run_dir: Path) -> None:
-        self.process = process
-        self._address = run_dir / COORDINATOR_FILE
+    def __init__(self, start: Callable[[], Process], address: Path) -> None:
+        """What `address` says before the start is an earlier coordinator's, which may have had the
+        same process id on another machine."""
+        self._address, self._before = address, _version(address)
+        self.process = start()
         self._since_s: float | None = None
 
     def poll(self, now_s: float) -> int | None:
@@ -279,12 +300,18 @@ class Served:
     def has_served(self) -> bool:
         return self._since_s is not None
 
-    @property
-    def serves(self) -> bool:
-        return self.has_served and self.process.poll() is None
-
     def _named(self) -> bool:
         try:
-            return bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
+            ours = bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
         except (OSError, ValueError, KeyError):
             return False
+        return ours and _version(self._address) != self._before
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Another one for each file that was renamed to this path; None without any."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns

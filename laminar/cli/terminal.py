@@ -1,4 +1,4 @@
-"""The terminal of `laminar train`: what is printed there ends nothing.
+"""The terminal of `laminar train` and `laminar serve`: what is printed there ends nothing.
 
 Reads   nothing
 Writes  standard output; one sentence on stderr when the output is no longer read
@@ -20,9 +20,11 @@ from laminar.cli.endings import discard_stdout, say
 class Terminal(Console):
     """rich's console, which knows when its reader has gone."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet`: nothing is printed. In a notebook, lines are lines and no HTML."""
-        super().__init__(soft_wrap=True, quiet=quiet, force_jupyter=False)
+    def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
+        """`quiet`: nothing is printed. `plain`: lines only, also on a terminal. In a notebook,
+        lines are lines and no HTML."""
+        terminal = False if plain else None
+        super().__init__(soft_wrap=True, quiet=quiet, force_jupyter=False, force_terminal=terminal)
         self.gone = False
         self._last_word = ""
 

@@ -31,6 +31,7 @@ from laminar.cli.supervisor import Asked, Supervisor, roles_of, words_of
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.coordinator.restarts import Over
+from laminar.coordinator.taking_up import Asking
 from laminar.engines.check import vllm_asked
 from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
@@ -131,12 +132,12 @@ def begin(
                 "nobody reads the output any more; the run goes on, and "
                 f"`{typed('stop', run_dir)}` ends it"
             )
-            resume = arguments.resume is not None
-            over = Supervisor(plan.config, lock, console, asked, early, resume=resume).run()
+            asking = Asking.RESUME if arguments.resume else Asking.NOTHING
+            over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
         if reason := lock.lost():
             console.lines(["", f"the run ended    {reason}"])
             return over
-        return _conclude(run_dir, console, over)
+        return conclude(run_dir, console, over)
 
 
 def _look(
@@ -205,7 +206,7 @@ def place_of(config: Config, move_old: bool) -> Path:
     return run_dir
 
 
-def _conclude(run_dir: Path, console: Terminal, over: Over) -> Over:
+def conclude(run_dir: Path, console: Terminal, over: Over) -> Over:
     """The closing lines. The run has ended, and they change nothing of how it did; why it failed
     stands in the log, where its coordinator has said it."""
     reason = over.reason

@@ -137,12 +137,12 @@ class Coordinator:
         on_replayed: Observer,
         on_event: Observer,
         replay_from: int | None = None,
-        resume: bool = False,
+        asking: taking_up.Asking = taking_up.Asking.NOTHING,
     ) -> None:
         """Recover from the log, if there is one. `on_replayed` sees its events again: those after
-        a snapshot, but if the log has it, event `replay_from` and all after it. `resume`: the user
-        asks that a run that was stopped goes on."""
-        self._resume = resume
+        a snapshot, but if the log has it, event `replay_from` and all after it. `asking`: whether
+        the user asks that a run that was stopped goes on."""
+        self._asking = asking
         self.config, self.run_dir, self._keys = config, run_dir, keys
         self.log = get_logger()
         self._own: list[Event] = []
@@ -166,14 +166,15 @@ class Coordinator:
         self._fail_points.reached("coordinator-replayed")
         self._open(disk, restored)
 
-    def _found_alone(self, machine: Machine) -> Event | None:
+    def _found_alone(self, machine: Machine) -> ev.RunResumed | None:
         """The event that a run goes on with new processes, if it does, before anything is
         written."""
         if not machine.started:
             return None
         check_log(self.run_dir, machine.state)
         settings = settings_of(self.config)
-        return taking_up.resumed(self.run_dir, machine.state, settings, asked=self._resume)
+        asked = self._asking.of(machine.state)
+        return taking_up.resumed(self.run_dir, machine.state, settings, asked=asked)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
         self._disk, self._incarnation = disk, restored.incarnation
@@ -227,7 +228,7 @@ class Coordinator:
             )
         )
         if self._resumed is not None:
-            self.log.warning("run-resumed", asked=self._resume)
+            self.log.warning("run-resumed", asked=self._resumed.asked)
             self._own.append(self._resumed)
 
     # --- the process --------------------------------------------------------------------------

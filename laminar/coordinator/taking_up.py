@@ -2,11 +2,13 @@
 processes.
 
 Reads   the state at the end of the log, the present settings, the processes that live
-Gives   resumed: the event that says so; check_resumable: ConfigError in one sentence
+Gives   Asking, what the user asked for; resumed: the event that says so; check_resumable:
+        ConfigError in one sentence
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,10 @@ import msgspec
 from laminar.config import ConfigError
 from laminar.core import resumption
 from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.core.versions import step_of
-from laminar.events.base import Event, Settings
+from laminar.events.base import Settings
+from laminar.events.events import RunResumed
 from laminar.run.lock import holders, in_use
 from laminar.run.program import typed
 
@@ -23,7 +27,20 @@ NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""
 
 
-def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> Event | None:
+class Asking(StrEnum):
+    """What the user asks of a coordinator about a run that was stopped; the option that says so."""
+
+    NOTHING = ""
+    RESUME = "--resume"  #: it is to go on; else it is a mistake
+    RESUME_STOPPED = "--resume-stopped"  #: it is to go on; any other run takes its course
+
+    def of(self, state: State) -> bool:
+        """Whether that is asked of the run in this state."""
+        stopped = state.phase == Phase.ENDED and not resumption.is_over(state)
+        return self == Asking.RESUME or (self == Asking.RESUME_STOPPED and stopped)
+
+
+def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> RunResumed | None:
     """RunResumed, where all processes of the log are gone or the user has `asked` for it.
 
     ConfigError where it cannot be resumed, or not with these settings.

@@ -26,7 +26,7 @@ from laminar.core.statuses import Phase
 from laminar.core.transitions import move_run
 from laminar.core.validation import is_count
 from laminar.events import events as ev
-from laminar.events.base import Event, Settings
+from laminar.events.base import Settings
 from laminar.names.roles import Role
 
 REASON = "all processes of the run had ended"
@@ -49,7 +49,7 @@ def _was_stopped(state: State) -> bool:
 
 def news(
     state: State, settings: Settings, living: Collection[tuple[str, int]], *, asked: bool
-) -> Event | None:
+) -> ev.RunResumed | None:
     """RunResumed, if none of the processes that the log has is left, or the user asked for it.
 
     `living`: name and pid of those that there are; `settings`: the present ones.

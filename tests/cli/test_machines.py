@@ -28,7 +28,7 @@ class Run:
         self.nodes: list[FakeNode] = []
         self.started: list[int] = []
         self.notes: list[str] = []
-        self.machines = Machines(config, self._start, self.notes.append)
+        self.machines = Machines(config, [0, 1], self._start, self.notes.append)
         self.machines.begin(self._start)
 
     def _start(self, index: int) -> Process:

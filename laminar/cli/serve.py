@@ -1,0 +1,145 @@
+"""laminar serve: one machine's part of a run, in the foreground, as a batch system starts it.
+
+Reads   a run directory that `laminar train --prepare` has written, exit codes, signals
+Writes  standard output, lines; logs/attempt_N when a run goes on, summary.json at its end
+Starts  without --node the coordinator and node-0, by way of the supervisor; with --node K that
+        node; starts again what died
+
+    laminar serve RUN             the service: begins the run, or goes on with it
+    laminar serve RUN --node K    node-K of it, which may be started before and after the service
+
+It leaves after everything that it has started. Exit codes of the service: those of its last
+coordinator. Of a node: 0 the run is over, or a signal asked it to leave; 2 a mistake of the user; 3
+it had no coordinator, or was refused, as often as recovery.max_restarts allows; other codes: its
+node died as often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from laminar.cli.machines import Machines
+from laminar.cli.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
+from laminar.cli.terminal import Terminal
+from laminar.cli.train import conclude
+from laminar.config import Config, ConfigError
+from laminar.coordinator.taking_up import Asking
+from laminar.names import exit_codes
+from laminar.net.addresses import own_name
+from laminar.observe.logs import new_attempt
+from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
+from laminar.run.lock import RunLock, describe, holders
+from laminar.run.secret import read_secret
+from laminar.weights.arena.arena import sweep_arenas
+
+SERVICE = 0
+"""The machine of the service, which has the store and the trainer."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "run one machine's part of a prepared run, as a batch system does"
+    parser = subparsers.add_parser("serve", help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--node",
+        type=int,
+        default=SERVICE,
+        metavar="K",
+        help="run node-K; without it, the coordinator and node-0",
+    )
+    parser.set_defaults(function=serve)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """The service or a node, until it has ended; its exit code."""
+    run_dir, index = arguments.run, arguments.node
+    if index < 0:
+        raise ConfigError(f"--node {index} is no machine: they are numbered from 1")
+    config = run_config(run_dir)
+    read_secret(run_dir)
+    console = Terminal(plain=True)
+    with Asked() as asked:
+        if index == SERVICE:
+            return _service(config, run_dir, asked, console)
+        with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
+            console.lines([f"node-{index} of {run_dir}, on {own_name()}"])
+            return NodeKeeper(config, lock, index, asked, console).run()
+
+
+def _service(config: Config, run_dir: Path, asked: Asked, console: Terminal) -> int:
+    """The coordinator and node-0."""
+    with contextlib.closing(_take(run_dir)) as lock:
+        console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
+        over = Supervisor(
+            config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
+        ).run()
+        if over.code == exit_codes.USER_ERROR and not over.reason:
+            return over.code  # the coordinator has said what it is
+        return conclude(run_dir, console, over).code
+
+
+def _take(run_dir: Path) -> RunLock:
+    """Our share of a run that nobody serves; logs of their own, unless it begins."""
+    lock = RunLock.join(run_dir, "serve")
+    try:
+        serving = [each for each in holders(run_dir) if each.name in ("train", "coordinator")]
+        if serving:
+            raise ConfigError(f"{run_dir} is served already, by {describe(serving)}")
+        if (run_dir / EVENTS_DIR).is_dir():
+            new_attempt(run_dir)
+            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # it is of the former attempt
+        return lock
+    except BaseException:
+        lock.close()
+        raise
+
+
+class NodeKeeper:
+    """One laminar-node, which is started again when it dies."""
+
+    def __init__(
+        self, config: Config, lock: RunLock, index: int, asked: Asked, console: Terminal
+    ) -> None:
+        self._config, self._lock, self._asked, self._console = config, lock, asked, console
+        self._nodes = Machines(config, [index], self._start, self._note)
+
+    def run(self) -> int:
+        """Watch until it is not to be started again, or is asked to leave; the exit code."""
+        self._nodes.begin(self._start)
+        while (code := self._nodes.code()) is None:
+            time.sleep(POLL_S)
+            if self._asked.level:
+                self._leave()
+                code = exit_codes.COMPLETE
+                break
+            self._nodes.look(time.monotonic())
+        sweep_arenas()  # of a relay that was killed together with its node
+        return code if code >= 0 else exit_codes.SIGNALLED - code
+
+    def _start(self, index: int) -> Process:
+        return start(self._lock, "laminar.cli.node", *words_of(self._config, index))
+
+    def _note(self, text: str) -> None:
+        self._console.lines([text])
+
+    def _leave(self) -> None:
+        """End the node, whose processes leave before it; by force when that takes too long."""
+        for name, process in self._nodes:
+            if process.poll() is None:
+                self._note(f"ending {name} ({self._asked.reason})")
+                os.killpg(process.pid, signal.SIGTERM)
+                self._wait_for(process)
+
+    def _wait_for(self, process: Process) -> None:
+        deadline = time.monotonic() + TERM_S
+        while process.poll() is None:
+            if time.monotonic() > deadline or self._asked.level == Asked.BY_FORCE:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            time.sleep(POLL_S / 5)

@@ -1,0 +1,158 @@
+"""A run whose machines are served one by one: `laminar serve RUN`, `laminar serve RUN --node K`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laminar.events import events as ev
+from laminar.names import exit_codes
+from laminar.run.lock import holders
+from tests.run.conftest import ROOT, Finished, check_books, command, history, laminar
+from tests.run.test_prepared_run import SETTINGS
+
+pytestmark = pytest.mark.process
+DEADLINE_S = 90
+ENDLESS = "trainer.total_training_steps=2000"
+
+
+def until(what: Callable[[], object], said: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s until {said}"
+        time.sleep(0.05)
+
+
+class Served:
+    """A run of two machines, and the processes that serve it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run, self._output = directory / "run", directory / "output"
+        self._output.mkdir()
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def prepare(self, *settings: str) -> None:
+        where = [f"run.output_dir={self.run.parent}", "run.name=run"]
+        done = laminar("train", "--prepare", *SETTINGS, "rollout.replicas=1", *settings, *where)
+        assert done.returncode == 0, done.stderr
+
+    def serve(self, *options: str) -> subprocess.Popen[bytes]:
+        output = (self._output / str(len(self._started))).open("wb")
+        with output:
+            process = subprocess.Popen(
+                command("serve", str(self.run), *options), cwd=ROOT, stdout=output, stderr=output
+            )
+        self._started.append(process)
+        return process
+
+    def output_of(self, process: subprocess.Popen[bytes]) -> str:
+        return (self._output / str(self._started.index(process))).read_text()
+
+    def ends(self, process: subprocess.Popen[bytes], code: int = exit_codes.COMPLETE) -> str:
+        """What it has printed, once it has ended with this code."""
+        process.wait(DEADLINE_S)
+        assert process.returncode == code, self.output_of(process)
+        return self.output_of(process)
+
+    def status(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.run / "status.json").read_text())
+        except FileNotFoundError:
+            return {"step": -1, "phase": "", "processes": {}}
+        return found
+
+    def trains(self, steps: int = 1) -> None:
+        """Wait until it has trained as many further steps."""
+        goal = self.status()["step"] + steps
+        until(lambda: self.status()["step"] >= goal, f"step {goal}")
+
+    def pid_of(self, name: str) -> int:
+        until(lambda: any(h.name == name for h in holders(self.run)), f"{name} lives")
+        return next(h.pid for h in holders(self.run) if h.name == name)
+
+    def check(self) -> None:
+        """The run has ended, with nothing left of it."""
+        check_books(Finished(self.run, 0, ""))
+        assert holders(self.run) == []
+
+    def close(self) -> None:
+        if holders(self.run):
+            laminar("stop", "--now", str(self.run))
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path)
+    yield made
+    made.close()
+
+
+def test_it_begins_what_is_prepared_and_goes_on_with_what_was_stopped(served: Served) -> None:
+    served.prepare(ENDLESS)
+    service, node = served.serve(), served.serve("--node", "1")
+    until(lambda: "rollout-1.0" in served.status()["processes"], "node-1 has joined")
+    served.trains()
+    assert laminar("stop", str(served.run)).returncode == 0
+    assert "step 1/2000" in served.ends(service)
+    served.ends(node)
+    before = served.status()["step"]
+    service = served.serve()
+    until(lambda: served.status()["step"] > before, "it goes on")
+    service.send_signal(signal.SIGTERM)
+    assert "stopping (SIGTERM)" in served.ends(service)
+    assert [e.asked for e in history(served.run) if isinstance(e, ev.RunResumed)] == [True]
+    assert sorted(path.name for path in (served.run / "logs").glob("attempt_*")) == [
+        "attempt_1",
+        "attempt_2",
+    ]
+    served.check()
+
+
+def test_a_node_is_started_again_and_leaves_when_it_is_asked_to(served: Served) -> None:
+    """And the run goes on without it, and with another one in its place."""
+    served.prepare(ENDLESS)
+    service, node = served.serve(), served.serve("--node", "1")
+    os.kill(served.pid_of("node-1"), signal.SIGKILL)
+    until(lambda: "exit code -9" in served.output_of(node), "its end is seen")
+    until(lambda: "rollout-1.0" in served.status()["processes"], "it has joined again")
+    node.send_signal(signal.SIGTERM)
+    assert "ending node-1 (SIGTERM)" in served.ends(node)
+    served.trains()
+    other = served.serve("--node", "1")
+    assert served.pid_of("rollout-1.0")
+    service.send_signal(signal.SIGTERM)
+    served.ends(service)
+    served.ends(other)
+    served.check()
+
+
+def test_of_a_finished_run_it_says_how_that_ended(served: Served) -> None:
+    served.prepare("trainer.total_training_steps=1")
+    assert "1 in " in served.ends(served.serve())
+    assert "1 in " in served.ends(served.serve())
+    served.check()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["nowhere", "--node", "-1"], "numbered from 1"),
+        (["nowhere", "--node", "x"], "invalid int value"),
+        (["configs"], "is no run directory"),
+    ],
+)
+def test_mistakes(words: list[str], said: str) -> None:
+    done = laminar("serve", *words)
+    assert done.returncode == exit_codes.USER_ERROR and said in done.stderr
