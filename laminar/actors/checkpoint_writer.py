@@ -8,17 +8,20 @@ The trainer stands still for one copy of its tensors and the probe; files, diges
 of old checkpoints go on beside it. An old one goes when the coordinator knows the new one: until
 then nobody would go on from the new one. So do the payloads that all kept ones cover. A
 checkpoint that is still being written when the next is due makes that one be left out: the trainer
-never waits for a disk. The one that a fork began with counts like any other, and stays on the disk:
-to train the fork again, nothing else will do.
+waits for a disk only where the coordinator waits for the checkpoint, since the run pauses. The one
+that a fork began with counts like any other, and stays on the disk: to train the fork again,
+nothing else will do.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laminar.actors.disk_wait import DiskWait
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
@@ -51,6 +54,7 @@ class CheckpointWriter:
         self._before = ""  #: chained digest of the batches up to the last checkpoint
         self._batches: list[tuple[str, ...]] = []  #: since then
         self._files, self._specs, self._probe = files, specs, probe
+        self._disk = DiskWait(host, "the checkpoint")
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: by version, oldest first
@@ -94,13 +98,23 @@ class CheckpointWriter:
         if not self._idle.is_set():
             self.host.log.warning("checkpoint-left-out", step=step, reason="one is being written")
             return
+        await self._begin(version, step, event_seq, ordered=False)
+
+    async def save(self, version: int, step: int, event_seq: int) -> None:
+        """Begin a checkpoint that the coordinator waits for, if there is none of this version."""
+        await self._idle.wait()
+        if version not in self._kept:
+            await self._begin(version, step, event_seq, ordered=True)
+
+    async def _begin(self, version: int, step: int, event_seq: int, *, ordered: bool) -> None:
         started = self.host.now_ns()
         weights = await self._files.copy()
         resume = self._resume(version, step)
         probe = await self._probe()
         self.host.span("saving", started, self.host.now_ns(), step=step)
         self._idle.clear()
-        self.host.spawn(self._save(resume, weights, probe, event_seq))
+        write = partial(self._write, resume, weights, probe, event_seq)
+        self.host.spawn(self._save(step, write, ordered=ordered))
 
     def _resume(self, version: int, step: int) -> Resume:
         """What was trained up to now; from here on it is counted anew."""
@@ -120,10 +134,16 @@ class CheckpointWriter:
             self.host.log.warning("checkpoint-left-out", reason="the trainer ends")
 
     async def _save(
-        self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
+        self, step: int, write: Callable[[], Awaitable[None]], *, ordered: bool
     ) -> None:
+        """A disk that fails costs this checkpoint and nothing else; one that is full is waited for
+        if the coordinator waits for the checkpoint."""
         try:
-            await self._write(resume, weights, probe, event_seq)
+            await (self._disk.until_room(write) if ordered else write())
+        except OSError as error:
+            self.host.log.error("checkpoint-failed", step=step, reason=str(error))
+            if ordered:
+                raise
         finally:
             self._idle.set()
         covered = min((self._steps[version] for version in self._kept), default=0)
@@ -133,19 +153,15 @@ class CheckpointWriter:
     async def _write(
         self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
-        """A disk that fails costs this checkpoint and nothing else."""
+        """OSError: nothing of it is left."""
         version, step = resume.version, resume.step
         path = f"{CHECKPOINTS_DIR}/step_{step}"
         directory = self.host.run_dir / path
-        try:
-            manifest = await self._files.describe(
-                weights, version=version, step=step, specs=self._specs, probe=probe
-            )
-            extra = {VERSION_FILE: mf.encode(manifest), RESUME_FILE: encode(resume)}
-            await save_model(self._files, directory, weights, extra, self.host.reached)
-        except OSError as error:
-            self.host.log.error("checkpoint-failed", step=step, path=path, reason=str(error))
-            return
+        manifest = await self._files.describe(
+            weights, version=version, step=step, specs=self._specs, probe=probe
+        )
+        extra = {VERSION_FILE: mf.encode(manifest), RESUME_FILE: encode(resume)}
+        await save_model(self._files, directory, weights, extra, self.host.reached)
         self._kept[version], self._steps[version] = directory, step
         while self._keep and len(self._kept) > self._keep:
             self._old.append(self._kept.pop(next(iter(self._kept))))

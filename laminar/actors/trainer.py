@@ -1,7 +1,7 @@
 """The trainer actor: consumes batches, publishes weights, exports the model.
 
-Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel, LoadCheckpoint and
-        RedoStep commands
+Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel, SaveCheckpoint,
+        LoadCheckpoint and RedoStep commands
 Writes  slots of the relay's arena, its book, checkpoints/, export/, all through ports
 Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported,
         CheckpointLoaded, StepRedone
@@ -190,6 +190,8 @@ class Trainer:
                 await publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
                 await self._export(order, command, publisher)
+            elif isinstance(command, cmd.SaveCheckpoint):
+                await checkpoints.save(command.version, command.step, order.cause)
             elif isinstance(command, cmd.LoadCheckpoint):
                 await self._load(order, command, checkpoints)
             elif isinstance(command, cmd.RedoStep):

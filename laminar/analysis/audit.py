@@ -54,6 +54,9 @@ def audit(run_dir: Path) -> Audit:
         found.problems.append(f"ledger: the log does not replay: {first.difference}")
         return found
     found.problems += ledger_problems(first.state, first.account)
+    if first.state.paused:
+        live = first.state.ledger.trajectories.live
+        found.notes.append(f"the run is paused: {live} trajectories go on when it is resumed")
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged

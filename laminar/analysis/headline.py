@@ -121,6 +121,8 @@ def range_line(found: Mapping[str, int]) -> str:
 def outcome(summary: Mapping[str, Any]) -> str:
     if summary["exit_code"] is None:
         return "not ended"
+    if summary["paused"]:
+        return "paused"
     if summary["exit_code"]:
         return f"FAILED (exit code {summary['exit_code']})"
     return "stopped early" if summary["interrupted"] else "complete"

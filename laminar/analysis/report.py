@@ -150,7 +150,8 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     return {
         "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
         "failure": state.failure,
-        "interrupted": state.draining and not state.drained_for,
+        "interrupted": state.draining and not (state.drained_for or state.paused),
+        "paused": state.paused,
         "resumable": state.settings.keeps_checkpoints and not is_over(state),
         "forked_from": _origin(state),
         "steps": state.completed - state.first_step,

@@ -206,7 +206,7 @@ class Progress:
     def _line(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""
         now = time.monotonic()
-        key = (status["step"], len(status["evaluations"]), status["phase"])
+        key = (status["step"], len(status["evaluations"]), _doing(status))
         if key == self._shown and now - self._shown_at < QUIET_S:
             return
         if len(status["evaluations"]) > self._shown[1]:
@@ -221,7 +221,7 @@ class Progress:
         failed = sum(errors["by_reason"].values()) if errors else 0
         parts = [
             f"[{status['seconds']:5.0f} s]",
-            f"{status['phase']:<9}",
+            f"{_doing(status):<9}",
             self._steps(status),
             *_learning(status),
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
@@ -250,7 +250,7 @@ class Progress:
     def _panel(self, status: dict[str, Any]) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2))
         steps = f"{self._bar(status)}{self._steps(status)}, {_span(status['seconds'])}"
-        table.add_row("[bold]laminar[/bold]", f"{status['phase']:<9}  {steps}")
+        table.add_row("[bold]laminar[/bold]", f"{_doing(status):<9}  {steps}")
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
         table.add_row("learning", "  ".join([*_learning(status), *failed]))
@@ -310,6 +310,11 @@ def _cache(engine: dict[str, int] | None) -> str:
     if not engine or not engine["kv_capacity_tokens"]:
         return ""
     return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
+
+
+def _doing(status: dict[str, Any]) -> str:
+    """What the run does: its phase, unless it pauses or has paused."""
+    return str(status.get("pause") or status["phase"])
 
 
 def _learning(status: dict[str, Any]) -> list[str]:

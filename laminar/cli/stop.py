@@ -1,11 +1,12 @@
-"""laminar stop: end a run, gracefully or at once, and wait until it has ended.
+"""laminar stop: end a run, gracefully or at once, or pause it, and wait until it has ended.
 
 Reads   who has a share of the run directory's lock; RUN/status.json
 Writes  nothing; signals the processes of the run, and says what it waits for
 Gives   0 when the run has ended or did not run, 1 when it still runs at the deadline
 
-Gracefully means as after Ctrl-C: the step in training is completed, the model exported. To ask
-again is no harm. A run on another machine is stopped there: signals do not travel.
+Gracefully means as after Ctrl-C: the step in training is completed, the model exported. A pause
+completes and saves it, and what is unfinished goes on when the run is resumed. To ask again is no
+harm. A run on another machine is stopped there: signals do not travel.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.names import exit_codes
-from laminar.run.directory import CONFIG_FILE, STATUS_FILE
+from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
 from laminar.run.program import typed
+from laminar.run.stop_requests import END
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
@@ -35,6 +37,10 @@ KILLED_S = 5.0
 SAY_S = 5.0
 DECIDING = ("train", "serve", "coordinator")
 """Which process ends the run: the first of these that is alive."""
+_SIGNALS = {
+    (False, False): END, (True, False): signal.SIGQUIT, (False, True): signal.SIGUSR1,
+}  # fmt: skip
+"""By --now and --pause: what asks the process that decides."""
 _POLL_S = 0.1
 _NAME = "stop"
 
@@ -42,10 +48,16 @@ _NAME = "stop"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("stop", help="end a run gracefully, and wait for it")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--now",
         action="store_true",
         help="at once: neither complete the step in training nor export the model",
+    )
+    how.add_argument(
+        "--pause",
+        action="store_true",
+        help="complete and save the step in training; what is unfinished goes on with --resume",
     )
     parser.add_argument(
         "--timeout",
@@ -62,14 +74,20 @@ def run_stop(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    if arguments.pause and not run_config(run_dir).trainer.save_freq:
+        raise ConfigError(
+            f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot go on after a "
+            f"pause; `{typed('stop', run_dir)}` ends it"
+        )
     if not _living(run_dir):
         print(f"{run_dir} is not running")
         return exit_codes.COMPLETE
     lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
     try:
-        asked = _ask(run_dir, at_once=arguments.now)
-        how = "at once" if arguments.now else "gracefully"
-        print(f"asked {describe(asked)} to end the run {how}", flush=True)
+        asked = _ask(run_dir, _SIGNALS[arguments.now, arguments.pause])
+        how = "end the run at once" if arguments.now else "end the run gracefully"
+        how = "pause the run" if arguments.pause else how
+        print(f"asked {describe(asked)} to {how}", flush=True)
         ended = _wait(run_dir, KILL_AFTER_S if arguments.now else arguments.timeout)
         if not ended and arguments.now:
             ended = _kill(run_dir)
@@ -83,7 +101,7 @@ def _living(run_dir: Path) -> list[Holder]:
     return [holder for holder in holders(run_dir) if holder.name != _NAME]
 
 
-def _ask(run_dir: Path, *, at_once: bool) -> list[Holder]:
+def _ask(run_dir: Path, asks: signal.Signals) -> list[Holder]:
     """Signal the process in charge of the run; which one that was. ConfigError: it is elsewhere."""
     in_charge = _in_charge(_living(run_dir))
     local = [holder for holder in in_charge if holder.local]
@@ -92,8 +110,7 @@ def _ask(run_dir: Path, *, at_once: bool) -> list[Holder]:
             f"{run_dir} is run by {describe(in_charge)}; run `laminar stop {run_dir}` there"
         )
     for holder in local:
-        decides = holder.name in DECIDING
-        _signal(run_dir, holder, signal.SIGQUIT if at_once and decides else signal.SIGTERM)
+        _signal(run_dir, holder, asks if holder.name in DECIDING else signal.SIGTERM)
     return local
 
 
@@ -150,6 +167,8 @@ def _kill(run_dir: Path) -> bool:
 def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
     if ended:
         print(f"{run_dir} has stopped{_progress(run_dir)}")
+        if arguments.pause:
+            print(f"`{typed('train', '--resume', run_dir)}` goes on with it")
         return exit_codes.COMPLETE
     again = "" if arguments.now else f"; `{typed('stop', run_dir, '--now')}` ends it at once"
     print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)
@@ -161,6 +180,8 @@ def _progress(run_dir: Path) -> str:
     try:
         status = json.loads((run_dir / STATUS_FILE).read_text())
         failure = f": {status['failure']}" if status["failure"] else ""
-        return f" ({status['phase']}, {status['step']} steps trained{failure})"
+        return (
+            f" ({status.get('pause') or status['phase']}, {status['step']} steps trained{failure})"
+        )
     except (OSError, ValueError, KeyError):
         return ""

@@ -6,8 +6,9 @@ Starts  laminar-coord, and a laminar-node for each machine that is ours (machine
         that died again
 
 Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
-exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. If this process
-is killed, its daemons see that their standard input is closed, and end the run gracefully.
+exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. SIGUSR1, and in a
+batch job SIGTERM, pause it. If this process is killed, its daemons see that their standard input is
+closed, and end the run gracefully, or pause it in a batch job.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from laminar.names import exit_codes
 from laminar.net.addresses import ip_of
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import RunLock
-from laminar.run.stop_requests import DRAIN, NOW, stop_signals
+from laminar.run.stop_requests import DRAIN, NOW, PAUSE, pause_signals, stop_signals
 from laminar.weights.arena.arena import sweep_arenas
 
 POLL_S = 0.25
@@ -124,8 +125,8 @@ class Supervisor:
         """How long the others may take to end by themselves."""
         if self._lock.lost():
             return NOTICE_S
-        stopped = (exit_codes.COMPLETE, exit_codes.FAILED, exit_codes.STOPPED_EARLY)
-        return NODE_EXIT_S if over.code in stopped and not over.reason else 0.0
+        told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
+        return NODE_EXIT_S if told and not over.reason else 0.0
 
     def _watch(self) -> Over:
         again_s: float | None = None  #: when the next coordinator is to be started
@@ -202,7 +203,12 @@ class Supervisor:
         if level <= self._told:
             return
         first, self._told = self._told == Asked.NOTHING, level
-        if level == Asked.DRAIN:
+        if level == Asked.PAUSE:
+            self.progress.note(
+                f"pausing ({reason}): the step in training is completed and saved; "
+                "Ctrl-C to end the run instead"
+            )
+        elif level == Asked.DRAIN:
             self.progress.note(
                 f"stopping ({reason}): the step in training is completed and the model exported; "
                 "Ctrl-C again to stop at once"
@@ -212,7 +218,8 @@ class Supervisor:
         stdin = self._coordinator.process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
-            stdin.write(f"{DRAIN if level == Asked.DRAIN else NOW} {reason}\n".encode())
+            word = {Asked.PAUSE: PAUSE, Asked.DRAIN: DRAIN}.get(level, NOW)
+            stdin.write(f"{word} {reason}\n".encode())
 
     def _end_processes(self, leave_s: float) -> None:
         """End the processes: they leave within `leave_s`, else when ordered to, else they are
@@ -236,13 +243,14 @@ class Supervisor:
 
 
 class Asked:
-    """What the user has asked for by signals: the highest of four levels, and by which signal.
+    """What was asked for by signals: the highest of five levels, and by which signal.
 
-    SIGTERM and SIGHUP ask for a graceful end, as often as they come. Ctrl-C asks for one
-    level more each time, SIGQUIT for an end at once.
+    SIGTERM and SIGHUP ask for a graceful end, as often as they come; SIGUSR1, and in a batch job
+    SIGTERM, for a pause. Ctrl-C asks for an end, and for one level more each time, SIGQUIT for an
+    end at once.
     """
 
-    NOTHING, DRAIN, NOW, BY_FORCE = range(4)
+    NOTHING, PAUSE, DRAIN, NOW, BY_FORCE = range(5)
 
     def __init__(self) -> None:
         self.level, self.reason = self.NOTHING, ""
@@ -254,7 +262,7 @@ class Asked:
         thread of a program may say what signals do: in another one they do what they did."""
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in (*stop_signals(), signal.SIGINT, signal.SIGQUIT):
+        for number in (*stop_signals(), *pause_signals(), signal.SIGINT, signal.SIGQUIT):
             self._before[number] = signal.signal(number, self._signalled)
         return self
 
@@ -267,8 +275,10 @@ class Asked:
         return time.monotonic() - self._now_s
 
     def _signalled(self, number: int, frame: object) -> None:
+        more = min(max(self.level + 1, self.DRAIN), self.BY_FORCE)
         wanted = {
-            signal.SIGINT: min(self.level + 1, self.BY_FORCE),
+            **dict.fromkeys(pause_signals(), self.PAUSE),
+            signal.SIGINT: more,
             signal.SIGQUIT: self.NOW,
         }.get(signal.Signals(number), self.DRAIN)
         if wanted > self.level:

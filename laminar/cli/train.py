@@ -303,7 +303,9 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     """The last lines: what happened, and where to look next; why it is not tried again."""
     lines = [""]
     failure = summary["failure"] or over.reason
-    if over.code == exit_codes.STOPPED_EARLY:
+    if over.code == exit_codes.PAUSED:
+        lines.append("the run is paused, with all that is unfinished")
+    elif over.code == exit_codes.STOPPED_EARLY:
         lines.append(f"the run ended    {failure}")
     elif failure:
         lines += [

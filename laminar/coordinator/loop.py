@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,15 @@ from laminar.net.transport import SAFETY_TICK_S, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.run.directory import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
 from laminar.run.fail_points import FailPoints
-from laminar.run.stop_requests import NOW, STARTER_GONE, handle_signals, stop_signals
+from laminar.run.stop_requests import (
+    NOW,
+    PAUSE,
+    STARTER_GONE,
+    handle_signals,
+    in_batch_job,
+    pause_signals,
+    stop_signals,
+)
 
 FAREWELL_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
@@ -116,6 +125,16 @@ def origin_of(run_dir: Path) -> ev.Origin | None:
         )
     except FileNotFoundError:
         return None
+
+
+def _asked_by(line: str) -> ev.DrainRequested:
+    """The request of the process that started this one; when that is gone, the run ends, or pauses
+    where a batch system starts it again."""
+    word, _, reason = line.partition(" ")
+    if word == STARTER_GONE:
+        reason = "whoever started the coordinator is gone"
+        return ev.DrainRequested(reason=reason, pause=in_batch_job())
+    return ev.DrainRequested(reason=reason, at_once=word == NOW, pause=word == PAUSE)
 
 
 FULL_COLLECTIONS_APART = 1 << 30
@@ -246,6 +265,7 @@ class Coordinator:
             self._tell_address()
             loop = asyncio.get_running_loop()
             handle_signals(stop_signals(), self._drain_requested)
+            handle_signals(pause_signals(), partial(self._drain_requested, pause=True))
             handle_signals([signal.SIGINT, signal.SIGQUIT], self._interrupted)
             self.socket.attach(loop, self._turn)
             await self._ended.wait()
@@ -291,25 +311,21 @@ class Coordinator:
         return int(str(known).rpartition(":")[2])
 
     def requested(self, line: str) -> None:
-        """What the process that started this one asks for; when that is gone, the run ends."""
-        word, _, reason = line.partition(" ")
-        if word == STARTER_GONE:
-            self._drain_requested("whoever started the coordinator is gone")
-        else:
-            self.report(ev.DrainRequested(reason=reason, at_once=word == NOW))
+        """What the process that started this one asks for."""
+        self.report(_asked_by(line))
 
     def give_up(self, error: ConfigError) -> None:
         """End this process for a reason that lies outside the run; nothing more is decided."""
         self._error = error
         self._ended.set()
 
-    def _drain_requested(self, name: str) -> None:
-        self.report(ev.DrainRequested(reason=name))
+    def _drain_requested(self, name: str, pause: bool = False) -> None:
+        self.report(ev.DrainRequested(reason=name, pause=pause))
 
     def _interrupted(self, name: str) -> None:
         """SIGQUIT, or Ctrl-C when the run is stopping already: at once."""
         machine = self.tick.machine
-        stopping = machine.started and machine.state.draining
+        stopping = machine.started and machine.state.draining and not machine.state.pausing
         at_once = stopping or name == signal.SIGQUIT.name
         self.report(ev.DrainRequested(reason=name, at_once=at_once))
 

@@ -315,7 +315,7 @@ _WAYS_ON = {
 
 def _trainer_is_at_it(state: State) -> bool:
     """Whether the trainer has an order, or is about to be there."""
-    orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.LOAD, keys.REDO)
+    orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REDO)
     return any(key in state.commands for key in orders) or _is_awaited(state, Role.TRAINER)
 
 

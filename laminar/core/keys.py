@@ -23,6 +23,7 @@ EXPORT = CommandKey("export")
 TRAIN = CommandKey("train")
 PROPOSE = CommandKey("propose")
 LOAD = CommandKey("load")
+SAVE = CommandKey("save")
 REDO = CommandKey("redo")
 
 # --- commands about one thing -------------------------------------------------------------------

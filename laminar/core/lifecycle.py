@@ -2,7 +2,7 @@
 
 Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
 Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
-Emits   PublishWeights (version 0), ExportModel, StopActor
+Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through stopping.py
 
 Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
 with a reason and a non-zero exit code, and the ledger still closes: leftovers are dropped as
@@ -11,7 +11,7 @@ DropReason.RUN_ENDED.
 
 from __future__ import annotations
 
-from laminar.core import buffering, groups, keys, publishing, relays, store_restarts
+from laminar.core import buffering, groups, keys, publishing, relays, stopping, store_restarts
 from laminar.core.admission import groups_wanted
 from laminar.core.context import Context
 from laminar.core.failures import Failure, FailureKind
@@ -26,18 +26,14 @@ from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
 from laminar.names.roles import Role
 
-RUN = "run"
-"""The subject of what the user has asked for."""
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
-STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
-"""Phases in which every run that can be resumed can be stopped at once before that."""
-STOP_TIMEOUT_MS = 20_000
-"""A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
 
 
 def plan(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; True when it did."""
+    if ctx.state.pausing:
+        return stopping.plan_pause(ctx)
     return _PLANS[ctx.state.phase](ctx)
 
 
@@ -48,6 +44,9 @@ def fail(
     state = ctx.state
     if state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
         return False
+    if state.pausing and kind in stopping.LOSSES:
+        stopping.pause(ctx)
+        return True
     state.failed = Failure(kind, subject, ctx.stamped.seq, detail)
     state.exit_code = exit_code
     _begin_ending(ctx)
@@ -65,37 +64,24 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported.
 
     At once, or before anything was trained, there is nothing to complete. A run that can be resumed
-    stays as it is then.
+    stays as it is then. So does one that is to pause (stopping.py); any other ends.
     """
     state = ctx.state
-    repeat, state.draining = state.draining, True
-    if event.at_once and _stays_open(state, drained=repeat):
-        _stop_at_once(ctx, event.reason)
+    if event.pause and state.settings.keeps_checkpoints:
+        if not stopping.begin_pause(state):
+            ctx.ignore("run-ending")
+        return
+    repeat = state.draining and not state.pausing
+    state.draining, state.pausing = True, False
+    if event.at_once and stopping.stays_open(state, drained=repeat):
+        stopping.stop_at_once(ctx, event.reason)
     elif event.at_once or (state.phase == Phase.STARTING and not repeat):
         early = state.phase == Phase.STARTING
         kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
-        if not fail(ctx, kind, RUN, event.reason, exit_code=130) and repeat:
+        if not fail(ctx, kind, stopping.RUN, event.reason, exit_code=130) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
-
-
-def _stays_open(state: State, *, drained: bool) -> bool:
-    """Whether the run can go on later if all its processes end now."""
-    if not state.settings.keeps_checkpoints:
-        return False
-    if state.phase != Phase.ENDING:
-        return state.phase in STAYS_OPEN
-    return drained and not (state.failed or buffering.steps_done(state))
-
-
-def _stop_at_once(ctx: Context, reason: str) -> None:
-    """All processes end, and the books stay open."""
-    state = ctx.state
-    state.stopped, state.exit_code = True, 130
-    state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
-    move_run(state, "stop at once")
-    _order_stops(ctx)
 
 
 @handles(ev.EventGivenUp, valid=anything)
@@ -249,6 +235,7 @@ def _begin_ending(ctx: Context) -> None:
     state = ctx.state
     if state.failing:
         state.failed, state.exit_code = state.failing, 1
+    state.pausing = False
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_WAIT)
     ctx.clear_timer(keys.START)
@@ -283,19 +270,8 @@ def _ending(ctx: Context) -> bool:
     if state.groups and (can_write or store_restarts.awaited(state)):
         return False
     move_run(state, "stop")
-    _order_stops(ctx)
+    stopping.order_stops(ctx)
     return True
-
-
-def _order_stops(ctx: Context) -> None:
-    reason = ctx.state.failure or "the run is complete"
-    for actor in ctx.state.actors.values():
-        if actor.alive:
-            ctx.command(
-                cmd.StopActor(to=actor.name, reason=reason),
-                key=keys.stop(actor.name),
-                timeout_ms=STOP_TIMEOUT_MS,
-            )
 
 
 def _stopping(ctx: Context) -> bool:

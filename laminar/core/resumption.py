@@ -37,7 +37,7 @@ _ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_over(state: State) -> bool:
-    """Whether the run has ended, and not because the user stopped it before its time."""
+    """Whether the run has ended, and was neither stopped by the user before its time nor paused."""
     return state.phase == Phase.ENDED and not _was_stopped(state)
 
 
@@ -78,8 +78,9 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     state.settings = msgspec.structs.replace(state.settings, **changed)
     had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
     lost = [actor for actor in state.actors.values() if actor.alive or had_left]
-    if event.asked and _was_stopped(state):
-        state.stopped, state.draining, state.failed, state.exit_code = False, False, None, 0
+    if state.pausing or state.paused or (event.asked and _was_stopped(state)):
+        state.pausing = state.draining = state.stopped = False
+        state.failed, state.exit_code = None, 0
         if state.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)
     elif more_steps and state.phase in _STEPS_DONE and not buffering.steps_done(state):
@@ -92,7 +93,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 def _train_on(ctx: Context) -> None:
     """The run was to end, and goes on now: what was exported is a version like others."""
-    move_run(ctx.state, "go on")
+    move_run(ctx.state, "go on" if ctx.state.newest >= 0 else "start again")
     publishing.forget_export(ctx)
 
 

@@ -295,7 +295,9 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     draining: bool = False
     failing: Failure | None = None  #: why the run drains; None: the user asked
-    stopped: bool = False  #: at once: what is open stays so, until the run is resumed
+    pausing: bool = False  #: it drains, and will be stopped when the last step is saved
+    #: at once, or it has paused: what is open stays so, until the run is resumed
+    stopped: bool = False
     failed: Failure | None = None
     exit_code: int = 0
 
@@ -317,6 +319,12 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     def failure(self) -> str:
         """Why the run has failed, as a sentence; empty: it has not."""
         return self.failed.sentence if self.failed is not None else ""
+
+    @property
+    def paused(self) -> bool:
+        """All its processes have been ordered to end, and it goes on when they are started
+        again."""
+        return self.stopped and self.failed is None
 
     @property
     def drained_for(self) -> str:

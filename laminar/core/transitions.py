@@ -95,7 +95,8 @@ RUN = Table(
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
         (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # it is lost, and other bytes
-        (Phase.RUNNING, "stop at once"): Phase.STOPPING,  # to be resumed
+        (Phase.STARTING, "stop at once"): Phase.STOPPING,  # to be resumed; here only by a pause
+        (Phase.RUNNING, "stop at once"): Phase.STOPPING,
         (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
         (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
         (Phase.ENDING, "stop at once"): Phase.STOPPING,
@@ -104,6 +105,8 @@ RUN = Table(
         (Phase.ENDING, "go on"): Phase.RUNNING,
         (Phase.STOPPING, "go on"): Phase.RUNNING,
         (Phase.ENDED, "go on"): Phase.RUNNING,
+        (Phase.STOPPING, "start again"): Phase.STARTING,  # likewise, before the first weights
+        (Phase.ENDED, "start again"): Phase.STARTING,
         (Phase.STARTING, "end"): Phase.ENDING,
         (Phase.RUNNING, "end"): Phase.ENDING,
         (Phase.EXPORTING, "end"): Phase.ENDING,

@@ -177,6 +177,10 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     state = ctx.state
     if event.version in state.saved:
         return ctx.ignore("repeat")
+    ordered = state.commands.get(keys.SAVE)
+    command = ordered.command if ordered is not None else None
+    if isinstance(command, cmd.SaveCheckpoint) and command.version == event.version:
+        ctx.done(keys.SAVE)
     saved = {**state.saved, event.version: event.path}
     state.saved = {version: path for version, path in saved.items() if version in event.kept}
     versions.checkpoints_kept(state)

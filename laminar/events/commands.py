@@ -96,6 +96,14 @@ class ExportModel(Command, frozen=True, kw_only=True):
     step: int
 
 
+@carried_out_by(Role.TRAINER)
+class SaveCheckpoint(Command, frozen=True, kw_only=True):
+    """Save the present weights, those of this version, unless a checkpoint has them."""
+
+    version: int
+    step: int
+
+
 @carried_out_by(Role.RELAY)
 class PinVersion(Command, frozen=True, kw_only=True):
     """Keep this version, -1 for none; of the others evict those with unfinished work last.

@@ -94,10 +94,13 @@ class NodeHeard(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.COORDINATOR)
 class DrainRequested(Event, frozen=True, kw_only=True):
-    """The user asked the run to end gracefully (Ctrl-C), or at once (a second one)."""
+    """The user asked the run to end gracefully (Ctrl-C), at once (a second one), or to pause.
+
+    A batch system asks for a pause: it ends all processes soon, and starts them again."""
 
     reason: str
     at_once: bool = False  #: neither complete the step in training nor export the model
+    pause: bool = False  #: complete and save the step in training; all else stays open
 
 
 @reported_by(Role.COORDINATOR)

@@ -91,7 +91,7 @@ class ModelExported(Event, frozen=True, kw_only=True):
     path: str
 
 
-@reported_by(Role.TRAINER)
+@reported_by(Role.TRAINER, ends=(cmd.SaveCheckpoint,))
 class CheckpointSaved(Event, frozen=True, kw_only=True):
     """A version is on disk, whole and synced, for replicas of every machine."""
 

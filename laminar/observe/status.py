@@ -91,6 +91,7 @@ class StatusWriter:
         trained = state.ledger.trajectories.trained
         return {
             "phase": state.phase,
+            "pause": "pausing" if state.pausing else "paused" if state.paused else "",
             "event": state.seq,
             "step": state.completed,
             "total_steps": state.settings.total_steps,

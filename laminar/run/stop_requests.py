@@ -2,7 +2,10 @@
 it.
 
 Reads   signals; lines on standard input, where the starter of a process has the other end
-Gives   stop_signals, handle_signals, follow_starter
+Gives   stop_signals, pause_signals, leave_signals, handle_signals, follow_starter
+
+A batch system warns a process with SIGUSR1, or with SIGTERM where nothing else was agreed on, and
+starts it again later: that is a pause of the run, and not its end.
 
 A process that another one of the run started reads its standard input: one line is one request,
 and its end says that the starter is gone. Unlike a signal, a line is not lost while a process
@@ -18,8 +21,11 @@ import signal
 import threading
 from collections.abc import Callable
 
-DRAIN, NOW = "drain", "now"
-"""Requests: complete the step in training and export, or end at once. A reason may follow."""
+PAUSE, DRAIN, NOW = "pause", "drain", "now"
+"""Requests: complete and save the step in training; complete it and export; end at once. A reason
+may follow."""
+END = signal.SIGUSR2
+"""Asks for a graceful end of the run wherever that is decided, also under a batch system."""
 STARTER_GONE = ""
 
 
@@ -34,9 +40,26 @@ def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
     return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def in_batch_job() -> bool:
+    """Whether a batch system has started this process, and decides how long it may run."""
+    return "SLURM_JOB_ID" in os.environ
+
+
 def stop_signals() -> list[signal.Signals]:
-    """What asks any process of a run to end gracefully."""
-    return [signal.SIGTERM, *not_ignored(signal.SIGHUP)]
+    """What asks for a graceful end of the run, where that is decided."""
+    term = [] if in_batch_job() else [signal.SIGTERM]
+    return [*term, END, *not_ignored(signal.SIGHUP)]
+
+
+def pause_signals() -> list[signal.Signals]:
+    """What asks for a pause of the run, likewise."""
+    return [signal.SIGUSR1, *([signal.SIGTERM] if in_batch_job() else [])]
+
+
+def leave_signals(*, warned: bool) -> list[signal.Signals]:
+    """What asks an actor to leave the run; `warned`: it is one that a batch system warns."""
+    usr1 = [signal.SIGUSR1] if warned else []
+    return [signal.SIGTERM, *usr1, *not_ignored(signal.SIGHUP)]
 
 
 def handle_signals(signals: list[signal.Signals], act: Callable[[str], None]) -> None:

@@ -239,3 +239,64 @@ async def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
     await trainer.step(1)
     await trainer.writer.close()
     assert not trainer.saved and not (tmp_path / "checkpoints").exists()
+
+
+async def test_one_that_is_ordered_is_written_between_those_that_are_due(tmp_path: Path) -> None:
+    """And the chain of what was trained has all of them, in order."""
+    trainer = Trainer(tmp_path, "trainer.save_freq=3")
+    for step in (1, 2, 3):
+        await trainer.step(step)
+        if step > 1:
+            await trainer.writer.save(step, step, 1)
+        await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == [2, 3]
+    found = resume.decode((tmp_path / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
+    assert found.digest == ids.chained("", *((f"0.{k}.0", f"0.{k}.1") for k in (1, 2, 3)))
+
+
+async def test_one_that_is_ordered_waits_for_the_one_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be the one that is ordered."""
+    go_on = threading.Event()
+    write_model = export.write_model
+
+    def slowly(*args: object) -> None:
+        assert go_on.wait(30)
+        write_model(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "write_model", slowly)
+    trainer = Trainer(tmp_path, "trainer.save_freq=1")
+    await trainer.step(1)
+    ordered = asyncio.ensure_future(trainer.writer.save(1, 1, 1))
+    await asyncio.sleep(0.05)
+    assert not ordered.done()
+    go_on.set()
+    await ordered
+    await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == [1]
+
+
+async def test_one_that_is_ordered_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [OSError(28, "No space left on device")]
+    write_model = export.write_model
+
+    def once_full(*args: object) -> None:
+        if errors:
+            raise errors.pop()
+        write_model(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "write_model", once_full)
+    trainer = Trainer(tmp_path, "trainer.save_freq=9")
+    await trainer.step(1)
+    await trainer.writer.save(1, 1, 1)
+    await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == [1] and not errors
+    errors.append(OSError(5, "Input/output error"))
+    await trainer.step(2)
+    await trainer.writer.save(2, 2, 1)
+    await trainer.writer.close()
+    await until(lambda: bool(trainer.host.failures))
+    assert [event.version for event in trainer.saved] == [1]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import commands, stop
+from laminar.config import dumps, load
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 
 STAND_IN = """
@@ -19,7 +20,7 @@ import signal, sys
 from pathlib import Path
 from laminar.run.lock import RunLock
 run_dir, name, *heeds = sys.argv[1:]
-for number in (signal.SIGTERM, signal.SIGQUIT):
+for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: None)
 def heard(number, frame):
     print(name, signal.Signals(number).name, flush=True)
@@ -36,7 +37,8 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / CONFIG_FILE).touch()
+    config = load([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(config))
     return tmp_path / "run"
 
 
@@ -84,9 +86,11 @@ def test_what_is_no_run_is_a_mistake(
 @pytest.mark.parametrize(
     ("names", "options", "asked"),
     [
-        (("train", "coordinator"), (), "train SIGTERM"),
+        (("train", "coordinator"), (), "train SIGUSR2"),
         (("train", "trainer-0"), ("--now",), "train SIGQUIT"),
-        (("coordinator", "node-0"), (), "coordinator SIGTERM"),
+        (("train", "coordinator"), ("--pause",), "train SIGUSR1"),
+        (("coordinator", "node-0"), (), "coordinator SIGUSR2"),
+        (("coordinator", "node-0"), ("--pause",), "coordinator SIGUSR1"),
         (("coordinator", "node-0"), ("--now",), "coordinator SIGQUIT"),
         (("node-0", "store-0"), ("--now",), "node-0 SIGTERM"),
     ],
@@ -112,9 +116,11 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
     assert commands.run(["stop", str(run_dir), *options]) == 0
     assert ended_by(in_charge) == asked
     said = capsys.readouterr().out
-    assert f"asked {names[0]} (pid {in_charge.pid}) to end" in said
+    to = "to pause" if "--pause" in options else "to end"
+    assert f"asked {names[0]} (pid {in_charge.pid}) {to}" in said
     assert "waiting for" in said and names[1] in said
-    assert said.endswith(f"{run_dir} has stopped\n")
+    assert f"{run_dir} has stopped\n" in said
+    assert said.endswith("goes on with it\n") == ("--pause" in options)
 
 
 def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
@@ -154,3 +160,13 @@ def test_a_run_of_another_machine_is_stopped_there(
     said = capsys.readouterr().err
     assert f"coordinator (pid {away.pid} on {here})" in said and "there" in said
     assert away.poll() is None
+
+
+def test_a_run_that_writes_no_checkpoints_is_not_paused(
+    run_dir: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load([], ["model.name=m", "data.dataset=gcd", "trainer.save_freq=0"])
+    (run_dir / CONFIG_FILE).write_text(dumps(config))
+    process = start("train", "SIGUSR1")
+    assert commands.run(["stop", str(run_dir), "--pause"]) == 2
+    assert "trainer.save_freq = 0" in capsys.readouterr().err and process.poll() is None

@@ -18,7 +18,9 @@ from laminar.config import load
 from laminar.names import exit_codes
 from laminar.run.lock import RunLock
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
 HEAR = """
 import sys
 with open(sys.argv[1], "a") as heard:
@@ -29,7 +31,8 @@ IGNORE = "import sys; sys.stdin.read(); import time; time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     before = {number: signal.getsignal(number) for number in HANDLED}
     yield
     for number, handler in before.items():
@@ -41,6 +44,11 @@ def handlers() -> Iterator[None]:
     [
         ("SIGTERM", Asked.DRAIN),
         ("SIGHUP SIGTERM SIGTERM", Asked.DRAIN),  # a batch system repeats itself
+        ("SIGUSR2", Asked.DRAIN),
+        ("SIGUSR1 SIGUSR1", Asked.PAUSE),
+        ("SIGUSR1 SIGINT", Asked.DRAIN),
+        ("SIGTERM SIGUSR1", Asked.DRAIN),
+        ("SIGUSR1 SIGINT SIGINT", Asked.NOW),
         ("SIGINT", Asked.DRAIN),
         ("SIGINT SIGTERM", Asked.DRAIN),
         ("SIGTERM SIGINT", Asked.NOW),
@@ -56,6 +64,16 @@ def test_what_signals_ask_for(signals: str, level: int) -> None:
         for name in signals.split():
             os.kill(os.getpid(), signal.Signals[name])
     assert asked.level == level
+
+
+def test_in_a_batch_job_sigterm_asks_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit and a preemption come as one; `laminar stop` still ends the run."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with Asked() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.level == Asked.PAUSE
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert asked.level == Asked.DRAIN
 
 
 def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
@@ -109,6 +127,12 @@ def test_a_coordinator_that_is_started_again_hears_what_was_asked_of_the_former(
     supervisor = StandIns(tmp_path / "run", "SIGTERM", exit_codes.CRASHED, exit_codes.COMPLETE)
     assert supervisor.run().code == exit_codes.COMPLETE
     assert supervisor.heard.read_text() == "drain SIGTERM\n" * 2
+
+
+def test_a_coordinator_is_told_to_pause_and_its_end_is_final(tmp_path: Path) -> None:
+    supervisor = StandIns(tmp_path / "run", "SIGUSR1", exit_codes.PAUSED)
+    assert supervisor.run().code == exit_codes.PAUSED
+    assert supervisor.heard.read_text() == "pause SIGUSR1\n"
 
 
 def test_at_once_without_a_coordinator_waits_for_none(tmp_path: Path) -> None:

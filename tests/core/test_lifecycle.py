@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from laminar.core import keys
-from laminar.core.lifecycle import EXPORT_TIMEOUT_MS, STOP_TIMEOUT_MS
+from laminar.core.lifecycle import EXPORT_TIMEOUT_MS
+from laminar.core.stopping import STOP_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.kit.bench import Bench, only

@@ -78,7 +78,7 @@ class ForkedProcess:
                 pass
 
     def dump_stacks(self) -> None:
-        self.send_signal(signal.SIGUSR1)
+        self.send_signal(signal.SIGUSR2)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -45,13 +45,14 @@ from laminar.run.stop_requests import (
     STARTER_GONE,
     follow_starter,
     handle_signals,
+    leave_signals,
     not_ignored,
-    stop_signals,
 )
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
-
+STACK_SIGNAL = signal.SIGUSR2
+"""Has an actor write the stacks of its threads."""
 WATCH_S = 0.5
 
 
@@ -222,7 +223,7 @@ def run_actors(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{names[0]}.stacks")
     faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
 
     async def main() -> int:
         own = OwnProcess(lock, names[0], role)
@@ -283,7 +284,7 @@ class OwnProcess:
             self._listen()
 
     def _listen(self) -> None:
-        handle_signals(stop_signals(), self._end_all)
+        handle_signals(leave_signals(warned=self.role == "node"), self._end_all)
         if self.role == "node":
             handle_signals(not_ignored(signal.SIGINT), self._end_all)
         else:  # a terminal's Ctrl-C goes to all processes in it, and actors wait for their node

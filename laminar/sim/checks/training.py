@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from laminar.core.state import State
+from laminar.core.versions import step_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -53,6 +54,9 @@ class TrainingChecks:
         self.lost: set[str] = set()  #: directories that somebody else removed, likewise
         #: paths of the checkpoints that the log has, by the event since which it has them
         self._kept: dict[int, tuple[str, ...]] = {}
+        #: when the run paused last: completed steps of its newest checkpoint, and where that is
+        self._paused: tuple[int, str] = (0, "")
+        self._is_paused = False
 
     def decided(self, command: Command) -> None:
         """The coordinator gives a version its number."""
@@ -61,6 +65,15 @@ class TrainingChecks:
             self._orders[command.version] = command
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             self._steps[command.version] = command.step
+        elif isinstance(command, cmd.RedoStep):
+            self._is_needed(command)
+
+    def _is_needed(self, command: cmd.RedoStep) -> None:
+        """pause_keeps_steps: what was saved when the run paused is not done again."""
+        steps, path = self._paused
+        saved = self.world.models.get(path)
+        if command.step_index < steps and saved is not None and not saved.damaged:
+            raise Violation("pause_keeps_steps", f"{command}, and the run paused after {steps}")
 
     @property
     def book(self) -> set[str]:
@@ -73,12 +86,26 @@ class TrainingChecks:
         event = stamped.event
         if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.saved:
             self._kept[stamped.seq] = tuple(state.saved.values())
+        if state.paused and not self._is_paused:
+            self._pauses(state)
+        self._is_paused = state.paused
         if not isinstance(event, ev.StepCompleted) or state.completed != event.step_index + 1:
             return
         order = self._orders.get(event.version)
         if event.step_index not in self._accepted and order is not None:
             accepted = stamped.seq, event.version, order.trajectories
             self._accepted[event.step_index] = accepted
+
+    def _pauses(self, state: State) -> None:
+        """pause_saves: the last step, if nothing has struck the trainer."""
+        newest = max(state.saved, default=-1)
+        steps = step_of(state, newest) if newest >= 0 else 0
+        trainer = self.world.processes["trainer-0"]
+        struck = self.world.faults.explains(trainer) or state.exported >= 0
+        if steps != state.completed and not struck:
+            what = f"{state.completed} steps are completed, and {steps} are saved"
+            raise Violation("pause_saves", what)
+        self._paused = steps, str(RUN_DIR / state.saved[newest]) if newest >= 0 else "none"
 
     def take_back(self, seq: int) -> None:
         """What came after this event was lost with its coordinator."""

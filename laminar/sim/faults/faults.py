@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.groups import SCORE_TIMEOUT_MS
-from laminar.core.lifecycle import STOP_TIMEOUT_MS
 from laminar.core.relays import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.core.state import State
+from laminar.core.stopping import STOP_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -82,7 +82,7 @@ OWN_RATES = {
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
-    "run-dies": 0.2, "machine-restarts": 0.5,
+    "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5,
 }  # fmt: skip
 """Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
 them."""

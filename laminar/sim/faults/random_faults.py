@@ -366,7 +366,13 @@ def _run_dies(faults: Effects, chance: random.Random) -> None:
         faults.world.begin_again()
 
 
-RUN: dict[str, Strike] = {"run-dies": _run_dies}
+def _run_pauses(faults: Effects, chance: random.Random) -> None:
+    """A batch system is about to end all processes, and starts the run again later."""
+    if faults.can_begin_again:
+        faults.world.coordinator.report(ev.DrainRequested(reason="SIGUSR1", pause=True))
+
+
+RUN: dict[str, Strike] = {"run-dies": _run_dies, "run-pauses": _run_pauses}
 EXITS: dict[str, Strike] = {
     "event-crashes": _event_crashes,
     "event-poison": _event_poison,
