@@ -103,6 +103,7 @@ def look_at_data(config: Config) -> Plan:
             spec,
             prompts.train,
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            config.rollout.group_size,
         ),
         data_digest=prompts.digest,
         warnings=row_warnings(tokenizer, prompts, spec, config.data),

@@ -40,22 +40,29 @@ NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
 Encode = Callable[[str], list[int]]
 
 
-def trial_calls(spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode) -> list[RewardCall]:
+def trial_calls(
+    spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode, group_size: int
+) -> list[RewardCall]:
     """The trial calls: for each row the answer in the data, if any, in one form or several; last an
-    empty answer."""
+    empty answer. A function of whole groups gets `group_size` siblings, as in the run: it may count
+    on that."""
     return [
-        RewardCall(row, [(text, encode(text) if text else []) for text in _texts(spec, row)])
+        RewardCall(
+            row, [(text, encode(text) if text else []) for text in _texts(spec, row, group_size)]
+        )
         for row in rows[:ROWS]
     ]
 
 
-def _texts(spec: RewardSpec, row: PromptRow) -> list[str]:
+def _texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]:
     truth = restore(row.ground_truth)
-    if truth is None:
-        return [""]
     only_custom = all(function.kind == "custom" for function in spec.functions)
     forms = FORMS if only_custom else FORMS[1:2]
-    return [*(form.format(truth) for form in forms), ""]
+    texts = [form.format(truth) for form in forms] if truth is not None else []
+    if spec.scope != "group":
+        return [*texts, ""]
+    texts = texts[: group_size - 1]
+    return [*texts, *[""] * (group_size - len(texts))]
 
 
 def show_trial(

@@ -35,7 +35,7 @@ def tried(
     flat |= {f"reward.{key}": value for key, value in reward.items()}
     config = resolve({**flat, "reward.custom_reward_function.path": str(path)})
     spec, out = reward_spec(config), io.StringIO()
-    calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text])
+    calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text], config.rollout.group_size)
     found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
     return out.getvalue().splitlines(), found
 
@@ -66,7 +66,20 @@ def test_a_group_function_gets_all_as_siblings(tmp_path: Path) -> None:
             return [len(completions) + len(ids) for ids in completion_ids]
     """
     _, *lines = shown(tmp_path, source, ROWS[:1])
-    assert [line.split(": ", 1)[1] for line in lines] == ["23", "5"]
+    assert [line.split(": ", 1)[1] for line in lines] == ["26", "8"]
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 16])
+def test_a_group_function_is_called_with_as_many_siblings_as_in_the_run(
+    tmp_path: Path, group_size: int
+) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(f"def f(prompts, completions):\n    assert len(completions) == {group_size}\n")
+    flat = {"model.name": "m", "reward.custom_reward_function.path": str(path)}
+    spec = reward_spec(resolve({**flat, "data.train_files": ["t.jsonl"]}))
+    (call,) = trial_calls(spec, ROWS[:1], lambda text: [1], group_size)
+    texts = [text for text, _ in call.completions]
+    assert len(texts) == group_size and texts[0] == "0" and texts[-1] == ""
 
 
 TAGGED = """
@@ -193,7 +206,7 @@ def test_the_scorer_of_a_dataset_gets_the_answer_as_it_wants_it() -> None:
     data = DataConfig(dataset="spell_backward", dataset_size=3, val_size=0)
     config = resolve({"model.name": "m", "data.dataset": "spell_backward"})
     spec, out = reward_spec(config), io.StringIO()
-    calls = trial_calls(spec, load_prompts(data).train, lambda text: [])
+    calls = trial_calls(spec, load_prompts(data).train, lambda text: [], 4)
     show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
     _, *lines = out.getvalue().splitlines()
     assert [line.rsplit(": ")[-1] for line in lines] == ["1", "0"] * 3
