@@ -24,6 +24,7 @@ from laminar.cli import (
     serve,
     sim,
     stop,
+    submit,
     train,
     watch,
 )
@@ -40,6 +41,7 @@ def parser() -> Parser:
         init,
         train,
         fork,
+        submit,
         serve,
         watch,
         stop,

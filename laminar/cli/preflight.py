@@ -56,23 +56,33 @@ class Plan:
     warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
 
 
-def check_settings(config: Config) -> Config:
-    """What can be seen without the data; hub names become paths, nothing else is written."""
+def check_settings(config: Config, *, here: bool = True) -> Config:
+    """What can be seen without the data; hub names become paths, nothing else is written. `here`:
+    the run will be on this machine, and what it has is looked at, too."""
     _check_directory(config.run_dir)
-    _check_port(config, "coordinator.port", config.coordinator.port)
     _check_loggers(config)
+    if here:
+        _check_machine(config)
     if not config.is_emulated:
-        check_devices(config)
         config = localize(config)
-        _check_model(config)
+        _check_model(config, here=here)
         check_import(
             config.reward.custom_reward_function.path, "reward.custom_reward_function.path"
         )
         for path in dict.fromkeys(entry.path for entry in config.reward.functions):
             check_import(path, "reward.functions.path")
     _check_strategy(config)
-    check_room(run_size(config))
     return config
+
+
+def _check_machine(config: Config) -> None:
+    """What the run takes of this machine is there: ports, open files, devices."""
+    _check_port(config, "coordinator.port", config.coordinator.port)
+    if "prometheus" in config.trainer.logger:
+        _check_port(config, "coordinator.prometheus_port", config.coordinator.prometheus_port)
+    check_room(run_size(config))
+    if not config.is_emulated:
+        check_devices(config)
 
 
 def look_at_data(config: Config) -> Plan:
@@ -169,14 +179,14 @@ def check_devices(config: Config) -> None:
         )
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config, *, here: bool) -> None:
     name = config.model.name
     if not Path(name).is_dir():
         raise ConfigError(
             f"model.name = {name!r} is not a directory; give the path of a Hugging Face model "
             "(config.json, model.safetensors, tokenizer.json), or its name on the hub, ORG/NAME"
         )
-    check_engine(config)
+    check_engine(config, here=here)
 
 
 def run_size(config: Config) -> int:
@@ -192,8 +202,6 @@ def _check_strategy(config: Config) -> None:
 
 
 def _check_loggers(config: Config) -> None:
-    if "prometheus" in config.trainer.logger:
-        _check_port(config, "coordinator.prometheus_port", config.coordinator.prometheus_port)
     if "wandb" in config.trainer.logger:
         check_wandb()
 

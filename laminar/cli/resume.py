@@ -49,14 +49,16 @@ from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
     "coordinator.host",
+    "run.nodes",
     "rollout.replicas",
+    "rollout.replicas_beside_trainer",
     "trainer.total_training_steps",
     "trainer.test_freq",
     "trainer.save_freq",
     "store.payload_gb",
     "reward.trial",
 )
-"""Settings that may be others for the rest of a run."""
+"""Settings that may be others for the rest of a run, besides all of [slurm]."""
 HEADER_MAX = 100 << 20
 """Bytes of the header of a safetensors file, as its readers limit it."""
 _PLACE = ("run.name", "run.output_dir")
@@ -173,10 +175,11 @@ def check_unchanged(own: Config, now: Config) -> None:
     """ConfigError for the first setting that is not what the run began with and may not change."""
     before, after = values_of(own), values_of(now)
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key) and key not in (*CHANGEABLE, *_PLACE):
+        may = key in (*CHANGEABLE, *_PLACE) or key.startswith("slurm.")
+        if before.get(key) != after.get(key) and not may:
             raise ConfigError(
                 f"{key} = {after.get(key)!r}, but the run began with {before.get(key)!r}: when a "
-                f"run is resumed, only {', '.join(CHANGEABLE)} may be changed"
+                f"run is resumed, only {', '.join(CHANGEABLE)} and slurm may be changed"
             )
     if not now.trainer.save_freq:
         raise ConfigError(

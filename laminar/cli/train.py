@@ -113,7 +113,8 @@ def begin(
         early = []
         for index in range(config.run.nodes if starts else 0):
             early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
-        plan, found = _look(config, run_dir, arguments, forked, console)
+        machines = 1 if arguments.prepare else config.run.nodes
+        plan, found = look(config, run_dir, arguments, forked, console, machines)
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
         if arguments.dry_run:
@@ -140,16 +141,19 @@ def begin(
         return conclude(run_dir, console, over)
 
 
-def _look(
+def look(
     config: Config,
     run_dir: Path,
     arguments: argparse.Namespace,
     forked: Beginning | None,
     console: Terminal,
+    machines: int,
 ) -> tuple[Plan, dict[str, str]]:
-    """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with."""
-    places = check_memory(config, 1 if arguments.prepare else config.run.nodes)
-    with vllm_asked(config) as vllm_takes_it:
+    """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with.
+    `machines`: how many of the run's machines this one will be; with 0 it is not looked at."""
+    places = check_memory(config, machines) if machines else []
+    asked = vllm_asked(config) if machines else contextlib.nullcontext(lambda: None)
+    with asked as vllm_takes_it:
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)

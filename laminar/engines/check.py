@@ -42,13 +42,14 @@ EMBEDDING = "embed_tokens.weight"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_engine(config: Config) -> None:
-    """The engine can run here, and has a place for every token of the longest sequence."""
+def check_engine(config: Config, *, here: bool = True) -> None:
+    """The engine has a place for every token of the longest sequence, and `here`, on this machine,
+    it can run."""
     name = config.model.name
     try:
         hf_config = read_hf_config(name)
         if config.rollout.engine == "vllm":
-            check_vllm(config)
+            (check_vllm if here else _check_parallelism)(config)
             positions = hf_config.get("max_position_embeddings")
         else:
             positions = parse_hf_config(hf_config).max_positions

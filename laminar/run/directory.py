@@ -20,6 +20,8 @@ report.html       figures, charts and samples, by `laminar report`; comparison.h
 checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, and with
                      the optimizer's state and what else the trainer needs to go on from there
 origin/           of a fork: the checkpoint that it began with, and what it knows of the other run
+slurm/            the batch scripts of a run that was submitted, and its jobs; what they print is in
+                  logs/slurm/
 refused/          checkpoints that were damaged when a trainer was to go on from them
 export/           the trained model as a Hugging Face directory
 """
@@ -53,6 +55,7 @@ RESUME_FILE = "trainer.json"  #: of a checkpoint: what was trained, and how (tra
 ORIGIN_DIR = "origin"
 ORIGIN_FILE = "origin.json"  #: in ORIGIN_DIR: the origin of the first coordinator-started
 REFUSED_DIR = "refused"
+SLURM_DIR = "slurm"
 EXPORT_DIR = "export"
 
 

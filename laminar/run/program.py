@@ -1,7 +1,7 @@
 """Commands as they can be typed: hints name `laminar` as the shell of their reader finds it.
 
 Reads   PATH, the working directory, where this Python lies
-Gives   typed; with_extra, how an extra is installed
+Gives   typed; own_program; with_extra, how an extra is installed
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ def typed(*words: object) -> str:
     return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
 
 
+def own_program() -> str:
+    """This very `laminar`, from wherever it is called, for a shell."""
+    own = Path(sys.executable).parent / NAME
+    if own.is_file():
+        return shlex.quote(str(own.absolute()))
+    return f"{shlex.quote(sys.executable)} -m laminar.cli.main"
+
+
 def with_extra(name: str) -> str:
     """How Laminar is installed with an extra: it is on no package index."""
     return f'pip install -e ".[{name}]" in the checkout, or pip install "laminar_rl-*.whl[{name}]"'
@@ -32,7 +40,7 @@ def _program() -> str:
     own = Path(sys.executable).parent / NAME
     found = shutil.which(NAME)
     if not own.is_file():
-        return NAME if found else f"{shlex.quote(sys.executable)} -m laminar.cli.main"
+        return NAME if found else own_program()
     if found and os.path.samefile(found, own):
         return NAME
     relative = os.path.relpath(own)

@@ -1,0 +1,115 @@
+"""The batch scripts of a run on Slurm: what each job asks for, and the one command that it runs.
+
+Reads   [slurm] of the config
+Gives   Scripts, whose texts are for people, too: RUN/slurm/service.sbatch, RUN/slurm/rollout.sbatch
+Raises  ConfigError for a run directory that no script can name
+
+One job has the coordinator, the store and the trainer. Each rollout machine is a task of a job
+array, so that Slurm replaces one without touching another: at most slurm.rollouts tasks run at a
+time, and slurm.spares more wait for their place. `exec`: Slurm signals the process that it started
+and no other, which so is the one that starts all others and ends last.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar.config import Config, ConfigError
+from laminar.run.directory import LOGS_DIR, SLURM_DIR
+from laminar.run.program import NAME, own_program
+
+SERVICE, ROLLOUT = "service", "rollout"
+_UNQUOTED = re.compile(r"[\w./,:=@+-]+", re.ASCII)
+"""What stands in a line of #SBATCH as it is; % would be replaced, the rest ends a word."""
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """The scripts of one run."""
+
+    config: Config
+    run_dir: Path  #: absolute
+
+    @property
+    def service(self) -> str:
+        c = self.config
+        runs = f"coordinator, store, trainer{_and_replicas(c.replicas_on(0))}"
+        return self._script(SERVICE, runs, [], "%j", "")
+
+    def rollout(self, service_job: str = "") -> str:
+        """`service_job`: the id of the job without which this one is not started."""
+        slurm = self.config.slurm
+        options = [f"--array=1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}"]
+        if service_job:
+            options.append(f"--dependency=after:{service_job}")
+        runs = f"relay{_and_replicas(self.config.rollout.replicas)}"
+        return self._script(ROLLOUT, runs, options, "%A_%a", ' --node "$SLURM_ARRAY_TASK_ID"')
+
+    def path(self, kind: str) -> Path:
+        return self.run_dir / SLURM_DIR / f"{kind}.sbatch"
+
+    def _script(self, kind: str, runs: str, options: list[str], log: str, node: str) -> str:
+        """`runs`: what the job runs, in words; `node`: the words that say which node it is."""
+        slurm = self.config.slurm
+        name = re.sub(r"[^\w.+-]", "-", self.config.run.name, flags=re.ASCII)
+        output = f"{self.run_dir}/{LOGS_DIR}/{SLURM_DIR}/{kind}-{log}.log"
+        options = [f"--job-name={name}-{kind}", *options, *self._asks(), f"--output={output}"]
+        lines = [
+            "#!/bin/bash",
+            f"# {runs}; written by `{NAME} submit`",
+            *(f"#SBATCH {option}" for option in options),
+            *([slurm.setup.strip()] if slurm.setup.strip() else []),
+            f"exec {self._program()} serve {shlex.quote(str(self.run_dir))}{node}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _asks(self) -> Iterator[str]:
+        """What each machine is to have, and how Slurm treats the job."""
+        slurm = self.config.slurm
+        if slurm.partition:
+            yield f"--partition={slurm.partition}"
+        if slurm.account:
+            yield f"--account={slurm.account}"
+        if slurm.time:
+            yield f"--time={slurm.time}"
+        yield "--nodes=1 --ntasks=1"
+        if slurm.gpus:
+            yield f"--gpus-per-node={slurm.gpus}"
+        if slurm.cpus:
+            yield f"--cpus-per-task={slurm.cpus}"
+        if self.exclusive:
+            yield "--exclusive"
+        if slurm.mem or self.exclusive:
+            yield f"--mem={slurm.mem or 0}"  # 0: all that the machine has
+        yield f"--requeue --open-mode=append --signal=B:USR1@{slurm.notice_s}"
+        yield from slurm.extra
+
+    @property
+    def exclusive(self) -> bool:
+        asked = self.config.slurm.exclusive
+        return asked == "yes" or (asked == "auto" and self.config.slurm.gpus > 0)
+
+    def _program(self) -> str:
+        """Laminar as a job finds it: where nothing prepares the job, the one that submits it."""
+        slurm = self.config.slurm
+        own = NAME if slurm.setup.strip() or slurm.launch else own_program()
+        return f"{slurm.launch} {own}".strip()
+
+
+def scripts_of(config: Config, run_dir: Path) -> Scripts:
+    """The scripts of a run that is to be in this directory."""
+    absolute = run_dir.absolute()
+    if not _UNQUOTED.fullmatch(str(absolute)):
+        raise ConfigError(
+            f"run directory {absolute} has a character that a batch script cannot name: choose "
+            "run.output_dir and run.name of letters, digits and . _ - + = : @ ,"
+        )
+    return Scripts(config, absolute)
+
+
+def _and_replicas(count: int) -> str:
+    return f", {count} replica{'' if count == 1 else 's'}" if count else ""

@@ -1,0 +1,258 @@
+"""laminar submit: a run on a Slurm cluster, from its first step or from where it was cut off.
+
+Reads   the config files and overrides of the command line; what Slurm says of the jobs
+Writes  the run directory with RUN/slurm, as laminar train writes its own; the plan
+Starts  two jobs, which run `laminar serve`; with --print nothing
+
+The machine where this is called is a login node, and none of the run's: nothing of what it has is
+looked at. Either all jobs are queued, or none is, and a new run's directory is gone again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from laminar.cli.job_scripts import ROLLOUT, SERVICE, Scripts, scripts_of
+from laminar.cli.preflight import check_settings
+from laminar.cli.resume import resumed_config, take_up
+from laminar.cli.terminal import Terminal
+from laminar.cli.train import look, move_aside, place_of, prepare, take_train_settings
+from laminar.config import Config, ConfigError, load
+from laminar.config.rules import slurm_seconds
+from laminar.engines.environment import gpus_per_replica
+from laminar.names import exit_codes
+from laminar.net.addresses import AUTO
+from laminar.run.directory import LOGS_DIR, SLURM_DIR
+from laminar.run.program import typed
+from laminar.run.renames import write_whole
+from laminar.run.slurm import (
+    Jobs,
+    Refused,
+    cancel,
+    enqueue,
+    queued,
+    read_jobs,
+    would_take,
+    write_jobs,
+)
+
+QUEUE_S = 86_400.0
+"""How long a run waits for replicas that are only on machines which may still be queued."""
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+"""No other machine sees what lies on one of these."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "run on a Slurm cluster, as jobs"
+    parser = subparsers.add_parser("submit", help=text, description=text)
+    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="show the plan and the batch scripts, submit nothing"
+    )
+    parser.add_argument(
+        "--move-old", action="store_true", help="move an existing run directory aside"
+    )
+    take_train_settings(parser)
+    parser.set_defaults(function=submit)
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """Check, show the plan, put the jobs into the queue."""
+    console = Terminal()
+    config, run_dir = _resumed(arguments) if arguments.resume else _new(arguments)
+    _check_shared(run_dir)
+    config = check_settings(config, here=False)
+    plan, found = look(config, run_dir, arguments, None, console, machines=0)
+    scripts = scripts_of(plan.config, run_dir)
+    console.lines([*_job_lines(scripts), *(f"WARNING: {text}" for text in found.values())])
+    if arguments.print:
+        console.lines(_shown(scripts))
+        return exit_codes.COMPLETE
+    _check_taken(scripts)
+    if not arguments.resume and run_dir.exists():
+        console.lines([f"moved the old run to {move_aside(run_dir)}"])
+    place = take_up if arguments.resume else prepare
+    place(plan.config, run_dir, found).close()  # the service takes what nobody else has
+    try:
+        jobs = _enqueue(scripts)
+    except BaseException:
+        if not arguments.resume:
+            shutil.rmtree(run_dir)
+        raise
+    console.lines(_queued_lines(scripts, jobs))
+    return exit_codes.COMPLETE
+
+
+def _new(arguments: argparse.Namespace) -> tuple[Config, Path]:
+    config = asked_of_machines(arguments.config, arguments.overrides)
+    return config, place_of(config, arguments.move_old)
+
+
+def asked_of_machines(files: list[str], overrides: list[str]) -> Config:
+    """The settings of a new run, with what follows from the machines that it asks for; what the
+    user gives goes before that."""
+    config = load(files, overrides)
+    given = [*overrides, f"run.nodes={1 + config.slurm.rollouts}"]
+    defaults: dict[str, Any] = {"coordinator.host": AUTO}
+    for follow in (_replicas, _beside, _patience):
+        defaults |= follow(config)
+        config = load(files, given, defaults=defaults)
+    return config
+
+
+def _replicas(config: Config) -> dict[str, Any]:
+    """As many as the GPUs of a machine allow."""
+    gpus, size = config.slurm.gpus, gpus_per_replica(config)
+    if 0 < gpus < size:
+        raise ConfigError(
+            f"slurm.gpus = {gpus} are fewer than rollout.vllm.tensor_parallel_size = {size}, and a "
+            "replica has all of its GPUs on one machine: raise one or lower the other"
+        )
+    return {"rollout.replicas": gpus // size} if gpus else {}
+
+
+def _beside(config: Config) -> dict[str, Any]:
+    """The trainer has one GPU of its machine, and shares it with no replica."""
+    gpus, size = config.slurm.gpus, gpus_per_replica(config)
+    if not gpus:
+        return {}
+    count = config.rollout.replicas * ((gpus - 1) // size) // (gpus // size)
+    return {"rollout.replicas_beside_trainer": count}
+
+
+def _patience(config: Config) -> dict[str, Any]:
+    """A run whose replicas are all on machines that may still be queued waits for them."""
+    return {} if config.replicas_on(0) else {"coordinator.start_timeout_s": QUEUE_S}
+
+
+def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
+    """The settings and the place of a run that goes on."""
+    if arguments.move_old:
+        raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+    run_dir: Path = arguments.resume
+    jobs = read_jobs(run_dir)
+    if jobs is not None and (living := queued(jobs.ids)):
+        names = ", ".join(f"{job} ({state.lower()})" for job, state in living.items())
+        raise ConfigError(
+            f"{run_dir} has jobs in the queue already: {names}; to submit it anew, end them first: "
+            f"scancel {' '.join(jobs.ids)}"
+        )
+    config = resumed_config(run_dir, arguments.config, arguments.overrides)
+    machines = f"run.nodes={1 + config.slurm.rollouts}"
+    return resumed_config(run_dir, arguments.config, [*arguments.overrides, machines]), run_dir
+
+
+def _check_shared(run_dir: Path) -> None:
+    """ConfigError where no other machine can see the run directory, as far as this one knows."""
+    place, kind = "", ""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split()
+        if run_dir.absolute().is_relative_to(mount) and len(mount) >= len(place):
+            place, kind = mount, found
+    if kind in MEMORY_FILE_SYSTEMS:
+        raise ConfigError(
+            f"run directory {run_dir} is in {place}, in the memory of this machine ({kind}), where "
+            "the nodes do not see it: choose a run.output_dir on a file system that they share"
+        )
+
+
+def _check_taken(scripts: Scripts) -> None:
+    """ConfigError for the first job that Slurm would not take; none is queued."""
+    texts = {SERVICE: scripts.service}
+    if scripts.config.slurm.rollouts:
+        texts[ROLLOUT] = scripts.rollout()
+    for kind, text in texts.items():
+        with _refusing(scripts, kind):
+            would_take(text)
+
+
+def _enqueue(scripts: Scripts) -> Jobs:
+    """Write the scripts and put them into the queue: all, or none."""
+    (scripts.run_dir / LOGS_DIR / SLURM_DIR).mkdir(parents=True, exist_ok=True)
+    scripts.path(SERVICE).parent.mkdir(exist_ok=True)
+    jobs = Jobs(service=_enqueue_one(scripts, SERVICE, scripts.service))
+    try:
+        if scripts.config.slurm.rollouts:
+            text = scripts.rollout(jobs.service)
+            rollouts = [_enqueue_one(scripts, ROLLOUT, text)]
+            jobs = Jobs(service=jobs.service, rollouts=rollouts)
+        write_jobs(scripts.run_dir, jobs)
+    except BaseException:
+        cancel(jobs.ids)
+        raise
+    return jobs
+
+
+def _enqueue_one(scripts: Scripts, kind: str, text: str) -> str:
+    path = scripts.path(kind)
+    write_whole(path, text.encode(), durable=True)
+    with _refusing(scripts, kind):
+        return enqueue(path)
+
+
+@contextlib.contextmanager
+def _refusing(scripts: Scripts, kind: str) -> Iterator[None]:
+    """Says of a refused job what it asks for, which is what can be corrected."""
+    try:
+        yield
+    except Refused as error:
+        slurm = scripts.config.slurm
+        keys = ("partition", "account", "time", "gpus", "cpus", "mem", "extra")
+        asked = {key: value for key in keys if (value := getattr(slurm, key))}
+        said = ", ".join(f"slurm.{key} = {value!r}" for key, value in asked.items())
+        raise ConfigError(
+            f"{error}; the {kind} job asks for {said or 'one machine'}: correct what is refused"
+        ) from None
+
+
+def _job_lines(scripts: Scripts) -> list[str]:
+    """The jobs, as lines of the plan."""
+    c, slurm = scripts.config, scripts.config.slurm
+    gpus = f", {_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
+    beside = f", {_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
+    lines = [f"service    1 machine{gpus}: coordinator, store, trainer{beside}"]
+    if slurm.rollouts:
+        all_, own = slurm.rollouts + slurm.spares, _count(c.rollout.replicas, "replica")
+        what = f"{slurm.rollouts} of {all_} machines at a time" if slurm.spares else ""
+        what = what or _count(slurm.rollouts, "machine")
+        lines.append(f"rollout    {what}{gpus}: {own} each, once the service has started")
+    machines = 1 + slurm.rollouts
+    if slurm.gpus:
+        hours = (slurm_seconds(slurm.time) or 0) / 3600 if slurm.time else 0
+        until = f", {machines * slurm.gpus * hours:,.0f} GPU-hours" if hours else ""
+        lines.append(f"asks for   {_count(machines * slurm.gpus, 'GPU')} at a time{until}")
+    limit = slurm.time or "as the partition has it"
+    lines.append(f"time       {limit}; {slurm.notice_s} s before its end the run is told to pause")
+    return lines
+
+
+def _shown(scripts: Scripts) -> Iterator[str]:
+    """The scripts, as they would be written."""
+    yield from ["", f"# {scripts.path(SERVICE)}", scripts.service]
+    if scripts.config.slurm.rollouts:
+        yield from [f"# {scripts.path(ROLLOUT)}", scripts.rollout("SERVICE")]
+
+
+def _queued_lines(scripts: Scripts, jobs: Jobs) -> list[str]:
+    """What is in the queue, and what can be done with it."""
+    slurm, run_dir = scripts.config.slurm, scripts.run_dir
+    array = f"_[1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}]"
+    rollouts = [f"rollout {job}{array}" for job in jobs.rollouts]
+    return [
+        f"queued     {', '.join([f'service {jobs.service}', *rollouts])}",
+        f"scripts    {run_dir / SLURM_DIR}/*.sbatch; what they print: "
+        f"{run_dir / LOGS_DIR / SLURM_DIR}",
+        f"look at    {typed('watch', run_dir)}",
+    ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

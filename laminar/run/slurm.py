@@ -1,0 +1,100 @@
+"""Slurm's commands, and which jobs a run has.
+
+Reads   what sbatch, squeue and scancel say; RUN/slurm/jobs.json
+Writes  RUN/slurm/jobs.json
+Gives   ask; would_take, enqueue, cancel, of a batch script and its job; queued, those of some jobs
+        that have not ended; Jobs of a run, read_jobs, write_jobs
+Raises  Refused with one sentence that has Slurm's own words; ConfigError where there is no Slurm
+
+Only what every version since 22.05 prints alike is read: `squeue -o`, and no JSON.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.run.directory import SLURM_DIR
+from laminar.run.renames import write_whole
+
+JOBS_FILE = "jobs.json"
+ASK_S = 60.0
+"""A controller that is busy answers late; the commands themselves give up after their own time."""
+_NOISE = re.compile(r"^(\w+: )?(error|fatal): |^\w+: (?=unrecognized)|^allocation failure: ")
+
+
+class Refused(ConfigError):
+    """Slurm does not do what it was asked to, in its own words."""
+
+
+class Jobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The jobs that `laminar submit` has put into the queue for the present attempt of a run."""
+
+    service: str  #: coordinator, store and trainer
+    rollouts: list[str] = []  #: job arrays, one task for each machine
+
+    @property
+    def ids(self) -> list[str]:
+        return [self.service, *self.rollouts]
+
+
+def ask(program: str, *words: str, text: str = "") -> str:
+    """What one of Slurm's commands prints; `text` is its standard input."""
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"there is no {program} on this machine: call this on a login node of a Slurm cluster"
+        )
+    try:
+        done = subprocess.run(
+            [program, *words], input=text, capture_output=True, text=True, timeout=ASK_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{program} has not answered within {ASK_S:g} s; try again") from None
+    if done.returncode != 0:
+        raise Refused(f"Slurm refuses {program}: {_words(done.stderr)}")
+    return done.stdout
+
+
+def would_take(script: str) -> None:
+    """Refused unless Slurm would take this batch script; nothing is queued."""
+    ask("sbatch", "--test-only", text=script)
+
+
+def enqueue(script: Path) -> str:
+    """Put a batch script into the queue; the job's id."""
+    return ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    ask("scancel", *jobs)
+
+
+def queued(jobs: Sequence[str]) -> dict[str, str]:
+    """Those of the jobs that have not ended, array tasks by themselves, with their states."""
+    lines = ask("squeue", "-h", "-a", "-o", "%i|%A|%F|%T").splitlines()
+    rows = [line.split("|") for line in lines]
+    return {name: state for name, own, array, state in rows if {own, array} & set(jobs)}
+
+
+def read_jobs(run_dir: Path) -> Jobs | None:
+    """The jobs of a run; None where it was not submitted."""
+    try:
+        return msgspec.json.decode((run_dir / SLURM_DIR / JOBS_FILE).read_bytes(), type=Jobs)
+    except FileNotFoundError:
+        return None
+
+
+def write_jobs(run_dir: Path, jobs: Jobs) -> None:
+    write_whole(run_dir / SLURM_DIR / JOBS_FILE, msgspec.json.encode(jobs), durable=True)
+
+
+def _words(stderr: str) -> str:
+    """The sentence in what a command says on stderr: what it says last is what it failed of."""
+    lines = [line for line in stderr.splitlines() if line and not line.startswith("Try ")]
+    return _NOISE.sub("", lines[-1]) if lines else "it gives no reason"
