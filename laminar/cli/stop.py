@@ -1,12 +1,14 @@
 """laminar stop: end a run, gracefully or at once, or pause it, and wait until it has ended.
 
 Reads   who has a share of the run directory's lock; RUN/status.json
-Writes  nothing; signals the processes of the run, and says what it waits for
+Writes  nothing; signals the processes of the run, or asks its coordinator, and says what it waits
+        for
 Gives   0 when the run has ended or did not run, 1 when it still runs at the deadline
 
 Gracefully means as after Ctrl-C: the step in training is completed, the model exported. A pause
 completes and saves it, and what is unfinished goes on when the run is resumed. To ask again is no
-harm. A run on another machine is stopped there: signals do not travel.
+harm. A signal reaches only processes of this machine; a coordinator of another one is asked by its
+socket.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from laminar.config import ConfigError
+from laminar.events.events import DrainRequested
 from laminar.names import exit_codes
+from laminar.net.asking import ask
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
 from laminar.run.program import typed
@@ -84,7 +89,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
         return exit_codes.COMPLETE
     lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
     try:
-        asked = _ask(run_dir, _SIGNALS[arguments.now, arguments.pause])
+        asked = _ask(run_dir, at_once=arguments.now, pause=arguments.pause)
         how = "end the run at once" if arguments.now else "end the run gracefully"
         how = "pause the run" if arguments.pause else how
         print(f"asked {describe(asked)} to {how}", flush=True)
@@ -101,17 +106,31 @@ def _living(run_dir: Path) -> list[Holder]:
     return [holder for holder in holders(run_dir) if holder.name != _NAME]
 
 
-def _ask(run_dir: Path, asks: signal.Signals) -> list[Holder]:
-    """Signal the process in charge of the run; which one that was. ConfigError: it is elsewhere."""
+def _ask(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
+    """Signal the process in charge of the run, or ask the coordinator where that is elsewhere;
+    which one that was."""
     in_charge = _in_charge(_living(run_dir))
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
-        raise ConfigError(
-            f"{run_dir} is run by {describe(in_charge)}; run `laminar stop {run_dir}` there"
-        )
+        here = socket.gethostname()
+        event = DrainRequested(reason=f"laminar stop on {here}", at_once=at_once, pause=pause)
+        _ask_from_here(run_dir, in_charge, event)
+        return in_charge
     for holder in local:
-        _signal(run_dir, holder, asks if holder.name in DECIDING else signal.SIGTERM)
+        asks = _SIGNALS[at_once, pause] if holder.name in DECIDING else signal.SIGTERM
+        _signal(run_dir, holder, asks)
     return local
+
+
+def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested) -> None:
+    """Ask the coordinator; ConfigError where it cannot be asked, which says what can be done."""
+    try:
+        ask(run_dir, event)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir} is run by {describe(in_charge)}, and cannot be stopped from here: {error}; "
+            f"run `{typed('stop', run_dir)}` there"
+        ) from None
 
 
 def _in_charge(living: list[Holder]) -> list[Holder]:
@@ -156,6 +175,8 @@ def _wait(run_dir: Path, timeout_s: float) -> bool:
 
 def _kill(run_dir: Path) -> bool:
     local = [holder for holder in _living(run_dir) if holder.local]
+    if not local:
+        return False
     print(f"killing {describe(local)}: still there after {KILL_AFTER_S:g} s", flush=True)
     for holder in local:
         _signal(run_dir, holder, signal.SIGKILL)

@@ -34,7 +34,7 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.names.ports import AtOnce, Background
-from laminar.net.frames import MAX_TEXT, Hello, Refused, decode_client
+from laminar.net.frames import MAX_TEXT, Ack, Ask, ClientFrame, Hello, Refused, decode_client
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.wakeups import Wakeups
@@ -139,7 +139,10 @@ class Tick:
 
     def _receive(self, routing_id: bytes, frame: bytes, now_ns: int, time_ns: int) -> None:
         try:
-            hello = self._hello_of(routing_id, frame)
+            message = self._introduction(routing_id, frame)
+            if isinstance(message, Ask):
+                return self._asked(routing_id, message, time_ns)
+            hello = message if isinstance(message, Hello) else None
             if hello is not None and not self._introduce(hello, routing_id, now_ns, time_ns):
                 return
             boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
@@ -163,12 +166,17 @@ class Tick:
         known = hello.boot_id in self._links
         return known or self._admit(hello, routing_id, now_ns, time_ns)
 
-    def _hello_of(self, routing_id: bytes, frame: bytes) -> Hello | None:
+    def _introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
         """A known route needs no second decoding, unless its peer introduces itself again."""
         if routing_id in self._routes and b"\xa5hello" not in frame[:16]:
             return None
-        message = decode_client(frame, self._limits.max_frame)
-        return message if isinstance(message, Hello) else None
+        return decode_client(frame, self._limits.max_frame)
+
+    def _asked(self, routing_id: bytes, ask: Ask, time_ns: int) -> None:
+        """The user, who is no process of the run, wants something; the answer says that it is
+        logged."""
+        self._apply(COORDINATOR, 0, 0, _asked_for(ask), time_ns)
+        self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
 
     def _route(self, routing_id: bytes, boot_id: str) -> None:
         old = self._route_of.get(boot_id)
@@ -192,15 +200,7 @@ class Tick:
             self._refuse(hello.boot_id, full(self._peers_max))
         else:
             self._asking[hello.boot_id] = (hello, routing_id)
-            joined = ev.ActorJoined(
-                name=hello.name,
-                role=hello.role,
-                boot_id=hello.boot_id,
-                node=hello.info.get("node", ""),
-                pid=int(pid) if (pid := hello.info.get("pid", "")).isdigit() else 0,
-                node_boot=hello.info.get("node_boot", ""),
-            )
-            self._apply(hello.name, 0, 0, joined, time_ns)
+            self._apply(hello.name, 0, 0, _joining(hello), time_ns)
             self._heard_ns[hello.boot_id] = now_ns
         return False
 
@@ -300,7 +300,7 @@ class Tick:
 
     def _make_durable(self) -> None:
         """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
-        if self._outgoing or self._to_acknowledge:
+        if self._outgoing or self._to_acknowledge or self._frames_out:
             self.log.commit()
             self.log.snapshot(self.machine.state, self._background)
         else:
@@ -391,3 +391,24 @@ class Tick:
         return all(
             not link.outbox or link.state is not LinkState.UP for link in self._links.values()
         )
+
+
+def _joining(hello: Hello) -> ev.ActorJoined:
+    """What a process that the log does not know says of itself."""
+    pid = hello.info.get("pid", "")
+    return ev.ActorJoined(
+        name=hello.name,
+        role=hello.role,
+        boot_id=hello.boot_id,
+        node=hello.info.get("node", ""),
+        pid=int(pid) if pid.isdigit() else 0,
+        node_boot=hello.info.get("node_boot", ""),
+    )
+
+
+def _asked_for(ask: Ask) -> ev.DrainRequested:
+    """The one event that a user may ask for."""
+    event = decode_event(ask.body)
+    if not isinstance(event, ev.DrainRequested):
+        raise WireError(f"the user does not ask for {type(event).__name__}")
+    return event

@@ -76,6 +76,12 @@ class Heartbeat(Frame, frozen=True):
     ack: Count
 
 
+class Ask(Frame, frozen=True):
+    """Client without a link: an event of the user, asked once more until an Ack has come."""
+
+    body: bytes
+
+
 class Refused(Frame, frozen=True):
     """Server: I accept nothing from you; the reason is for the user."""
 
@@ -86,7 +92,7 @@ class Bye(Frame, frozen=True):
     """Client: I end; expect nothing more."""
 
 
-ClientFrame: TypeAlias = Hello | Data | Ack | Gauge | Heartbeat | Bye
+ClientFrame: TypeAlias = Hello | Data | Ack | Gauge | Heartbeat | Bye | Ask
 ServerFrame: TypeAlias = Welcome | Data | Ack | Refused
 
 _encoder = msgspec.msgpack.Encoder()

@@ -41,6 +41,7 @@ from laminar.net.frames import (
     FRAME_BYTES_MAX,
     MAX_TEXT,
     Ack,
+    Ask,
     Bye,
     Data,
     Gauge,
@@ -430,6 +431,8 @@ class ServerLink(_Link):
         elif isinstance(message, Gauge):
             self._heard_ns = now_ns
             return [(0, message.body)]
+        elif isinstance(message, Ask):
+            raise WireError(f"{self.name} asks as the user does, on the link of a process")
         elif isinstance(message, Bye):
             self.state, self.reason = LinkState.CLOSED, "the client said Bye"
         else:

@@ -13,7 +13,10 @@ import pytest
 
 from laminar.cli import commands, stop
 from laminar.config import dumps, load
-from laminar.run.directory import CONFIG_FILE, STATUS_FILE
+from laminar.net import asking
+from laminar.net.client import write_address
+from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, STATUS_FILE
+from laminar.run.secret import make_secret
 
 STAND_IN = """
 import signal, sys
@@ -148,17 +151,24 @@ def test_who_does_not_end_at_once_is_killed(
     assert "killing rollout-0" in said and "train" in said
 
 
-def test_a_run_of_another_machine_is_stopped_there(
+def test_a_run_of_another_machine_whose_coordinator_is_silent_is_stopped_there(
     run_dir: Path,
     start: Start,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """tests/run/test_prepared_run.py has one that answers."""
+    make_secret(run_dir)
     away, here = start("coordinator", "SIGTERM"), socket.gethostname()
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    assert commands.run(["stop", str(run_dir)]) == 2
-    said = capsys.readouterr().err
-    assert f"coordinator (pid {away.pid} on {here})" in said and "there" in said
+    monkeypatch.setattr(asking, "ANSWER_S", 0.2)
+    for address in ("", "tcp://127.0.0.1:1"):
+        if address:
+            write_address(run_dir / COORDINATOR_FILE, address)
+        assert commands.run(["stop", str(run_dir)]) == 2
+        said = capsys.readouterr().err
+        assert f"coordinator (pid {away.pid} on {here})" in said and address in said
+        assert said.endswith(f"laminar stop {run_dir}` there\n")
     assert away.poll() is None
 
 

@@ -17,7 +17,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.names import exit_codes
-from laminar.net.frames import Data, Hello, decode_server
+from laminar.net.frames import Ack, Ask, Data, Hello, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import MS, LinkState
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
@@ -66,6 +66,35 @@ def test_gauges_alone_cost_no_sync() -> None:
     assert desk.disk.durable == before
     name = desk.disk.names()[-1]
     assert desk.disk.size(name) > before[name]
+
+
+def asked(event: Event) -> tuple[bytes, bytes]:
+    return b"a user", encode_frame(Ask(encode(event)))
+
+
+def test_a_user_without_a_link_is_answered_when_what_he_asks_for_is_durable() -> None:
+    """Also the second time, which changes nothing more; he is no process of the run."""
+    desk = Desk()
+    desk.client("trainer-0")
+    desk.talk()
+    for _ in range(2):
+        ((route, answer),) = desk.turn([asked(ev.DrainRequested(reason="stop"))])[:1]
+        assert route == b"a user" and isinstance(decode_server(answer, 1 << 20), Ack)
+        found = [r for _, r in read_log(desk.disk.crash(False)) if isinstance(r, EventRecord)]
+        assert isinstance(decode_event(bytes(found[-1].event)), ev.DrainRequested)
+    assert desk.tick.machine.state.draining
+    assert list(desk.tick.machine.state.actors) == ["trainer-0"]
+
+
+def test_a_user_can_ask_for_nothing_that_a_process_reports() -> None:
+    desk = Desk()
+    link = desk.client("trainer-0")
+    desk.talk()
+    assert desk.turn([asked(READY), (b"a user", encode_frame(Ask(b"\xc1")))]) == []
+    as_member = (b"trainer-0/a", asked(ev.DrainRequested(reason="stop"))[1])
+    desk.turn([as_member])
+    assert desk.tick.bad_frames == 3 and not desk.tick.machine.state.draining
+    assert desk.events() == ["trainer-0"] and link.state is LinkState.UP
 
 
 @pytest.mark.parametrize("keep_unsynced", [True, False])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from laminar.net.frames import (
     Ack,
+    Ask,
     Bye,
     Data,
     Frame,
@@ -29,6 +30,7 @@ FROM_CLIENT = [
     Gauge(b"tokens"),
     Heartbeat("s1", 2),
     Bye(),
+    Ask(b"drain"),
 ]
 FROM_SERVER = [Welcome("s1", 3, 6), Data("s1", 1, 7, b"body"), Ack("s1", 7), Refused("no")]
 

@@ -1,0 +1,61 @@
+"""What a user asks of a run by its coordinator's socket, from any machine that sees the directory.
+
+Reads   RUN/coordinator.json, RUN/secret
+Emits   one event of the user to the coordinator, until that has it on its disk
+Raises  ConfigError with one sentence: the coordinator does not answer, or lets nobody in from here
+
+A file of its own, because a client (net/client.py) is a process of the run, with a name and a place
+in its books; who only asks is none.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from laminar.config import ConfigError
+from laminar.events.base import Event
+from laminar.events.codec import encode
+from laminar.net.auth import RunKeys
+from laminar.net.client import read_address
+from laminar.net.frames import FRAME_BYTES_MAX, Ack, Ask, decode_server
+from laminar.net.frames import encode as encode_frame
+from laminar.net.transport import ClientSocket
+from laminar.run.directory import COORDINATOR_FILE
+from laminar.run.secret import read_secret
+
+ANSWER_S = 20.0
+"""A coordinator that is started again, elsewhere perhaps, answers by then."""
+AGAIN_S = 1.0
+_POLL_S = 0.02
+
+
+def ask(run_dir: Path, event: Event) -> None:
+    """Return when the coordinator of the run has logged the event."""
+    socket = ClientSocket(RunKeys(read_secret(run_dir)))
+    frame = encode_frame(Ask(encode(event)))
+    begun, again_s = time.monotonic(), 0.0
+    try:
+        while (now := time.monotonic()) - begun < ANSWER_S:
+            if now >= again_s:
+                again_s = now + AGAIN_S
+                _look_up(socket, run_dir)
+                if socket.address:
+                    socket.send(frame)
+            if any(isinstance(decode_server(f, FRAME_BYTES_MAX), Ack) for f in socket.drain()):
+                return
+            if reason := socket.refusal():
+                raise ConfigError(reason)
+            time.sleep(_POLL_S)
+    finally:
+        socket.close()
+    if not socket.address:
+        raise ConfigError(f"there is no {run_dir / COORDINATOR_FILE}, by which it would be found")
+    raise ConfigError(f"the coordinator at {socket.address} has not answered for {ANSWER_S:g} s")
+
+
+def _look_up(socket: ClientSocket, run_dir: Path) -> None:
+    """Connect to where the coordinator listens now; a later one may listen elsewhere."""
+    address = read_address(run_dir / COORDINATOR_FILE)
+    if address and address != socket.address:
+        socket.connect(address)
