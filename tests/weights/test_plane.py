@@ -10,7 +10,7 @@ import pytest
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, upstream, wire
 from laminar.weights.chain.core import PlaneError
-from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
+from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR
 from laminar.weights.chain.plane import Plane
 from laminar.weights.chain.reports import (
     NeighbourDown,
@@ -26,11 +26,10 @@ from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.chain.wire import Header, Kind
+from tests.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
 from tools.bench.weights_relay import draft
 
-WAIT_S = 20
 DIGEST = "0" * 32
-KEY, NONCE = b"key", bytes(16)
 
 
 def no_slots(slot: int) -> Region:
@@ -82,54 +81,6 @@ def drained(each: Probe) -> list[Report]:
     while not each.reports.empty():
         found.append(each.reports.get())
     return found
-
-
-def ended(sock: socket.socket) -> bytes:
-    """What the other side said before it closed."""
-    said = b""
-    sock.settimeout(WAIT_S)
-    try:
-        while data := sock.recv(65536):
-            said += data
-    except ConnectionResetError:
-        pass
-    return said
-
-
-def hello(**changes: Any) -> bytes:
-    fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1, "nonce": NONCE}
-    return wire.encode(wire.Hello(**(fields | changes)))
-
-
-def received(sock: socket.socket, decoder: Any) -> Any:
-    """The next message of the other side."""
-    head = sock.recv(wire.HEADER_BYTES, socket.MSG_WAITALL)
-    header = wire.unpack_header(head, wire.MESSAGE_BYTES_MAX)
-    body = bytearray(sock.recv(header.length, socket.MSG_WAITALL))
-    return wire.decode(decoder, header, body)
-
-
-def introduction(challenge: wire.Challenge) -> Introduction:
-    """What relay-9, which said `hello()`, and the relay that answered have to agree on."""
-    return Introduction(
-        run="run",
-        predecessor="relay-9",
-        predecessor_incarnation=1,
-        predecessor_nonce=NONCE,
-        successor=challenge.name,
-        successor_incarnation=challenge.incarnation,
-        successor_nonce=challenge.nonce,
-        chain=1,
-    )
-
-
-def greet(sock: socket.socket) -> bytes:
-    """Be the predecessor of the relay at the other end; the proof that it took."""
-    sock.sendall(hello())
-    told = introduction(received(sock, wire.successor_decoder))
-    proof = wire.encode(wire.Proof(proof=told.proof(KEY, PREDECESSOR)))
-    sock.sendall(proof)
-    return proof
 
 
 def framed(header: Header, body: bytes = b"") -> bytes:
@@ -215,10 +166,10 @@ def test_a_greeting_that_was_overheard_is_refused(probe: Callable[..., Probe]) -
     """All that a predecessor said to this relay, said to it once more."""
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
-        proof = greet(sock)
+        said = greet(sock)
         assert relay.wait(NeighbourUp).name == "relay-9"
         with socket.create_connection((relay.host, relay.port)) as again:
-            again.sendall(hello() + proof)
+            again.sendall(said)
             assert b"has not the secret" in ended(again)
         assert relay.plane.status().predecessor == "relay-9"
     assert relay.plane.status().refused == {"other-secret": 1}

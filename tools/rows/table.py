@@ -10,6 +10,7 @@ from tools.rows import (
     planted,
     power_cuts,
     simulation,
+    strangers,
     untested,
     wire,
 )
@@ -25,6 +26,7 @@ ROWS: tuple[Row, ...] = tuple(
             *planted.ROWS,
             *power_cuts.ROWS,
             *simulation.ROWS,
+            *strangers.ROWS,
             *untested.ROWS,
             *wire.ROWS,
         ),

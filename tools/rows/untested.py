@@ -21,7 +21,6 @@ ROWS = (
     _row(15, "partitions between real processes", "3", "30, 0 lost, 0 double"),
     _row(18, "slow and dead nodes cost their share", "simulated", "loss <= share + 5 points"),
     _row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h"),
-    _row(23, "authentication", "7 of 7 refused", "7 of 7 refused"),
     _row(24, "code sandbox", "12 of 12 contained", "the same 20 times"),
     _row(25, "bad weights are refused before use", "5 of 5", "1,000 flips"),
     _row(26, "secrets appear nowhere", "0 hits", "0 hits after all process tests"),
