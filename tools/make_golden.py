@@ -191,6 +191,13 @@ RUNS = (
         ("event:RunResumed",),
         {"save_freq": 1, "every_s": 5.0},
     ),
+    Recipe(
+        "run_paused",
+        "the run is asked to pause in a step, which is completed and saved, and goes on",
+        ("run-pauses",),
+        ("StepCompleted -> SaveCheckpoint", "CheckpointSaved -> StopActor", "event:RunResumed"),
+        {"save_freq": 3, "every_s": 5.0},
+    ),
 )
 
 

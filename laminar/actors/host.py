@@ -38,6 +38,9 @@ REASON_CHARS_MAX = 2_000
 """The longest reason of a failure: it goes to every process of the run. The log of this one has all
 of it."""
 
+_NO_FAILURES = (exit_codes.COORDINATOR_ABSENT, exit_codes.TERMINATED)
+"""Codes of processes that end for no fault of their own: one that a signal ends leaves the run."""
+
 Item = TypeVar("Item")
 ItemIn = TypeVar("ItemIn", contravariant=True)
 
@@ -162,6 +165,7 @@ class Host:
         self.clock_offset_ns = process.clock_offset_ns  #: add it to now_ns() for the time of day
         self.incarnation = 0
         self.ordered_to_stop = False  #: by the coordinator, as all others are
+        self._paused = False  #: likewise, and the run goes on later
         self.now_ns = process.now_ns  #: of a clock that only goes forward; its zero means nothing
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Order, Command]] = []
@@ -301,10 +305,11 @@ class Host:
         self.process.started()
 
     async def _end(self, actor: Actor) -> int:
-        code = exit_codes.COMPLETE
+        paused = self._paused and self.role == "node"
+        code = exit_codes.PAUSED if paused else exit_codes.COMPLETE
         if self._failure is not None:
             reason, code, engine = self._failure
-            if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+            if self.process.incarnation and code not in _NO_FAILURES:
                 user_error = code == exit_codes.USER_ERROR
                 self._last_word(ev.ActorFailed(reason=reason, user_error=user_error, engine=engine))
         try:
@@ -355,7 +360,7 @@ class Host:
             return False
         if isinstance(command, cmd.StopActor):
             self.log.info("stop", reason=command.reason, event_seq=order.cause)
-            self.ordered_to_stop = True
+            self.ordered_to_stop, self._paused = True, command.paused
             self._leave()
             return True
         if not self._arrived:

@@ -150,6 +150,8 @@ class Node:
     async def _watch(self, child: Child, process: ChildProcess) -> None:
         began_ns = self.host.now_ns()
         code = await process.wait()
+        if self._stopping and not self.host.ordered_to_stop:
+            return  # it leaves with its machine, which may come back
         await self.host.reached("node-child-ended")
         lived_s = (self.host.now_ns() - began_ns) / 1e9
         refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S

@@ -16,8 +16,10 @@ from laminar.config import Config
 from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
-NODE_ENDS = (exit_codes.COMPLETE, exit_codes.USER_ERROR, exit_codes.TERMINATED)
-"""After which a node is not started again: gracefully, by a mistake, by SIGTERM."""
+NODE_ENDS = (
+    exit_codes.COMPLETE, exit_codes.PAUSED, exit_codes.USER_ERROR, exit_codes.TERMINATED,
+)  # fmt: skip
+"""After which a node is not started again: with the run, by a mistake, by SIGTERM."""
 REFUSED_PAUSE_S = 1.0
 """Before one that the coordinator has not taken is tried again, at least: the run may be ending."""
 

@@ -395,7 +395,7 @@ class Tick:
 
 def _joining(hello: Hello) -> ev.ActorJoined:
     """What a process that the log does not know says of itself."""
-    pid = hello.info.get("pid", "")
+    pid, restarts = hello.info.get("pid", ""), hello.info.get("job_restarts", "")
     return ev.ActorJoined(
         name=hello.name,
         role=hello.role,
@@ -403,6 +403,8 @@ def _joining(hello: Hello) -> ev.ActorJoined:
         node=hello.info.get("node", ""),
         pid=int(pid) if pid.isdigit() else 0,
         node_boot=hello.info.get("node_boot", ""),
+        job=hello.info.get("job", ""),
+        job_restarts=int(restarts) if restarts.isdigit() else 0,
     )
 
 

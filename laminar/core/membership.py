@@ -62,6 +62,8 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         pid=event.pid,
         boot_id=event.boot_id,
         incarnation=incarnation,
+        job=event.job,
+        job_restarts=event.job_restarts,
         start_failure=known.start_failure if known is not None else "",
     )
     add_actor(state, actor)
@@ -89,6 +91,8 @@ def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
     known = ctx.state.actors.get(event.name)
     if known is not None and known.role != event.role:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
+    if known is not None and known.job == event.job and known.job_restarts > event.job_restarts:
+        return f"job {event.job} was started again since, and {event.name!r} is of that start"
     if relays.ending(ctx.state) and not _joins_late(ctx.state, event):
         return "the run is ending"
     if not _of_its_node(ctx.state, event):
@@ -116,13 +120,14 @@ def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
 
 @handles(ev.ActorLeft, valid=anything)
 def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
-    """An actor leaves gracefully only when the run stops."""
+    """An actor leaves gracefully when the run stops, or when a signal asks it to: nothing that it
+    worked on has ended it."""
     name = ctx.stamped.peer
     ctx.done(keys.stop(name))
     if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):
         end_actor(ctx.state, name)
     else:
-        actor_lost(ctx, name, "left the run")
+        actor_lost(ctx, name, "left the run", blame=False)
         _missed_by_its_node(ctx, name, "it left the run")
 
 

@@ -51,6 +51,8 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     alive: bool = True
     ready: bool = False
     silent: bool = False  #: a node of which nothing is heard, while its actors speak
+    job: str = ""  #: of the batch system, that started it; empty: none did
+    job_restarts: int = 0
     last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
     #: with which the engine of the process before failed it, if that had never had weights
     start_failure: str = ""

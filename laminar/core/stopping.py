@@ -68,7 +68,7 @@ def order_stops(ctx: Context) -> None:
     for actor in state.actors.values():
         if actor.alive:
             ctx.command(
-                cmd.StopActor(to=actor.name, reason=reason),
+                cmd.StopActor(to=actor.name, reason=reason, paused=state.paused),
                 key=keys.stop(actor.name),
                 timeout_ms=STOP_TIMEOUT_MS,
             )

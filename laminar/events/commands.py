@@ -38,9 +38,10 @@ class RefuseActor(Command, frozen=True, kw_only=True):
 
 @carried_out_by(*ACTOR_ROLES)
 class StopActor(Command, frozen=True, kw_only=True):
-    """Flush, report `actor-left` and exit 0."""
+    """Flush, report `actor-left` and exit 0; a node of a paused run says so by its code."""
 
     reason: str
+    paused: bool = False  #: the run goes on when its processes are started again
 
 
 @carried_out_by(Role.NODE)

@@ -24,6 +24,8 @@ class ActorJoined(Event, frozen=True, kw_only=True):
     node: str
     pid: int
     node_boot: str = ""  #: of the process of its node that started it
+    job: str = ""  #: of the batch system, that has started this node; empty: none has
+    job_restarts: int = 0  #: how often that job was started before
 
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.StopActor,))

@@ -62,6 +62,32 @@ async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Si
     assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED, False)
 
 
+async def test_who_is_terminated_has_not_failed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laminar.net.client.ControlClient.incarnation", 1)
+    host = real_host(run_dir, "rollout-0", "rollout")
+    said: list[Any] = []
+    monkeypatch.setattr(host, "emit", said.append)
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == exit_codes.TERMINATED
+    assert said == [ev.ActorLeft()]
+
+
+@pytest.mark.parametrize(("role", "code"), [("node", exit_codes.PAUSED), ("store", 0)])
+async def test_a_node_says_by_its_code_that_the_run_is_paused(
+    run_dir: Path, role: str, code: int
+) -> None:
+    host = real_host(run_dir, f"{role}-0", role)
+    running = asyncio.create_task(host.run(Idle()))
+    await asyncio.sleep(0)
+    order = cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b""))
+    host.obey(order, cmd.StopActor(to=f"{role}-0", reason="the run is paused", paused=True))
+    assert await running == code
+
+
 async def test_the_last_word_is_that_it_has_ended_also_after_a_failure(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ async def test_a_node_that_was_not_told_by_the_coordinator_tells_its_actors_to_l
         process.end(exit_codes.COMPLETE)
     await stopping
     assert machine.calls == ["begin", "launch", "close"]
+    assert len(machine.host.all(ev.ProcessExited)) == ordered  # else it leaves with its machine
 
 
 async def test_who_does_not_leave_in_time_is_killed(

@@ -9,6 +9,7 @@ from laminar.core.indexes import take_left
 from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state import digest
+from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
@@ -351,3 +352,33 @@ def test_the_last_word_of_an_engine_is_why_no_replica_is_left() -> None:
     assert bench.state.failure == (
         "no replica is left: rollout-0: head_dim=20 is not supported; it was the last time"
     )
+
+
+def started(bench: Bench, restarts: int, job: str = "71") -> list[Command]:
+    """A node of a job that was started so often before."""
+    join = bench.joining("node-1", boot=f"{job}.{restarts}")
+    return bench.hear("node-1", 0, msgspec.structs.replace(join, job=job, job_restarts=restarts))
+
+
+def test_of_two_nodes_of_one_job_that_of_its_last_start_counts() -> None:
+    """Also when the other one joins later: Slurm may take a machine for lost whose node goes on."""
+    bench = Bench()
+    bench.start()
+    assert only(cmd.AcceptActor, started(bench, 1))
+    (refused,) = only(cmd.RefuseActor, started(bench, 0))
+    assert "job 71 was started again" in refused.reason
+    assert bench.state.actor_alive("node-1")
+    assert only(cmd.AcceptActor, started(bench, 2))
+    bench.silent("node-1")
+    assert only(cmd.RefuseActor, started(bench, 1))
+    assert only(cmd.AcceptActor, started(bench, 0, job="72"))
+
+
+def test_a_machine_that_leaves_may_come_back_though_it_had_the_last_replica() -> None:
+    bench = Bench(replicas=1, save_freq=1)
+    bench.start()
+    for name in ("rollout-0", "relay-0", "trainer-0", "store-0", "node-0"):
+        bench.say(name, ev.ActorLeft())
+    assert bench.state.phase == Phase.RUNNING
+    bench.wait(bench.settings.start_timeout_ms)
+    assert "is lost with its machine node-0" in bench.state.failure

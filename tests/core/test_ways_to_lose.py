@@ -50,6 +50,7 @@ Way = Callable[[Bench, str], list[Command]]
 WAYS_OF_ALL: tuple[Way, ...] = (silent, complains, leaves, replaced, dies)
 WAYS: tuple[Way, ...] = (*WAYS_OF_ALL, never_restarted)  #: of a replica with work
 every_way = pytest.mark.parametrize("way", WAYS)
+every_death = pytest.mark.parametrize("way", [way for way in WAYS if way is not leaves])
 
 
 def again(bench: Bench, way: Way) -> None:
@@ -86,7 +87,7 @@ def test_empty_replica_is_reserved_for_lost_work(way: Way) -> None:
     assert [(p.to, p.version, p.purpose) for p in pulls] == [("rollout-1", 0, "resume")]
 
 
-@every_way
+@every_death
 @pytest.mark.parametrize("strategy", ["deadline", "strategies.py:mine"])
 def test_third_death_completes_a_batch(way: Way, strategy: str) -> None:
     """Two of three siblings are rewarded, the third killed its replica three times: without it the
@@ -106,7 +107,7 @@ def test_third_death_completes_a_batch(way: Way, strategy: str) -> None:
     assert len(only(expected, commands)) == 1
 
 
-@every_way
+@every_death
 def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
     """Nothing else is left: the model is exported."""
     bench = Bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
@@ -117,7 +118,7 @@ def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
     assert only(cmd.ExportModel, commands)
 
 
-@every_way
+@every_death
 def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way) -> None:
     """It is missing, and the version is unpinned."""
     bench = Bench(total_steps=0, num_train=0, num_eval=1, val_before_train=True, capacity=2)
@@ -151,3 +152,13 @@ def test_silent_and_replaced_processes_are_told_to_stop_what_ran_there() -> None
     again(bench, silent)
     again(bench, silent)
     assert {c.to for c in only(cmd.AbortTrajectories, silent(bench, REPLICA))} == {REPLICA}
+
+
+def test_who_leaves_has_not_died_of_its_work() -> None:
+    """However often: a machine that is taken away has nothing to do with what ran there."""
+    bench = Bench(replicas=1, capacity=4, max_staleness=0)
+    bench.start()
+    for _ in range(4):
+        again(bench, leaves)
+    assert {t.deaths for t in bench.state.trajectories.values()} == {0}
+    assert not bench.state.ledger.groups.dropped

@@ -19,7 +19,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,6 +83,7 @@ class SystemProcess:
                 "node": self.node,
                 "pid": str(os.getpid()),
                 "node_boot": os.environ.get("LAMINAR_NODE_BOOT", ""),
+                **(job_of(os.environ) if self.role == "node" else {}),
             },
             coordinator.heartbeat_ms,
             lambda body: host.obey(*decode_order(body)),
@@ -198,6 +199,13 @@ class SystemProcess:
     def started(self) -> None:
         gc.collect()
         gc.freeze()  # a full collection must not walk what lives as long as the process
+
+
+def job_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The job of the batch system, and how often that was started before: of two nodes with one
+    name, that of its last start counts."""
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    return {"job": environment.get("SLURM_JOB_ID", ""), "job_restarts": restarts}
 
 
 def _open_stacks(path: Path) -> TextIO:
