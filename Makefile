@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then the minute of tests that tells most"
 	@echo "make test         set up, then run every test but the long ones (four minutes)"
-	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts vllm\", or some"
+	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts exposure vllm\", or some"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make lint         ruff, mypy --strict, import contracts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.rows import (
     coverage,
+    exposure,
     golden,
     kills,
     log_damage,
@@ -20,6 +21,7 @@ ROWS: tuple[Row, ...] = tuple(
     sorted(
         (
             *coverage.ROWS,
+            *exposure.ROWS,
             *golden.ROWS,
             *kills.ROWS,
             *log_damage.ROWS,

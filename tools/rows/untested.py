@@ -23,8 +23,6 @@ ROWS = (
     _row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h"),
     _row(24, "code sandbox", "12 of 12 contained", "the same 20 times"),
     _row(25, "bad weights are refused before use", "5 of 5", "1,000 flips"),
-    _row(26, "secrets appear nowhere", "0 hits", "0 hits after all process tests"),
-    _row(27, "only loopback listens by default", "every shipped config", "every shipped config"),
     _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
     _row(30, "wedged parts are found and named", "4", "12 of 12, 0 false alarms"),
 )

@@ -1,0 +1,75 @@
+"""Nothing in laminar/ reads data that could be code: what comes from a socket or a file is checked
+data, and who sends it can send nothing that runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "laminar"
+MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+NAMES = {
+    *("recv_pyobj", "send_pyobj"),  # of ZeroMQ: they pickle
+    *("all_gather_object", "gather_object"),  # of torch.distributed, which pickles objects
+    *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
+}
+OPTIONS = {"allow_pickle": True, "weights_only": False, "trust_remote_code": True}
+
+
+def found_in(tree: ast.AST) -> Iterator[str]:
+    """What may run what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            names = {node.module or "", *(each.name for each in node.names)}
+            yield from (name for name in names if name.split(".")[0] in MODULES | NAMES)
+        elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            yield from _call(node)
+
+
+def _call(node: ast.Call) -> Iterator[str]:
+    options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+    yield from (
+        f"{name}={value}" for name, value in OPTIONS.items() if options.get(name) == str(value)
+    )
+    if ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+
+
+def test_the_package_reads_nothing_that_could_be_code() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 200
+    found = {
+        f"{path.relative_to(PACKAGE)}: {what}"
+        for path in files
+        for what in found_in(ast.parse(path.read_text()))
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "socket.recv_pyobj()",
+        "from torch.distributed import broadcast_object_list",
+        "dist.all_gather_object(found, mine)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_each_way_is_found(text: str) -> None:
+    assert list(found_in(ast.parse(text)))
+
+
+def test_what_reads_tensors_alone_is_fine() -> None:
+    fine = "torch.load(path, weights_only=True); np.load(path); dist.all_gather(found, mine)"
+    assert not list(found_in(ast.parse(fine)))
