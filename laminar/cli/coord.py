@@ -26,7 +26,7 @@ from laminar.cli.arguments import Parser
 from laminar.config import Config, ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
-from laminar.coordinator.taking_up import Asking
+from laminar.coordinator.taking_up import Asking, check_unserved
 from laminar.core.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
@@ -88,6 +88,7 @@ def _run(run_dir: Path, lock_fd: int | None, asking: Asking) -> int:
     lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
+        check_unserved(run_dir, keys)
         return uvloop.run(_serve(config, lock, keys, telemetry, asking))
     except Exception as failed:
         reason = lock.lost()  # without its directory, other things fail, too

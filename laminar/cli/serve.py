@@ -29,12 +29,13 @@ from laminar.cli.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, s
 from laminar.cli.terminal import Terminal
 from laminar.cli.train import conclude
 from laminar.config import Config, ConfigError
-from laminar.coordinator.taking_up import Asking
+from laminar.coordinator.taking_up import Asking, check_unserved
 from laminar.names import exit_codes
 from laminar.net.addresses import own_name
+from laminar.net.auth import RunKeys
 from laminar.observe.logs import new_attempt
 from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
-from laminar.run.lock import RunLock, describe, holders
+from laminar.run.lock import RunLock, holders, in_use
 from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import sweep_arenas
 
@@ -62,19 +63,19 @@ def serve(arguments: argparse.Namespace) -> int:
     if index < 0:
         raise ConfigError(f"--node {index} is no machine: they are numbered from 1")
     config = run_config(run_dir)
-    read_secret(run_dir)
+    keys = RunKeys(read_secret(run_dir))
     console = Terminal(plain=True)
     with Asked() as asked:
         if index == SERVICE:
-            return _service(config, run_dir, asked, console)
+            return _service(config, run_dir, keys, asked, console)
         with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
             console.lines([f"node-{index} of {run_dir}, on {own_name()}"])
             return NodeKeeper(config, lock, index, asked, console).run()
 
 
-def _service(config: Config, run_dir: Path, asked: Asked, console: Terminal) -> int:
+def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console: Terminal) -> int:
     """The coordinator and node-0."""
-    with contextlib.closing(_take(run_dir)) as lock:
+    with contextlib.closing(_take(run_dir, keys)) as lock:
         console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
         over = Supervisor(
             config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
@@ -84,13 +85,13 @@ def _service(config: Config, run_dir: Path, asked: Asked, console: Terminal) -> 
         return conclude(run_dir, console, over).code
 
 
-def _take(run_dir: Path) -> RunLock:
+def _take(run_dir: Path, keys: RunKeys) -> RunLock:
     """Our share of a run that nobody serves; logs of their own, unless it begins."""
     lock = RunLock.join(run_dir, "serve")
     try:
-        serving = [each for each in holders(run_dir) if each.name in ("train", "coordinator")]
-        if serving:
-            raise ConfigError(f"{run_dir} is served already, by {describe(serving)}")
+        if any(each.name in ("train", "coordinator") for each in holders(run_dir)):
+            raise ConfigError(in_use(run_dir))
+        check_unserved(run_dir, keys)
         if (run_dir / EVENTS_DIR).is_dir():
             new_attempt(run_dir)
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # it is of the former attempt

@@ -12,7 +12,7 @@ from laminar.config import ConfigError
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
 from laminar.core.rules import LogicError
 from laminar.eventlog.record import LogRefused
-from laminar.eventlog.writer import LogTaken
+from laminar.eventlog.writer import LogGrew, LogTaken
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
 
@@ -22,11 +22,13 @@ class ReplayDiffers(RuntimeError):
 
 
 NOT_TO_BE_REPEATED = (ConfigError, LogRefused, LogTaken, LogicError, ReplayDiffers)
-"""A coordinator that is started again would end in the same way."""
+"""A coordinator that is started again would end in the same way, except after LogGrew."""
 
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a coordinator that this exception ended."""
+    if isinstance(error, LogGrew):
+        return exit_codes.CRASHED
     if isinstance(error, NOT_TO_BE_REPEATED):
         return exit_codes.USER_ERROR
     if isinstance(error, RunGivenUp):

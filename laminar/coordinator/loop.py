@@ -4,8 +4,9 @@ Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
 Ends    with the run's exit code, or an exception whose code is in coordinator/ending.py
 
-Start-up is recovery: replay the log from its last snapshot, take it over in a new segment, listen
-on the same port as before. An empty directory is the case of an empty log.
+Start-up is recovery: listen, on the same port as before where it is free; replay the log from its
+last snapshot; take it over in a new segment, and say where we listen. A coordinator that cannot
+listen has so changed nothing. An empty directory is the case of an empty log.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ from laminar.net.auth import RunKeys
 from laminar.net.client import write_address
 from laminar.net.descriptors import clients_allowed
 from laminar.net.session import Limits
-from laminar.net.transport import SAFETY_TICK_S, ServerSocket
+from laminar.net.transport import SAFETY_TICK_S, PortTaken, ServerSocket
 from laminar.observe.logs import get_logger
 from laminar.run.directory import COORDINATOR_FILE, EVENTS_DIR, ORIGIN_DIR, ORIGIN_FILE
 from laminar.run.fail_points import FailPoints
@@ -137,6 +139,28 @@ def _asked_by(line: str) -> ev.DrainRequested:
     return ev.DrainRequested(reason=reason, at_once=word == NOW, pause=word == PAUSE)
 
 
+def listen(
+    config: Config, run_dir: Path, keys: RunKeys, on_stranger: Callable[[str], None]
+) -> ServerSocket:
+    """Bind the configured port; else the one that the actors of this run know already, if it is
+    free: when we are silent they look for another."""
+    host, port = config.coordinator.host, config.coordinator.port
+    try:
+        return ServerSocket(host, port or _known_port(run_dir), keys, on_stranger=on_stranger)
+    except PortTaken:
+        if port:
+            raise
+        return ServerSocket(host, 0, keys, on_stranger=on_stranger)
+
+
+def _known_port(run_dir: Path) -> int:
+    try:
+        known = json.loads((run_dir / COORDINATOR_FILE).read_text())["address"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0
+    return int(str(known).rpartition(":")[2])
+
+
 FULL_COLLECTIONS_APART = 1 << 30
 """Younger collections between two of all objects: never. One looks through the whole state, 60 to
 100 ms with 160,000 trajectories, for cycles that the core does not make."""
@@ -162,8 +186,9 @@ class Coordinator:
         a snapshot, but if the log has it, event `replay_from` and all after it. `asking`: whether
         the user asks that a run that was stopped goes on."""
         self._asking = asking
-        self.config, self.run_dir, self._keys = config, run_dir, keys
+        self.config, self.run_dir = config, run_dir
         self.log = get_logger()
+        self.socket = listen(config, run_dir, keys, self._tell_stranger)
         self._own: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
         self._ended: asyncio.Event = asyncio.Event()
@@ -184,6 +209,9 @@ class Coordinator:
         self._fail_points = FailPoints(run_dir)
         self._fail_points.reached("coordinator-replayed")
         self._open(disk, restored)
+
+    def _tell_stranger(self, what: str) -> None:
+        self.log.warning("stranger-refused", what=what)
 
     def _found_alone(self, machine: Machine) -> ev.RunResumed | None:
         """The event that a run goes on with new processes, if it does, before anything is
@@ -255,12 +283,6 @@ class Coordinator:
     async def run(self) -> int:
         """Serve until the run has ended; returns its exit code."""
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS_APART)
-        self.socket = ServerSocket(
-            self.config.coordinator.host,
-            self._port(),
-            self._keys,
-            on_stranger=lambda told: self.log.warning("stranger-refused", what=told),
-        )
         try:
             self._tell_address()
             loop = asyncio.get_running_loop()
@@ -299,16 +321,6 @@ class Coordinator:
             write_address(path, self.socket.address, pid=os.getpid())
         except OSError as error:
             raise DiskError(error.errno, f"writing {path} failed: {error.strerror}") from error
-
-    def _port(self) -> int:
-        """The configured port, else the one that the actors of this run know already."""
-        if self.config.coordinator.port:
-            return self.config.coordinator.port
-        try:
-            known = json.loads((self.run_dir / COORDINATOR_FILE).read_text())["address"]
-        except (FileNotFoundError, ValueError, KeyError):
-            return 0
-        return int(str(known).rpartition(":")[2])
 
     def requested(self, line: str) -> None:
         """What the process that started this one asks for."""

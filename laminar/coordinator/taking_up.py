@@ -2,8 +2,8 @@
 processes.
 
 Reads   the state at the end of the log, the present settings, the processes that live
-Gives   Asking, what the user asked for; resumed: the event that says so; check_resumable:
-        ConfigError in one sentence
+Gives   Asking, what the user asked for; resumed: the event that says so; check_unserved,
+        check_resumable: ConfigError in one sentence
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from laminar.core.statuses import Phase
 from laminar.core.versions import step_of
 from laminar.events.base import Settings
 from laminar.events.events import RunResumed
+from laminar.net.asking import answers
+from laminar.net.auth import RunKeys
+from laminar.net.client import read_address
+from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import holders, in_use
 from laminar.run.program import typed
 
@@ -38,6 +42,19 @@ class Asking(StrEnum):
         """Whether that is asked of the run in this state."""
         stopped = state.phase == Phase.ENDED and not resumption.is_over(state)
         return self == Asking.RESUME or (self == Asking.RESUME_STOPPED and stopped)
+
+
+def check_unserved(run_dir: Path, keys: RunKeys) -> None:
+    """ConfigError where a coordinator answers: locks of another machine may not be seen here."""
+    try:
+        address = read_address(run_dir / COORDINATOR_FILE)
+    except ConfigError:  # it cannot be asked from here, and no process of ours can reach it
+        return
+    if address is not None and answers(address, keys):
+        raise ConfigError(
+            f"{run_dir} has a coordinator, which answers at {address}: it goes on, and this one "
+            f"ends; `{typed('stop', run_dir)}` ends the run"
+        )
 
 
 def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> RunResumed | None:

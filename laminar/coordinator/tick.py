@@ -34,7 +34,16 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.names.ports import AtOnce, Background
-from laminar.net.frames import MAX_TEXT, Ack, Ask, ClientFrame, Hello, Refused, decode_client
+from laminar.net.frames import (
+    MAX_TEXT,
+    Ack,
+    Ask,
+    ClientFrame,
+    Heartbeat,
+    Hello,
+    Refused,
+    decode_client,
+)
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
 from laminar.net.wakeups import Wakeups
@@ -147,6 +156,8 @@ class Tick:
                 return
             boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
             link = self._links.get(boot_id)
+            if message == Heartbeat("", 0):  # one that does not join asks whether we live
+                return self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
             if link is None:
                 self.bad_frames += 1  # an unknown peer says hello again when it gets no answer
                 return

@@ -2,7 +2,8 @@
 
 Reads   ports.Disk, and the LogTail that a scan found
 Writes  segments, snapshots of the state now and then, and tidies up behind them
-Raises  DiskError (end the process), LogTaken (another coordinator writes)
+Raises  DiskError (end the process), LogTaken (another coordinator writes), LogGrew (it wrote until
+        a moment ago: begin again with a scan)
 
 A coordinator that was presumed dead may wake up beside its successor. Three orders keep two
 writers from both counting as the log, without locks: a writer first creates its segment (only one
@@ -44,6 +45,11 @@ _KEPT = b"kept"
 
 class LogTaken(Exception):
     """Another coordinator took this log over: this one must end without sending anything."""
+
+
+class LogGrew(LogTaken):
+    """Another coordinator wrote to the log after it was scanned. It writes no more, since there is
+    a newer segment now, so what is scanned after this can be taken over."""
 
 
 class LogWriter:
@@ -99,7 +105,7 @@ class LogWriter:
         that the history was read from: the next is taken `snapshot_every` events after it. With
         `keep_bytes` the oldest segments are removed until all take no more, as far as no start
         needs them.
-        Raises LogTaken when the log grew since the scan: its writer lives, scan again or end.
+        Raises LogGrew when the log grew since the scan.
         """
         header = Header(
             schema=SCHEMA_VERSION,
@@ -237,9 +243,9 @@ def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
     seen = tail.torn_bytes + (tail.end.offset if tail.end else 0)
     found = sum(disk.size(segment_name(number)) for number in range(first, tail.newest + 1))
     if found != seen:
-        raise LogTaken(
-            f"the event log grew from {seen} to {found} bytes since it was scanned: another "
-            "coordinator of this run was alive, start this one again"
+        raise LogGrew(
+            f"the event log grew from {seen} to {found} bytes since it was read: another "
+            "coordinator of this run was alive and ends now; this one is to be started again"
         )
 
 

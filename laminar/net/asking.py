@@ -1,7 +1,8 @@
-"""What a user asks of a run by its coordinator's socket, from any machine that sees the directory.
+"""What is asked of a run by its coordinator's socket, from any machine that sees the directory.
 
 Reads   RUN/coordinator.json, RUN/secret
 Emits   one event of the user to the coordinator, until that has it on its disk
+Gives   answers: whether a coordinator is there
 Raises  ConfigError with one sentence: the coordinator does not answer, or lets nobody in from here
 
 A file of its own, because a client (net/client.py) is a process of the run, with a name and a place
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from socket import create_connection
 
 from laminar.config import ConfigError
 from laminar.events.base import Event
 from laminar.events.codec import encode
 from laminar.net.auth import RunKeys
 from laminar.net.client import read_address
-from laminar.net.frames import FRAME_BYTES_MAX, Ack, Ask, decode_server
+from laminar.net.frames import FRAME_BYTES_MAX, Ack, Ask, Heartbeat, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.transport import ClientSocket
 from laminar.run.directory import COORDINATOR_FILE
@@ -27,6 +29,10 @@ from laminar.run.secret import read_secret
 ANSWER_S = 20.0
 """A coordinator that is started again, elsewhere perhaps, answers by then."""
 AGAIN_S = 1.0
+REACH_S = 3.0
+"""How long a connection may take to a machine that is there."""
+TURN_S = 5.0
+"""How long a living coordinator may take to its next turn."""
 _POLL_S = 0.02
 
 
@@ -52,6 +58,25 @@ def ask(run_dir: Path, event: Event) -> None:
     if not socket.address:
         raise ConfigError(f"there is no {run_dir / COORDINATOR_FILE}, by which it would be found")
     raise ConfigError(f"the coordinator at {socket.address} has not answered for {ANSWER_S:g} s")
+
+
+def answers(address: str, keys: RunKeys) -> bool:
+    """Whether a coordinator of the run makes turns at this address. Waits for it, no loop runs."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        create_connection((host, int(port)), REACH_S).close()
+    except OSError:
+        return False
+    asking = ClientSocket(keys)
+    try:
+        asking.connect(address)
+        asking.send(encode_frame(Heartbeat("", 0)))
+        deadline = time.monotonic() + TURN_S
+        while not (heard := asking.drain()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return bool(heard)
+    finally:
+        asking.close()
 
 
 def _look_up(socket: ClientSocket, run_dir: Path) -> None:

@@ -70,7 +70,8 @@ class Gauge(Frame, frozen=True):
 
 
 class Heartbeat(Frame, frozen=True):
-    """Client: I am alive; are you? Answered with Ack."""
+    """Client: I am alive; are you? Answered with Ack. With an empty boot it is the question of one
+    that does not join."""
 
     boot: Boot
     ack: Count

@@ -158,6 +158,10 @@ class _Socket:
             self._ready()
 
 
+class PortTaken(ConfigError):
+    """Another process listens there."""
+
+
 class ServerSocket(_Socket):
     """The bound end: many peers, each known by the routing id of its connection."""
 
@@ -177,7 +181,7 @@ class ServerSocket(_Socket):
         on_stranger: Callable[[str], object] = lambda told: None,
     ) -> None:
         """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
-        connection of their sender. ConfigError if the port is taken, or the host another's.
+        connection of their sender. PortTaken; ConfigError if the host is another's.
         `on_stranger`: takes a sentence, now and then, while strangers try to connect."""
         ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
@@ -277,7 +281,7 @@ class ClientSocket(_Socket):
 def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
     if error.errno != zmq.EADDRINUSE:
         return ConfigError(f"cannot listen on {host}:{port}: {error}; check coordinator.host")
-    return ConfigError(
+    return PortTaken(
         f"cannot listen on {host}:{port}: the port is in use by another process; end it, or set "
         "coordinator.port=0 to take any free port"
     )

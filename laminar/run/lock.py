@@ -1,7 +1,8 @@
 """The lock of a run directory: each process of a run has a share, and who moves it needs all.
 
 Reads   RUN/run.lock, RUN/processes/
-Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process is; locked by it)
+Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process is; locked by it),
+        or RUN/processes/NAME for a name that only one process may have
 Gives   RunLock, a process's share; moving, the whole; holders, who has a share; try_lock, of any
         file
 Raises  ConfigError with one sentence for a user
@@ -32,6 +33,10 @@ MOVE_WAIT_S = 5.0
 """How long to wait for a process that moves the directory: that is one renaming."""
 ASK_WAIT_S = 0.5
 """How long to wait for a process that asks whether another one lives: that is one reading."""
+SOLE = ("coordinator", "serve")
+"""Names of which a run has one process: its card is named by it."""
+SOLE_WAIT_S = 2.0
+"""How long to wait until a former process of that name, which was killed, is gone."""
 _POLL_S = 0.02
 
 
@@ -121,20 +126,27 @@ class RunLock:
         os.close(self.fd)
         if self._card is not None:
             path, fd = self._card
-            if not self.lost():
+            if not self.lost() and path.name not in SOLE:  # one that waits for it has it open
                 path.unlink(missing_ok=True)
             os.close(fd)
 
     def _announce(self, name: str) -> None:
-        """Say who we are, for those who ask; where that cannot be written we go on unnamed."""
+        """Say who we are, for those who ask; where that cannot be written we go on unnamed.
+        ConfigError where another process has a name that only one may have."""
         holder = Holder(
             name=name, host=socket.gethostname(), pid=os.getpid(), pids=_pid_namespace()
         )
-        path = self.run_dir / PROCESSES_DIR / f"{holder.host}.{holder.pid}"
+        sole = name in SOLE
+        card = name if sole else f"{holder.host}.{holder.pid}"
+        path = self.run_dir / PROCESSES_DIR / card
         try:
             path.parent.mkdir(exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _wait_for(fd, fcntl.LOCK_EX, ASK_WAIT_S)
+            ours = _wait_for(fd, fcntl.LOCK_EX, SOLE_WAIT_S if sole else ASK_WAIT_S)
+            if sole and not ours:
+                os.close(fd)
+                os.close(self.fd)
+                raise ConfigError(_served(self.run_dir, path))
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode(holder), 0)
             self._card = (path, fd)
@@ -178,6 +190,13 @@ def in_use(run_dir: Path) -> str:
     living = holders(run_dir)
     who = describe(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
     return f"run directory {run_dir} is in use by {who}; `{typed('stop', run_dir)}` ends a run"
+
+
+def _served(run_dir: Path, card: Path) -> str:
+    """The sentence about a name that another process has."""
+    holder = _living(card)
+    who = describe([holder]) if holder else f"whoever has {card} locked"
+    return f"{run_dir} is served already, by {who}; `{typed('stop', run_dir)}` ends the run"
 
 
 def describe(living: list[Holder]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from laminar.analysis.report import summary_of
 from laminar.cli.terminal import Terminal
-from laminar.cli.train import _conclude, summary_lines
+from laminar.cli.train import conclude, summary_lines
 from laminar.coordinator.restarts import Over
 from laminar.core.losses import Losses
 from laminar.names import exit_codes
@@ -22,7 +22,7 @@ GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written f
 
 
 def last_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    _conclude(run_dir, Terminal(), GIVEN_UP)
+    conclude(run_dir, Terminal(), GIVEN_UP)
     return capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ from laminar.config import ConfigError
 from laminar.coordinator.ending import exit_code_of, sentence_of
 from laminar.coordinator.restarts import DEATHS_MAX, PAUSE_MAX_S, SERVED_S, Again, Over, Restarts
 from laminar.core.rules import LogicError
+from laminar.eventlog.writer import LogGrew, LogTaken
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
 
@@ -22,6 +23,8 @@ def pause(verdict: Again | Over) -> float:
     [
         (ConfigError("the key"), exit_codes.USER_ERROR),
         (LogicError("another logic"), exit_codes.USER_ERROR),
+        (LogTaken("another coordinator has it"), exit_codes.USER_ERROR),
+        (LogGrew("it wrote until a moment ago"), exit_codes.CRASHED),
         (DiskError(28, "No space left on device"), exit_codes.LOG_UNWRITABLE),
         (OSError(9, "Bad file descriptor"), exit_codes.CRASHED),
         (AssertionError("no fixpoint"), exit_codes.CRASHED),

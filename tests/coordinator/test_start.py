@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.config import Config
+from laminar.config.tree import CoordinatorConfig
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.unhandled import HandlingFailed
@@ -18,6 +22,9 @@ from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
 from laminar.events.base import Stamped
+from laminar.net.asking import answers
+from laminar.net.client import write_address
+from laminar.net.transport import PortTaken
 from tests.kit.memory_disk import MemoryDisk
 from tests.kit.secrets import KEYS
 from tests.kit.sim_worlds import LoggedRun
@@ -36,13 +43,13 @@ def run_dir_of(disk: MemoryDisk, run_dir: Path) -> Path:
 
 
 def start(
-    run_dir: Path, replay_from: int | None = None
+    run_dir: Path, replay_from: int | None = None, config: Config | None = None
 ) -> tuple[Coordinator, list[int], list[dict[str, object]]]:
     """The coordinator, the events that were replayed, and what was logged."""
     seen: list[int] = []
     with capture_logs() as logged:
         coordinator = Coordinator(
-            Config(),
+            config or Config(),
             run_dir,
             KEYS,
             on_replayed=lambda stamped, commands, state: seen.append(stamped.seq),
@@ -66,6 +73,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for coordinator in opened:
         coordinator.tick.log.close()
+        coordinator.socket.close()
 
 
 def test_the_newest_snapshot_is_where_it_begins(world: LoggedRun, tmp_path: Path) -> None:
@@ -133,3 +141,47 @@ def test_nothing_is_done_after_a_turn_that_failed(
     coordinator._turn()
     coordinator._turn()
     assert len(turns) == 1 and isinstance(coordinator._error, KeyError)
+
+
+def test_it_listens_where_its_predecessor_did_or_elsewhere(
+    tmp_path: Path, world: LoggedRun
+) -> None:
+    """A port that the user has set is taken or missing; the log is as it was then."""
+    run_dir = run_dir_of(world.disk, tmp_path / "run")
+    first = start(run_dir)[0].socket
+    write_address(run_dir / "coordinator.json", first.address)
+    assert start(run_dir)[0].socket.address != first.address
+    first.close()
+    port = int(first.address.rpartition(":")[2])
+    until_free(port)
+    again = start(run_dir)[0].socket
+    assert again.address == first.address
+    before = sorted(path.name for path in (run_dir / "events").iterdir())
+    with pytest.raises(PortTaken, match=r"set coordinator\.port=0"):
+        start(run_dir, config=Config(coordinator=CoordinatorConfig(port=port)))
+    assert sorted(path.name for path in (run_dir / "events").iterdir()) == before
+
+
+def until_free(port: int) -> None:
+    """A socket that was closed gives its port back some milliseconds later."""
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                return probe.bind(("127.0.0.1", port))
+
+
+def test_who_does_not_join_asks_whether_a_coordinator_answers(
+    tmp_path: Path, world: LoggedRun
+) -> None:
+    run_dir = run_dir_of(world.disk, tmp_path / "run")
+    coordinator = start(run_dir)[0]
+    with concurrent.futures.ThreadPoolExecutor() as others:
+        asking = others.submit(answers, coordinator.socket.address, KEYS)
+        while not asking.done():
+            coordinator._turn()
+        assert asking.result()
+    assert coordinator.tick.bad_frames == 0
+    coordinator.socket.close()
+    until_free(int(coordinator.socket.address.rpartition(":")[2]))
+    assert not answers(coordinator.socket.address, KEYS)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,9 @@ class Served:
         until(lambda: any(h.name == name for h in holders(self.run)), f"{name} lives")
         return next(h.pid for h in holders(self.run) if h.name == name)
 
+    def address(self) -> str:
+        return str(json.loads((self.run / "coordinator.json").read_text())["address"])
+
     def check(self) -> None:
         """The run has ended, with nothing left of it."""
         check_books(Finished(self.run, 0, ""))
@@ -134,6 +138,56 @@ def test_a_node_is_started_again_and_leaves_when_it_is_asked_to(served: Served) 
     service.send_signal(signal.SIGTERM)
     served.ends(service)
     served.ends(other)
+    served.check()
+
+
+def hide_locks(run: Path) -> None:
+    """As on a file system that shows no machine the locks of another one."""
+    for card in (run / "processes").iterdir():
+        card.unlink()
+
+
+def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served) -> None:
+    """Whether it sees the locks of the first, or only that its coordinator answers."""
+    served.prepare(ENDLESS)
+    service = served.serve()
+    served.trains()
+    serving = served.pid_of("coordinator")
+    for said in ("is served already, by serve (pid", "which answers at tcp://127.0.0.1:"):
+        assert said in served.ends(served.serve(), exit_codes.USER_ERROR)
+        second = subprocess.run(
+            [sys.executable, "-m", "laminar.cli.coord", str(served.run)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert second.returncode == exit_codes.USER_ERROR, second.stderr
+        assert said.replace("serve (", "coordinator (") in second.stderr
+        hide_locks(served.run)
+    served.trains()
+    os.kill(serving, 0)
+    service.send_signal(signal.SIGTERM)
+    assert "coordinator ended" not in served.ends(service)
+    assert sum(isinstance(e, ev.CoordinatorStarted) for e in history(served.run)) == 1
+    served.check()
+
+
+def test_of_two_copies_of_a_service_the_one_that_cannot_answer_ends(served: Served) -> None:
+    """Its coordinator stands still, and has the port. The newcomer takes the log over all the
+    same, and the former one ends when it sees that."""
+    served.prepare(ENDLESS)
+    former = served.serve()
+    served.trains()
+    coordinator, address = served.pid_of("coordinator"), served.address()
+    os.kill(coordinator, signal.SIGSTOP)
+    hide_locks(served.run)
+    newcomer = served.serve()
+    until(lambda: served.address() != address, "another coordinator listens elsewhere")
+    os.kill(coordinator, signal.SIGCONT)
+    assert "has taken the log over, this one must end" in served.ends(former, exit_codes.USER_ERROR)
+    served.trains()
+    newcomer.send_signal(signal.SIGTERM)
+    served.ends(newcomer)
     served.check()
 
 
