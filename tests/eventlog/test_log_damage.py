@@ -125,6 +125,18 @@ def test_a_flip_in_every_byte_is_corruption_or_tears_only_the_last_frame(flip: i
             assert scan(disk).torn_bytes == len(data) - last
 
 
+def test_a_flip_in_the_header_is_corruption_though_one_unsettled_frame_follows() -> None:
+    """That frame continues the chain of the header: from its stored CRC, or from the computed."""
+    opening, crc = encode_frame(header(1, None), 0)
+    data = opening + encode_frame(record(0), crc)[0]
+    for at in range(len(opening)):
+        damaged = bytearray(data)
+        damaged[at] ^= 0xFF
+        with pytest.raises(LogCorrupt) as caught:
+            scan(MemoryDisk({FIRST: bytes(damaged)}))
+        assert (caught.value.segment, caught.value.offset) == (1, 0), at
+
+
 def test_a_flip_in_every_byte_of_forty_records_is_found_where_it_is() -> None:
     data, records = one_segment()
     offsets = starts(data)
