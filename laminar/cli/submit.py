@@ -140,7 +140,7 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
     run_dir: Path = arguments.resume
     jobs = read_jobs(run_dir)
     if jobs is not None and (living := queued(jobs.ids)):
-        names = ", ".join(f"{job} ({state.lower()})" for job, state in living.items())
+        names = ", ".join(f"{task.name} ({task.state.lower()})" for task in living)
         raise ConfigError(
             f"{run_dir} has jobs in the queue already: {names}; to submit it anew, end them first: "
             f"scancel {' '.join(jobs.ids)}"

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -75,11 +76,25 @@ def cancel(jobs: Sequence[str]) -> None:
     ask("scancel", *jobs)
 
 
-def queued(jobs: Sequence[str]) -> dict[str, str]:
-    """Those of the jobs that have not ended, array tasks by themselves, with their states."""
-    lines = ask("squeue", "-h", "-a", "-o", "%i|%A|%F|%T").splitlines()
-    rows = [line.split("|") for line in lines]
-    return {name: state for name, own, array, state in rows if {own, array} & set(jobs)}
+class Task(NamedTuple):
+    """A job, or one task of an array, that has not ended; several tasks that have not begun are
+    one."""
+
+    name: str  #: as scancel takes it
+    state: str
+    nodes: str  #: where it runs; empty: nowhere yet
+    reason: str  #: why it does not run
+
+
+def queued(jobs: Sequence[str]) -> list[Task]:
+    """Those of the jobs that have not ended."""
+    lines = ask("squeue", "-h", "-a", "-o", "%i|%A|%F|%T|%N|%r").splitlines()
+    rows = [line.split("|", 5) for line in lines]
+    return [
+        Task(name, state, nodes, "" if reason == "None" else reason)
+        for name, own, array, state, nodes, reason in rows
+        if {own, array} & set(jobs)
+    ]
 
 
 def read_jobs(run_dir: Path) -> Jobs | None:

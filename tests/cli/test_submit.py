@@ -207,7 +207,8 @@ def test_a_run_with_jobs_in_the_queue_is_not_submitted_beside_them(
     going = run_of(tmp_path)
     (going / "slurm").mkdir()
     write_jobs(going, Jobs(service="7", rollouts=["8"]))
-    monkeypatch.setenv("QUEUE", "7|7|7|RUNNING\n8_[2-3%2]|8|8|PENDING\n9|9|9|RUNNING")
+    rows = ["7|7|7|RUNNING|n1|None", "8_[2-3%2]|8|8|PENDING||Priority", "9|9|9|RUNNING|n2|None"]
+    monkeypatch.setenv("QUEUE", "\n".join(rows))
     said = refused(submit, "--resume", str(going))
     assert "7 (running), 8_[2-3%2] (pending)" in said and "scancel 7 8" in said
     assert "9" not in said.partition("queue")[2]

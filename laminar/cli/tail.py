@@ -1,0 +1,206 @@
+"""laminar tail RUN: what the processes of a run write into their logs, merged by time.
+
+Reads   RUN/logs: the newest attempt (*.jsonl; *.log, what engines and reward functions print), and
+        slurm/*.log, what the jobs of the run print
+Writes  standard output, lines: time (UTC), process, what happened
+Gives   0, also when Ctrl-C ends the following
+
+The event log is another thing (laminar log). With -f a file that begins or is set aside meanwhile
+is followed, and so is a later attempt; any machine that sees the directory will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from laminar.config import ConfigError
+from laminar.names import exit_codes
+from laminar.run.directory import LOGS_DIR, run_config
+
+LINES = 40
+"""The default number of lines to begin with."""
+LAST_BYTES = 256 << 10
+"""What is read of the end of each file for these."""
+POLL_S = 0.25
+ENDINGS = (".jsonl", ".reward.log", ".engine.log", ".log")
+"""What follows the name of the process in the name of its file."""
+_HEAD = ("run", "process", "timestamp", "level", "event", "exception")
+
+
+class Line(NamedTuple):
+    """One line to be printed, and what it is sorted by."""
+
+    unix_s: float
+    text: str
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "show the last lines of the logs of a run's processes, and follow them"
+    parser = subparsers.add_parser("tail", help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="only of these, such as trainer-0 or 'rollout-*'"
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    parser.add_argument(
+        "-n",
+        "--lines",
+        type=int,
+        default=LINES,
+        metavar="N",
+        help=f"the lines to begin with (default {LINES})",
+    )
+    parser.set_defaults(function=tail)
+
+
+def tail(arguments: argparse.Namespace) -> int:
+    """Print the last lines, and with -f those that come."""
+    run_config(arguments.run)
+    logs = Logs(arguments.run, arguments.names)
+    found = sorted(logs.lines())
+    if arguments.names and not logs.names and not arguments.follow:
+        raise ConfigError(
+            f"no log of {arguments.run} is called {', '.join(arguments.names)}: there are "
+            f"{', '.join(sorted(names_in(arguments.run))) or 'none'}"
+        )
+    _show(found[-arguments.lines :] if arguments.lines > 0 else [])
+    try:
+        while arguments.follow:
+            time.sleep(POLL_S)
+            _show(sorted(logs.lines()))
+    except KeyboardInterrupt:
+        pass
+    return exit_codes.COMPLETE
+
+
+def _show(lines: Iterable[Line]) -> None:
+    for line in lines:
+        print(line.text)
+    print(end="", flush=True)
+
+
+class Logs:
+    """The logs of a run, as far as they were read."""
+
+    def __init__(self, run_dir: Path, wanted: Sequence[str]) -> None:
+        self._run_dir, self._wanted = run_dir, wanted
+        self._files: dict[Path, LogFile] = {}
+        self._begun = False
+
+    @property
+    def names(self) -> set[str]:
+        """Those whose logs are read."""
+        return {name_of(path) for path in self._files}
+
+    def lines(self) -> Iterator[Line]:
+        """What has come since the last call; the first time, the end of what there is."""
+        for path in files_of(self._run_dir):
+            name = name_of(path)
+            wanted = not self._wanted or any(fnmatch.fnmatch(name, w) for w in self._wanted)
+            if wanted and path not in self._files:
+                self._files[path] = LogFile(path, LAST_BYTES if not self._begun else None)
+        self._begun = True
+        for file in self._files.values():
+            yield from file.lines()
+
+
+class LogFile:
+    """One file that grows, and that may be set aside and begun anew."""
+
+    def __init__(self, path: Path, last_bytes: int | None) -> None:
+        """`last_bytes`: begin so far before its end; None: at its beginning."""
+        self._path, self._name = path, name_of(path)
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        if last_bytes is not None and self._open():
+            assert self._file is not None
+            size = os.fstat(self._file.fileno()).st_size
+            self._file.seek(max(size - last_bytes, 0))
+            if size > last_bytes:
+                self._file.readline()  # of which the beginning is missing
+
+    def lines(self) -> Iterator[Line]:
+        """The whole lines that have come."""
+        if self._file is None and not self._open():
+            return
+        assert self._file is not None
+        yield from self._read(self._file)
+        if self._set_aside():
+            yield from self._read(self._file)  # what came before it was
+            self._file.close()
+            self._file = None
+            yield from self.lines()
+
+    def _open(self) -> bool:
+        """False while there is no such file: it is being set aside."""
+        try:
+            self._file = self._path.open("rb")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _set_aside(self) -> bool:
+        assert self._file is not None
+        try:
+            return os.stat(self._path).st_ino != os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False
+
+    def _read(self, file: BinaryIO) -> Iterator[Line]:
+        *whole, self._rest = (self._rest + file.read()).split(b"\n")
+        written_s = os.fstat(file.fileno()).st_mtime
+        for line in whole:
+            text = line.decode(errors="replace")
+            if self._path.suffix == ".jsonl":
+                yield structured(text, self._name, written_s)
+            elif text.strip():
+                yield Line(written_s, _row(written_s, self._name, text))
+
+
+def structured(text: str, name: str, written_s: float) -> Line:
+    """A line of a process's log; one that a crash cut short is shown as it is."""
+    try:
+        found = json.loads(text)
+        unix_s = datetime.fromisoformat(found["timestamp"]).timestamp()
+        fields = [f"{key}={value}" for key, value in found.items() if key not in _HEAD]
+        level = [] if found["level"] == "info" else [str(found["level"]).upper()]
+        words = " ".join([*level, str(found["event"]), *fields])
+        trace = str(found.get("exception", ""))
+        return Line(unix_s, "\n    ".join([_row(unix_s, name, words), *trace.splitlines()]))
+    except (ValueError, KeyError, TypeError):
+        return Line(written_s, _row(written_s, name, text))
+
+
+def _row(unix_s: float, name: str, words: str) -> str:
+    when = datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S.%f")[:-3]
+    return f"{when}  {name:<14} {words}"
+
+
+def names_in(run_dir: Path) -> set[str]:
+    return {name_of(path) for path in files_of(run_dir)}
+
+
+def files_of(run_dir: Path) -> list[Path]:
+    """The logs of the newest attempt, and of the jobs."""
+    logs = run_dir / LOGS_DIR
+    newest = (logs / "latest").resolve()
+    return sorted(
+        path
+        for directory in (newest, logs / "slurm")
+        for pattern in ("*.jsonl", "*.log")
+        for path in directory.glob(pattern)
+    )
+
+
+def name_of(path: Path) -> str:
+    """The name of the process, or of the job, whose log this is."""
+    ending = next((end for end in ENDINGS if path.name.endswith(end)), "")
+    return path.name.removesuffix(ending)
