@@ -26,7 +26,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event
 from laminar.names import exit_codes
 from laminar.net.calls import Client, Handler, Server
-from laminar.net.session import LinkClosed, OutboxFull
+from laminar.net.session import LinkClosed, OutboxFull, RunOver
 
 ORPHAN_ABSENT_S = 10.0
 """A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""
@@ -391,6 +391,9 @@ class Host:
             self.log.warning("event-loop", message=context.get("message"), exc_info=error)
 
     def _failed_with(self, error: BaseException, what: str) -> None:
+        if isinstance(error, RunOver):
+            self.log.info("run-over")
+            return self._leave()
         if isinstance(error, Ended):
             self.log.info("given-up", reason=str(error))
             return

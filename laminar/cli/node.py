@@ -23,11 +23,12 @@ from laminar.actors.system.processes import MachineProcesses
 from laminar.actors.system.roles import ROLES
 from laminar.actors.system.warm import Seed
 from laminar.cli.arguments import Parser
-from laminar.cli.endings import exit_code
+from laminar.cli.endings import exit_code, say
 from laminar.config import Config, ConfigError
-from laminar.names import ids
+from laminar.names import exit_codes, ids
 from laminar.net.addresses import own_ip, route_to
-from laminar.net.client import read_address
+from laminar.net.client import coordinator_address
+from laminar.net.session import RunOver
 from laminar.observe.hardware import hardware
 from laminar.run.directory import COORDINATOR_FILE, run_config
 from laminar.run.lock import RunLock
@@ -52,7 +53,11 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     config = run_config(arguments.run_dir)
     roles = parse_roles(arguments.roles) if arguments.roles else default_roles(config)
     check_roles(arguments.name, roles)
-    address = host_of(arguments.run_dir, config, arguments.host)
+    try:
+        address = host_of(arguments.run_dir, config, arguments.host)
+    except RunOver:
+        say(arguments.name, f"the run {arguments.run_dir} is over")
+        return exit_codes.COMPLETE
     lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
 
@@ -65,19 +70,22 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
 
 def host_of(run_dir: Path, config: Config, asked: str) -> str:
     """The address of this machine that its servers listen on; waits for the coordinator's where
-    that decides it."""
+    that decides it. RunOver when there is none to come."""
+    file = run_dir / COORDINATOR_FILE
+    coordinator = coordinator_address(file)
     if asked:
         return own_ip(asked, "--host")
     deadline = time.monotonic() + config.coordinator.start_timeout_s
-    while (coordinator := read_address(run_dir / COORDINATOR_FILE)) is None:
+    while coordinator is None:
         if config.coordinator.host in ("localhost", "127.0.0.1"):
             return "127.0.0.1"
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"no coordinator has written {run_dir / COORDINATOR_FILE}, and the address of this "
+                f"no coordinator has written {file}, and the address of this "
                 "machine is the one on the way to it: start laminar-coord, or give --host"
             )
         time.sleep(POLL_S)
+        coordinator = coordinator_address(file)
     return route_to(coordinator)
 
 

@@ -108,6 +108,7 @@ class NodeKeeper:
         self, config: Config, lock: RunLock, index: int, asked: Asked, console: Terminal
     ) -> None:
         self._config, self._lock, self._asked, self._console = config, lock, asked, console
+        self._index = index
         self._nodes = Machines(config, [index], self._start, self._note)
 
     def run(self) -> int:
@@ -120,6 +121,8 @@ class NodeKeeper:
                 code = exit_codes.COMPLETE
                 break
             self._nodes.look(time.monotonic())
+        if code == exit_codes.COMPLETE and not self._asked.level:
+            self._note(f"node-{self._index} leaves: the run is over")
         sweep_arenas()  # of a relay that was killed together with its node
         return code if code >= 0 else exit_codes.SIGNALLED - code
 

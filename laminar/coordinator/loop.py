@@ -296,6 +296,8 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
             await self._last_messages()
+            if not self.tick.machine.state.paused:
+                self._tell_address(run_over=True)
         finally:
             self.socket.close()
             self._background.close()
@@ -315,10 +317,11 @@ class Coordinator:
         self._own.append(event)
         asyncio.get_running_loop().call_soon(self._turn)
 
-    def _tell_address(self) -> None:
+    def _tell_address(self, *, run_over: bool = False) -> None:
+        """`run_over`: processes that still join or wait for us are to leave."""
         path = self.run_dir / COORDINATOR_FILE
         try:
-            write_address(path, self.socket.address, pid=os.getpid())
+            write_address(path, self.socket.address, pid=os.getpid(), run_over=run_over)
         except OSError as error:
             raise DiskError(error.errno, f"writing {path} failed: {error.strerror}") from error
 

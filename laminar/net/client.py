@@ -26,7 +26,7 @@ from laminar.net.addresses import MACHINE, is_loopback
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
-from laminar.net.session import MS, ClientLink, LinkState
+from laminar.net.session import MS, ClientLink, LinkState, RunOver
 from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole
 
@@ -41,6 +41,7 @@ class AddressFile(msgspec.Struct):
     """What we read of an address file; it may hold more."""
 
     address: str
+    run_over: bool = False  #: of the coordinator's: it was the last one
     machine: str = MACHINE  #: where the server is
 
 
@@ -54,14 +55,9 @@ def write_address(path: Path, address: str, **facts: str | int) -> None:
 def read_address(path: Path) -> str | None:
     """The address in the file, None while there is no file; ConfigError for a malformed one, and
     for a loopback address of another machine."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=AddressFile)
-    except FileNotFoundError:
+    found = _read(path)
+    if found is None:
         return None
-    except BAD_BYTES as error:
-        raise ConfigError(
-            f"{path} is not an address file ({error}); delete it and restart its server"
-        ) from error
     if found.machine != MACHINE and is_loopback(found.address):
         raise ConfigError(
             f"{path} gives {found.address}, which only its own machine reaches, and this is "
@@ -69,6 +65,26 @@ def read_address(path: Path) -> str | None:
             "or an interface that the others reach"
         )
     return found.address
+
+
+def coordinator_address(path: Path) -> str | None:
+    """The same of a coordinator, for one that joins the run; RunOver when it is too late for
+    that."""
+    found = _read(path)
+    if found is not None and found.run_over:
+        raise RunOver("the run is over")
+    return read_address(path)
+
+
+def _read(path: Path) -> AddressFile | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=AddressFile)
+    except FileNotFoundError:
+        return None
+    except BAD_BYTES as error:
+        raise ConfigError(
+            f"{path} is not an address file ({error}); delete it and restart its server"
+        ) from error
 
 
 class ClientShell:

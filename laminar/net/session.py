@@ -208,6 +208,10 @@ class LinkClosed(ConnectionError):
     """The link was refused or closed: nothing can be sent on it any more."""
 
 
+class RunOver(Exception):
+    """The coordinator has ended, and the run with it: nobody is to wait for another one."""
+
+
 class LinkState(StrEnum):
     JOINING = "joining"
     UP = "up"

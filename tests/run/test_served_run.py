@@ -191,10 +191,25 @@ def test_of_two_copies_of_a_service_the_one_that_cannot_answer_ends(served: Serv
     served.check()
 
 
-def test_of_a_finished_run_it_says_how_that_ended(served: Served) -> None:
+def test_of_a_finished_run_it_says_how_that_ended_and_a_node_leaves_at_once(served: Served) -> None:
     served.prepare("trainer.total_training_steps=1")
     assert "1 in " in served.ends(served.serve())
     assert "1 in " in served.ends(served.serve())
+    assert "node-7 leaves: the run is over" in served.ends(served.serve("--node", "7"))
+    served.check()
+
+
+def test_a_node_that_is_cut_off_while_the_run_ends_leaves_when_it_is_back(served: Served) -> None:
+    served.prepare(ENDLESS)
+    service, node = served.serve(), served.serve("--node", "1")
+    assert served.pid_of("rollout-1.0")
+    served.trains()
+    pid = served.pid_of("node-1")
+    os.kill(pid, signal.SIGSTOP)
+    service.send_signal(signal.SIGTERM)
+    served.ends(service)
+    os.kill(pid, signal.SIGCONT)
+    assert "node-1 leaves: the run is over" in served.ends(node)
     served.check()
 
 
