@@ -13,7 +13,10 @@ has room) it is to be started again.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -46,6 +49,8 @@ from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
+TURN_TOLD_S = 1.0
+"""Between two bytes to the supervisor."""
 
 
 def main() -> None:
@@ -65,9 +70,9 @@ def main() -> None:
             help=text,
         )
     add_child_option(parser)
+    parser.add_argument("--turns-fd", type=int, default=None, help=argparse.SUPPRESS)
     try:
-        arguments = parser.parse_args()
-        code = _run(arguments.run_dir, arguments.lock_fd, arguments.asking)
+        code = _run(parser.parse_args())
     except KeyboardInterrupt:
         code = exit_codes.STOPPED_EARLY
         tell("laminar-coord: interrupted before it began")
@@ -77,7 +82,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run(run_dir: Path, lock_fd: int | None, asking: Asking) -> int:
+def _run(arguments: argparse.Namespace) -> int:
+    run_dir, asking = arguments.run_dir, arguments.asking
     config = _at_its_address(run_config(run_dir))
     if config.reward.scope == "auto":  # only a look at the reward function says what it is
         raise ConfigError(
@@ -85,11 +91,11 @@ def _run(run_dir: Path, lock_fd: int | None, asking: Asking) -> int:
             "`laminar train --prepare` with these settings writes the directory"
         )
     keys = _keys_of(run_dir, resume=asking == Asking.RESUME)
-    lock = RunLock.inherit(run_dir, "coordinator", lock_fd)
+    lock = RunLock.inherit(run_dir, "coordinator", arguments.lock_fd)
     telemetry = configure(run_dir, config.run.name, "coordinator")
     try:
         check_unserved(run_dir, keys)
-        return uvloop.run(_serve(config, lock, keys, telemetry, asking))
+        return uvloop.run(_serve(config, lock, keys, telemetry, asking, arguments.turns_fd))
     except Exception as failed:
         reason = lock.lost()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
@@ -119,7 +125,12 @@ def _keys_of(run_dir: Path, *, resume: bool) -> RunKeys:
 
 
 async def _serve(
-    config: Config, lock: RunLock, keys: RunKeys, telemetry: Telemetry, asking: Asking
+    config: Config,
+    lock: RunLock,
+    keys: RunKeys,
+    telemetry: Telemetry,
+    asking: Asking,
+    turns_fd: int | None,
 ) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
@@ -135,14 +146,17 @@ async def _serve(
         replay_from=metrics.replay_from,
         asking=asking,
     )
-    watching = asyncio.create_task(_watch_directory(lock, coordinator))
+    tasks = [asyncio.create_task(_watch_directory(lock, coordinator))]
+    if turns_fd is not None:
+        tasks.append(asyncio.create_task(_tell_turns(turns_fd)))
     if lock.inherited:
         follow_starter(coordinator.requested)
     try:
         return await coordinator.run()
     finally:
-        watching.cancel()
         await asyncio.to_thread(boards.close)
+        for task in tasks:
+            task.cancel()
 
 
 async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
@@ -150,6 +164,17 @@ async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
     while not (reason := await asyncio.to_thread(lock.lost)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
+
+
+async def _tell_turns(fd: int) -> None:
+    """Tell the supervisor, now and then, that this loop, and so the coordinator, makes turns."""
+    os.set_inheritable(fd, False)
+    os.set_blocking(fd, False)
+    with contextlib.suppress(BrokenPipeError):  # it is gone, and others see to that
+        while True:
+            with contextlib.suppress(BlockingIOError):  # it stands still itself
+                os.write(fd, b".")
+            await asyncio.sleep(TURN_TOLD_S)
 
 
 class Observers:

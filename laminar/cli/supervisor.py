@@ -1,9 +1,10 @@
 """The supervisor: what `laminar train` and `laminar serve` do while a run works.
 
-Reads   coordinator.json of the run, exit codes of its processes, signals
+Reads   coordinator.json of the run, exit codes of its processes, signals; a byte from the
+        coordinator for each second in which it makes turns
 Writes  requests to the standard input of the coordinator; shows progress
 Starts  laminar-coord, and a laminar-node for each machine that is ours (machines.py); starts one
-        that died again
+        that died again, and kills a coordinator that stands still
 
 Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
 exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. SIGUSR1, and in a
@@ -22,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ NOTICE_S = 5.0
 TERM_S = 15.0
 """How long they may take once they are ordered to: their children have ten seconds of it."""
 
+STILL_S = 30.0
+"""How long the coordinator may make no turn. A disk that hangs is mostly back sooner."""
+
+TURNS_MAX = 4096
+"""Bytes: more than a coordinator writes between two polls."""
+
 Process = subprocess.Popen[bytes]
 
 
@@ -68,14 +74,14 @@ def words_of(config: Config, machine: int) -> list[str]:
     return words  # it listens on its address on the way to the coordinator
 
 
-def start(lock: RunLock, module: str, *options: str) -> Process:
+def start(lock: RunLock, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
     """Start a daemon of the run in a session of its own: Ctrl-C is ours to hand on. It sees our end
-    by its stdin's."""
+    by its stdin's. It gets these descriptors, too."""
     return subprocess.Popen(
         [sys.executable, "-m", module, str(lock.run_dir), *options, "--lock-fd", str(lock.fd)],
         stdin=subprocess.PIPE,
         bufsize=0,
-        pass_fds=(lock.fd,),
+        pass_fds=(lock.fd, *fds),
         start_new_session=True,
     )
 
@@ -143,6 +149,8 @@ class Supervisor:
             if self._asked.level < Asked.NOW:
                 self._nodes.look(now)
             code = self._coordinator.poll(now)
+            if self._coordinator.killed_if_still():
+                self.progress.note(f"the coordinator has made no turn for {STILL_S:g} s: killed")
             if self._coordinator.has_served:
                 self._asking = Asking.NOTHING
             if code is None or again_s is not None:
@@ -173,7 +181,11 @@ class Supervisor:
 
     def _start_coordinator(self) -> None:
         options = (self._asking,) if self._asking else ()
-        start = partial(self._start, "laminar.cli.coord", *options)
+
+        def start(turns: int) -> Process:
+            words = (*options, "--turns-fd", str(turns))
+            return self._start("laminar.cli.coord", *words, fds=(turns,))
+
         self._coordinator = Served(start, self.run_dir / COORDINATOR_FILE)
         self._told = Asked.NOTHING
 
@@ -187,8 +199,8 @@ class Supervisor:
     def _start_node(self, index: int) -> Process:
         return self._start("laminar.cli.node", *words_of(self.config, index))
 
-    def _start(self, module: str, *options: str) -> Process:
-        return start(self._lock, module, *options)
+    def _start(self, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
+        return start(self._lock, module, *options, fds=fds)
 
     def _tell_restart(self, code: int, pause_s: float) -> None:
         what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
@@ -290,18 +302,44 @@ class Asked:
 class Served:
     """A coordinator process, and since when it serves: it has written the address file then."""
 
-    def __init__(self, start: Callable[[], Process], address: Path) -> None:
-        """What `address` says before the start is an earlier coordinator's, which may have had the
-        same process id on another machine."""
+    def __init__(self, start: Callable[[int], Process], address: Path) -> None:
+        """`start` gives it a descriptor, to which it writes while it makes turns. What `address`
+        says before the start is an earlier coordinator's, which may have had the same process id on
+        another machine."""
         self._address, self._before = address, _version(address)
-        self.process = start()
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._turns = open(reading, "rb", buffering=0)  # noqa: SIM115
+        try:
+            self.process = start(writing)
+        finally:
+            os.close(writing)
         self._since_s: float | None = None
+        self._still = 0  #: polls since its last turn; once it has made one
+        self._turned = False
 
     def poll(self, now_s: float) -> int | None:
         """The coordinator's exit code, if it has ended."""
         if self._since_s is None and self._named():
             self._since_s = now_s
-        return self.process.poll()
+        code = self.process.poll()
+        if code is None:
+            turned = bool(self._turns.read(TURNS_MAX))
+            self._turned = self._turned or turned
+            self._still = 0 if turned else self._still + 1
+        else:
+            self._still = 0
+            self._turns.close()
+        return code
+
+    def killed_if_still(self) -> bool:
+        """Kill it if it makes no turns any more, which is counted in polls: where all processes
+        were paused together, by their machine say, it has stood still no longer than we have."""
+        if not self._turned or self._still * POLL_S <= STILL_S:
+            return False
+        self._still = 0  # it may take a while to go, in a call that no signal ends
+        self.process.kill()
+        return True
 
     def served_s(self, now_s: float) -> float:
         return 0.0 if self._since_s is None else now_s - self._since_s

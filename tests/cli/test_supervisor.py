@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,8 @@ with open(sys.argv[1], "a") as heard:
 sys.exit(int(sys.argv[2]))
 """
 IGNORE = "import sys; sys.stdin.read(); import time; time.sleep(60)"
+STAND_STILL = "import os, sys, time; os.write(int(sys.argv[1]), b'.'); time.sleep(60)"
+"""It has made a turn, and makes no other."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,20 +88,28 @@ def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
 class StandIns(Supervisor):
     """Its processes are small scripts; each coordinator ends with the next of the codes."""
 
-    def __init__(self, run_dir: Path, signals: str, *codes: int | None) -> None:
-        """`signals` arrive when the first process was started; code None: it ends by no word."""
+    def __init__(self, run_dir: Path, signals: str, *codes: int | str | None) -> None:
+        """`signals` arrive when the first process was started; code None: it ends by no word; a
+        text: it is the script, which is given the descriptor of its turns."""
         config = load([], ["model.name=m", "data.dataset=gcd", "recovery.coordinator_restart_ms=0"])
         run_dir.mkdir()
         self.heard, self.codes, self.signals = run_dir / "heard", [*codes], signals.split()
         lock = RunLock.create(run_dir, "train")
         super().__init__(config, lock, Console(quiet=True), Asked().__enter__())
 
-    def _start(self, module: str, *options: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, module: str, *options: str, fds: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
         code = self.codes.pop(0) if module == "laminar.cli.coord" else None
         script = ["-c", IGNORE] if code is None else ["-c", HEAR, str(self.heard), str(code)]
+        script = ["-c", code, options[-1]] if isinstance(code, str) else script
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [sys.executable, *script], stdin=pipe, bufsize=0, start_new_session=True
+            [sys.executable, *script],
+            stdin=pipe,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=fds,
         )
         while self.signals:
             os.kill(os.getpid(), signal.Signals[self.signals.pop(0)])
@@ -148,6 +158,24 @@ def test_by_force_kills_what_does_not_listen(tmp_path: Path) -> None:
     supervisor = StandIns(tmp_path / "run", "SIGINT SIGINT SIGINT", None)
     assert supervisor.run().code == exit_codes.STOPPED_EARLY
     assert supervisor._coordinator.process.returncode == -signal.SIGKILL
+
+
+def test_a_coordinator_that_stands_still_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STILL_S", 0.2)
+    supervisor = StandIns(tmp_path / "run", "SIGTERM", STAND_STILL, exit_codes.COMPLETE)
+    assert supervisor.run().code == exit_codes.COMPLETE
+    assert supervisor.codes == [] and supervisor.heard.read_text() == "drain SIGTERM\n"
+
+
+def test_one_that_never_told_of_a_turn_still_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have a long log to read."""
+    monkeypatch.setattr(supervisor_module, "STILL_S", 0.0)
+    slow = f"import time; time.sleep(1.0); raise SystemExit({exit_codes.FAILED})"
+    assert StandIns(tmp_path / "run", "", slow).run().code == exit_codes.FAILED
 
 
 def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

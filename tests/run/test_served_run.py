@@ -191,6 +191,20 @@ def test_of_two_copies_of_a_service_the_one_that_cannot_answer_ends(served: Serv
     served.check()
 
 
+@pytest.mark.long
+def test_a_coordinator_that_stands_still_is_replaced(served: Served) -> None:
+    served.prepare(ENDLESS)
+    service = served.serve()
+    served.trains()
+    os.kill(served.pid_of("coordinator"), signal.SIGSTOP)
+    until(lambda: "has made no turn for 30 s: killed" in served.output_of(service), "it is killed")
+    served.trains()
+    service.send_signal(signal.SIGTERM)
+    served.ends(service)
+    assert sum(isinstance(e, ev.CoordinatorStarted) for e in history(served.run)) == 2
+    served.check()
+
+
 def test_of_a_finished_run_it_says_how_that_ended_and_a_node_leaves_at_once(served: Served) -> None:
     served.prepare("trainer.total_training_steps=1")
     assert "1 in " in served.ends(served.serve())
