@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel test smoke test-all test-vllm lint setup clean
+.PHONY: help quickstart wheel test smoke test-all test-slurm test-vllm lint setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then the minute of tests that tells most"
 	@echo "make test         set up, then run every test but the long ones (four minutes)"
-	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts exposure vllm\", or some"
+	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\", or some"
+	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make lint         ruff, mypy --strict, import contracts"
@@ -31,7 +32,7 @@ quickstart: setup
 # Every test once, whole runs first: what else there is fits in beside them. (pytest leaves out what
 # another argument contains, so that all folders are named.) Bytecode is kept, or each of the many
 # processes would compile Laminar for itself.
-TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/kit/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
+TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/kit/ tests/slurm/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
@@ -48,6 +49,11 @@ smoke: setup
 PARTS ?=
 test-all: setup
 	.ci/all $(PARTS)
+
+# A run on a Slurm of virtual nodes of this machine (tools/local_slurm.sh); skipped, with the reason,
+# where Slurm is not installed or this is not root.
+test-slurm: setup
+	$(BIN)/python -m pytest -m slurm --override-ini timeout=900 tests/slurm
 
 # All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
 # what CI runs.
