@@ -8,8 +8,9 @@ Starts  without --node the coordinator and node-0, by way of the supervisor; wit
     laminar serve RUN             the service: begins the run, or goes on with it
     laminar serve RUN --node K    node-K of it, which may be started before and after the service
 
-It leaves after everything that it has started. Exit codes of the service: those of its last
-coordinator. Of a node: 0 the run is over, or a signal asked it to leave; 2 a mistake of the user; 3
+It leaves after everything that it has started. In a Slurm job it puts that job back into the queue
+after a pause (requeue.py). Exit codes of the service: those of its last coordinator. Of a node: 0
+the run is over, or a signal asked it to leave; 85 the run is paused; 2 a mistake of the user; 3
 it had no coordinator, or was refused, as often as recovery.max_restarts allows; other codes: its
 node died as often.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.machines import Machines
+from laminar.cli.requeue import Job
 from laminar.cli.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
 from laminar.cli.terminal import Terminal
 from laminar.cli.train import conclude
@@ -70,19 +72,30 @@ def serve(arguments: argparse.Namespace) -> int:
             return _service(config, run_dir, keys, asked, console)
         with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
             console.lines([f"node-{index} of {run_dir}, on {own_name()}"])
-            return NodeKeeper(config, lock, index, asked, console).run()
+            code = NodeKeeper(config, lock, index, asked, console).run()
+        job = Job(config, run_dir, lambda text: console.lines([text]))
+        if code == exit_codes.PAUSED:
+            job.node_paused()
+        elif asked.level:
+            job.node_left(asked.reason)
+        return code
 
 
 def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console: Terminal) -> int:
     """The coordinator and node-0."""
     with contextlib.closing(_take(run_dir, keys)) as lock:
         console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
+        job = Job(config, run_dir, lambda text: console.lines([text]))
+        job.begins()
         over = Supervisor(
             config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
         ).run()
         if over.code == exit_codes.USER_ERROR and not over.reason:
             return over.code  # the coordinator has said what it is
-        return conclude(run_dir, console, over).code
+        code = conclude(run_dir, console, over).code
+    if code == exit_codes.PAUSED:
+        job.service_paused(asked.reason)
+    return code
 
 
 def _take(run_dir: Path, keys: RunKeys) -> RunLock:

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ KILLED_S = 5.0
 SAY_S = 5.0
 DECIDING = ("train", "serve", "coordinator")
 """Which process ends the run: the first of these that is alive."""
+PAUSING = ("train", "coordinator")
+"""The same of a pause: `laminar serve` would take the signal for a warning of Slurm, and have the
+job started again."""
 _SIGNALS = {
     (False, False): END, (True, False): signal.SIGQUIT, (False, True): signal.SIGUSR1,
 }  # fmt: skip
@@ -109,7 +113,7 @@ def _living(run_dir: Path) -> list[Holder]:
 def _ask(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
     """Signal the process in charge of the run, or ask the coordinator where that is elsewhere;
     which one that was."""
-    in_charge = _in_charge(_living(run_dir))
+    in_charge = _in_charge(_living(run_dir), DECIDING if not pause else PAUSING)
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
         here = socket.gethostname()
@@ -133,9 +137,9 @@ def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested
         ) from None
 
 
-def _in_charge(living: list[Holder]) -> list[Holder]:
+def _in_charge(living: list[Holder], deciding_names: Sequence[str]) -> list[Holder]:
     """The supervisor, else the coordinator; without both the nodes, without them all there are."""
-    for name in DECIDING:
+    for name in deciding_names:
         if deciding := [holder for holder in living if holder.name == name]:
             return deciding
     return [holder for holder in living if holder.name.startswith("node-")] or living

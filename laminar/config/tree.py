@@ -458,7 +458,7 @@ class RecoveryConfig(Section, frozen=True, kw_only=True):
 
 
 class SlurmConfig(Section, frozen=True, kw_only=True):
-    """Only read by `laminar submit`: what the run asks Slurm for; see docs/cluster.md."""
+    """What the run asks Slurm for, by `laminar submit`, and in its jobs; see docs/cluster.md."""
 
     partition: Annotated[str, says("empty: the cluster's default")] = ""
     account: Annotated[str, says("empty: your default")] = ""
@@ -490,6 +490,9 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     notice_s: Annotated[
         Count, says("seconds before the time limit at which the run is told to pause")
     ] = 300
+    max_requeues: Annotated[
+        Natural, says("how often a job that was told to pause is put back into the queue")
+    ] = 20
 
 
 class EmulationConfig(Section, frozen=True, kw_only=True):
