@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.random_worlds import failing_world, random_world
+from tests.kit.random_worlds import failing_world, pausing_world, random_world
 from tests.kit.world import World
 
-GOOD_SEEDS, FAILING_SEEDS = 200, 60
+GOOD_SEEDS, FAILING_SEEDS, PAUSING_SEEDS = 200, 60, 40
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +20,9 @@ def good_runs() -> list[World]:
 def failing_runs() -> list[World]:
     """Runs in which a process dies that the run cannot do without."""
     return [failing_world(seed).run() for seed in range(FAILING_SEEDS)]
+
+
+@pytest.fixture(scope="session")
+def pausing_runs() -> list[World]:
+    """Runs that are asked to pause, early or late."""
+    return [pausing_world(seed).run() for seed in range(PAUSING_SEEDS)]

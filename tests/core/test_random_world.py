@@ -18,7 +18,13 @@ from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event, Stamped
 from laminar.events.codec import encode
 from tests.hash_seeds import printed_under
-from tests.kit.random_worlds import check_end, check_failed, failing_world, random_world
+from tests.kit.random_worlds import (
+    check_end,
+    check_failed,
+    check_paused,
+    failing_world,
+    random_world,
+)
 from tests.kit.world import World
 
 
@@ -39,6 +45,12 @@ def test_failed_runs_end_with_a_reason_and_closed_books(failing_runs: list[World
     assert len(failed) > len(failing_runs) // 2
     for world in failed:
         check_failed(world)
+
+
+def test_paused_runs_have_saved_what_is_complete(pausing_runs: list[World]) -> None:
+    assert sum(world.state.paused for world in pausing_runs) > len(pausing_runs) // 2
+    for world in pausing_runs:
+        check_paused(world)
 
 
 def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
@@ -80,9 +92,11 @@ def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
         assert not too_early & set(world.trained)
 
 
-def test_every_command_is_decided(good_runs: list[World], failing_runs: list[World]) -> None:
+def test_every_command_is_decided(
+    good_runs: list[World], failing_runs: list[World], pausing_runs: list[World]
+) -> None:
     """A command that no event leads to would be dead."""
-    runs = (*good_runs, *failing_runs)
+    runs = (*good_runs, *failing_runs, *pausing_runs)
     decided = {type(c) for world in runs for _, commands in world.log for c in commands}
     assert decided == set(cmd.ALL_COMMANDS)
 

@@ -11,6 +11,7 @@ import random
 import msgspec
 
 from laminar.core.state import Settings
+from laminar.names import exit_codes
 from tests.kit.world import World
 from tests.kit.world_parts import SECOND, Faults, settings
 
@@ -148,6 +149,29 @@ def failing_world(seed: int, kind: type[World] = World) -> World:
     world.faults.fatal_role = choose(["node", "store", "relay", "trainer"])
     world.faults.fatal_at_s = choose([0.2, 1.5, 6, 15])
     return world
+
+
+def pausing_world(seed: int, kind: type[World] = World) -> World:
+    """A random world whose run is asked to pause."""
+    world = random_world(seed, kind)
+    world.settings = msgspec.structs.replace(world.settings, save_freq=100)
+    world.faults.drain_pauses = True
+    world.faults.drain_at_s = random.Random(f"pause {seed}").choice([0.2, 1.5, 6, 15])
+    return world
+
+
+def check_paused(world: World) -> None:
+    """What is complete is saved, unless its trainer was lost; what is not stays open."""
+    state = world.state
+    if not state.paused:
+        return check_end(world)  # it was over before
+    assert (state.exit_code, state.failure) == (exit_codes.PAUSED, "")
+    safe = not (world.faults.lose_trainer_every_s or world.faults.replace_machine_at_s)
+    if safe and state.completed:
+        assert state.completed in {len(batches) for batches in world.saved.values()}
+    ended = [t for t, row in world.rows.items() if row.end == "trained"]
+    trained = {t for step in range(state.completed) for t in world.consumed[step]}
+    assert trained >= set(ended) and len(ended) == state.ledger.trajectories.trained
 
 
 def check_failed(world: World) -> None:

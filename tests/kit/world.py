@@ -103,7 +103,7 @@ class World(Actors):
             self.join(process)
             self._schedule_faults(process)
         if self.faults.drain_at_s:
-            drain = ev.DrainRequested(reason="SIGINT")
+            drain = ev.DrainRequested(reason="SIGINT", pause=self.faults.drain_pauses)
             self.later(self.strategy, self.faults.drain_at_s, drain)
 
     def started(self, incarnation: int) -> ev.CoordinatorStarted:

@@ -99,6 +99,7 @@ class Faults:
     silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
     drain_at_s: float = 0.0  #: Ctrl-C, 0: never
+    drain_pauses: bool = False  #: it is no Ctrl-C: the run is to pause
     skip_publish: float = 0.0
     leave_out: float = 0.0  #: the trainer finds that a row did not come from its version
     save: float = 0.0  #: share of steps after which a checkpoint is written

@@ -58,6 +58,10 @@ class Trainers(FaultyProcesses):
         loaded = ev.CheckpointLoaded(version=command.version, step=command.step)
         self.later(process, self.random.uniform(0.1, 1.0), loaded)
 
+    def _do_SaveCheckpoint(self, process: Process, command: cmd.SaveCheckpoint, _: int) -> None:
+        assert len(process.batches) == command.step, command
+        self.later(process, 0.2, Save(command.version, tuple(process.batches)))
+
     def _do_RedoStep(self, process: Process, command: cmd.RedoStep, _: int) -> None:
         """As it was trained the first time, on the weights that it was trained on."""
         assert len(process.batches) == command.step_index, command
