@@ -14,6 +14,7 @@ import laminar
 from laminar.cli import (
     audit,
     clean,
+    doctor,
     fork,
     init,
     log,
@@ -43,6 +44,7 @@ def parser() -> Parser:
         init,
         train,
         fork,
+        doctor,
         submit,
         serve,
         watch,

@@ -175,7 +175,7 @@ def _slots(config: Config, version: int, machine: Machine) -> int:
 def _check_slots(config: Config, version: int, machine: Machine) -> None:
     limit, least = _slot_limit(config, machine), MIN_SLOTS * version
     if limit < least:
-        what = "" if config.weights.max_bytes else ", half of this machine's memory"
+        what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
         raise ConfigError(
             f"weights.max_bytes = {config.weights.max_bytes} ({_gb(limit)} GB{what}) has no room "
             f"for {MIN_SLOTS} versions of {_gb(version)} GB: set it to {least} or more, or take a "

@@ -59,13 +59,13 @@ class Plan:
 def check_settings(config: Config, *, here: bool = True) -> Config:
     """What can be seen without the data; hub names become paths, nothing else is written. `here`:
     the run will be on this machine, and what it has is looked at, too."""
-    _check_directory(config.run_dir)
+    check_directory(config.run_dir)
     _check_loggers(config)
     if here:
-        _check_machine(config)
+        check_machine(config)
     if not config.is_emulated:
         config = localize(config)
-        _check_model(config, here=here)
+        check_model(config, here=here)
         check_import(
             config.reward.custom_reward_function.path, "reward.custom_reward_function.path"
         )
@@ -75,7 +75,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
     return config
 
 
-def _check_machine(config: Config) -> None:
+def check_machine(config: Config) -> None:
     """What the run takes of this machine is there: ports, open files, devices."""
     _check_port(config, "coordinator.port", config.coordinator.port)
     if "prometheus" in config.trainer.logger:
@@ -150,7 +150,7 @@ def planned_steps(config: Config, num_train: int) -> int:
     return groups // per_step if config.data.drop_last else -(-groups // per_step)
 
 
-def _check_directory(run_dir: Path) -> None:
+def check_directory(run_dir: Path) -> None:
     """Check that it can be made: the nearest directory above it that exists takes new entries."""
     above = next(path for path in run_dir.absolute().parents if os.path.lexists(path))
     if not above.is_dir():
@@ -179,7 +179,7 @@ def check_devices(config: Config) -> None:
         )
 
 
-def _check_model(config: Config, *, here: bool) -> None:
+def check_model(config: Config, *, here: bool) -> None:
     name = config.model.name
     if not Path(name).is_dir():
         raise ConfigError(

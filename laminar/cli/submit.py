@@ -68,7 +68,7 @@ def submit(arguments: argparse.Namespace) -> int:
     """Check, show the plan, put the jobs into the queue."""
     console = Terminal()
     config, run_dir = _resumed(arguments) if arguments.resume else _new(arguments)
-    _check_shared(run_dir)
+    check_shared(run_dir)
     config = check_settings(config, here=False)
     plan, found = look(config, run_dir, arguments, None, console, machines=0)
     scripts = scripts_of(plan.config, run_dir)
@@ -76,7 +76,7 @@ def submit(arguments: argparse.Namespace) -> int:
     if arguments.print:
         console.lines(_shown(scripts))
         return exit_codes.COMPLETE
-    _check_taken(scripts)
+    check_taken(scripts)
     if not arguments.resume and run_dir.exists():
         console.lines([f"moved the old run to {move_aside(run_dir)}"])
     place = take_up if arguments.resume else prepare
@@ -150,7 +150,7 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
     return resumed_config(run_dir, arguments.config, [*arguments.overrides, machines]), run_dir
 
 
-def _check_shared(run_dir: Path) -> None:
+def check_shared(run_dir: Path) -> None:
     """ConfigError where no other machine can see the run directory, as far as this one knows."""
     place, kind = "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -164,7 +164,7 @@ def _check_shared(run_dir: Path) -> None:
         )
 
 
-def _check_taken(scripts: Scripts) -> None:
+def check_taken(scripts: Scripts) -> None:
     """ConfigError for the first job that Slurm would not take; none is queued."""
     texts = {SERVICE: scripts.service}
     if scripts.config.slurm.rollouts:

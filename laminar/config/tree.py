@@ -370,7 +370,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     )
     slots: Annotated[int, Meta(ge=3), says("versions that a relay holds in memory")] = 3
     max_bytes: Annotated[
-        Natural, says("shared memory of a relay; 0: half of the machine's memory")
+        Natural, says("shared memory of a relay; 0: half of what the job may take")
     ] = 0
     delta: Annotated[
         bool, says("true: relays send the change of a version where it is smaller")

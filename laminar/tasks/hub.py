@@ -34,14 +34,21 @@ class HubFiles(NamedTuple):
 
 def localize(config: Config) -> Config:
     """The config with hub names replaced by paths; downloads what the cache lacks."""
-    replace = msgspec.structs.replace
-    data = replace(
+    return localize_data(localize_model(config))
+
+
+def localize_model(config: Config) -> Config:
+    model = msgspec.structs.replace(config.model, name=_model_directory(config.model.name))
+    return msgspec.structs.replace(config, model=model)
+
+
+def localize_data(config: Config) -> Config:
+    data = msgspec.structs.replace(
         config.data,
         train_files=[path for name in config.data.train_files for path in _data_files(name)],
         val_files=[path for name in config.data.val_files for path in _data_files(name)],
     )
-    model = replace(config.model, name=_model_directory(config.model.name))
-    return replace(config, model=model, data=data)
+    return msgspec.structs.replace(config, data=data)
 
 
 def _model_directory(name: str) -> str:

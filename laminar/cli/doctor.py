@@ -1,0 +1,292 @@
+"""laminar doctor: whether this machine, and a cluster behind it, can run what a config asks for.
+
+Reads   the config; the machine: its name, memory, GPUs; the file system of the run directory, the
+        model, the data; what sbatch says of the jobs
+Writes  standard output, a line for each thing that was looked at; a directory beside the run's,
+        which is gone again
+Gives   0 when nothing is wrong, 1 with a line that says what is and how to mend it, for each fault
+
+Without a config it looks at the machine only. With [slurm] this machine is a login node, so what
+the jobs will have is not looked for here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import platform
+import shutil
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import laminar
+from laminar.cli.job_scripts import scripts_of
+from laminar.cli.memory import check_memory, this_machine
+from laminar.cli.preflight import check_directory, check_machine, check_model
+from laminar.cli.submit import asked_of_machines, check_shared, check_taken
+from laminar.cli.train import take_train_settings
+from laminar.config import Config, ConfigError, load
+from laminar.config.tree import RunConfig, SlurmConfig
+from laminar.engines.check import count_gpus
+from laminar.names import exit_codes
+from laminar.net.addresses import AUTO, ip_of, is_loopback
+from laminar.run.directory import SECRET_FILE
+from laminar.run.lock import try_lock
+from laminar.run.program import own_program, typed
+from laminar.run.secret import read_secret
+from laminar.storage.schema import WRITER_PRAGMAS
+from laminar.tasks.hub import localize_data, localize_model
+from laminar.tasks.import_trial import check_import
+from laminar.tasks.prompts import load_prompts
+from laminar.tasks.reward_functions import reward_spec
+from laminar.weights.arena.arena import SHARED_MEMORY
+
+SYNC_MAX_S = 0.25
+"""The coordinator syncs its log before each answer: slower than this, all replicas wait for it."""
+SYNCS = 5
+BEGIN_AGAIN = "choose another run.output_dir, or have its file system mounted with them"
+
+Check = Callable[[], str]
+"""Look at one thing; what was found, or ConfigError with what is wrong and how to mend it."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "check this machine, and the cluster, for a run"
+    parser = subparsers.add_parser("doctor", help=text, description=text)
+    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
+    take_train_settings(parser)
+    parser.set_defaults(function=doctor)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Look at everything, also behind a fault."""
+    faults = sum(not _look(name, check) for name, check in _checks(arguments))
+    print("nothing is wrong" if not faults else f"{faults} to be mended")
+    return exit_codes.FAILED if faults else exit_codes.COMPLETE
+
+
+def _look(name: str, check: Check) -> bool:
+    """Print what one check found; False for a fault."""
+    try:
+        found, sound = check(), True
+    except ConfigError as error:
+        found, sound = str(error), False
+    print(f"{'ok' if sound else 'FAULT':<6} {name:<10} {found}", flush=True)
+    return sound
+
+
+def _checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+    yield "program", _program
+    if not (arguments.config or arguments.overrides):
+        yield "directory", partial(_directory, Path(RunConfig().output_dir) / RunConfig().name)
+        yield from _of_any_machine()
+        return
+    try:
+        config = load(arguments.config, arguments.overrides)
+        slurm = config.slurm != SlurmConfig()
+        if slurm:
+            config = asked_of_machines(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        yield "settings", partial(_raise, error)
+        return
+    yield "directory", partial(_directory, config.run_dir, slurm=slurm)
+    yield "secret", partial(_secret, config.run_dir)
+    if not config.is_emulated:
+        yield "model", partial(_model, config, here=not slurm)
+        yield "data", partial(_data, config)
+        yield "reward", partial(_reward, config)
+    if slurm:
+        yield "slurm", partial(_slurm, config)
+    else:
+        yield from _of_this_machine(config)
+
+
+def _raise(error: ConfigError) -> str:
+    raise error
+
+
+def _of_any_machine() -> Iterator[tuple[str, Check]]:
+    yield "name", _name
+    yield "memory", _memory
+    yield "GPUs", lambda: f"{count_gpus()} that PyTorch can use"
+
+
+def _of_this_machine(config: Config) -> Iterator[tuple[str, Check]]:
+    """What a run takes of each of its machines."""
+    yield "name", partial(_name, needed=config.coordinator.host == AUTO)
+    yield "machine", partial(_machine, config)
+    yield "memory", partial(_memory, config)
+
+
+def _program() -> str:
+    return f"laminar {laminar.__version__}, Python {platform.python_version()}, {own_program()}"
+
+
+def _directory(run_dir: Path, *, slurm: bool = False) -> str:
+    """What a run needs of its file system: entries, locks, modes, syncs, SQLite's shared memory."""
+    check_directory(run_dir)
+    if slurm:
+        check_shared(run_dir)
+    above = next(path for path in run_dir.absolute().parents if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".laminar-doctor-", dir=above) as made:
+            _locks(Path(made) / "lock")
+            _modes(Path(made) / "mode")
+            _database(Path(made) / "store.sqlite")
+            sync_s = _sync_s(Path(made) / "log")
+    except OSError as error:
+        raise ConfigError(
+            f"{above} cannot be written ({error.strerror}): make room, or choose another "
+            "run.output_dir"
+        ) from None
+    if sync_s > SYNC_MAX_S:
+        raise ConfigError(
+            f"a sync in {above} takes {sync_s:.2f} s, and every decision of a run waits for one: "
+            "choose a run.output_dir on a faster file system"
+        )
+    return f"{run_dir}: locks, modes, a sync takes {sync_s * 1e3:.1f} ms"
+
+
+def _locks(path: Path) -> None:
+    """Of two who open a file, one can lock it."""
+    first, second = (os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in range(2))
+    try:
+        kept = try_lock(first, fcntl.LOCK_EX) and not try_lock(second, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parents[1]} has no file locks ({error.strerror}): {BEGIN_AGAIN}"
+        ) from None
+    finally:
+        os.close(first)
+        os.close(second)
+    if not kept:
+        raise ConfigError(f"{path.parents[1]} does not keep file locks: {BEGIN_AGAIN}")
+
+
+def _modes(path: Path) -> None:
+    """A file can be kept from other users."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    if mode := path.stat().st_mode & 0o077:
+        raise ConfigError(
+            f"{path.parents[1]} has no file modes (0600 becomes {0o600 | mode:04o}), so that other "
+            f"users could read the secret of a run: {BEGIN_AGAIN}"
+        )
+
+
+def _database(path: Path) -> None:
+    """SQLite can keep its log beside the database."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        modes = [connection.execute(pragma).fetchone() for pragma in WRITER_PRAGMAS]
+    except sqlite3.DatabaseError as error:
+        modes = [(str(error),)]
+    finally:
+        connection.close()
+    if modes[0] != ("wal",):
+        raise ConfigError(
+            f"{path.parents[1]} cannot hold a SQLite database with a write-ahead log ({modes[0][0]}"
+            "): choose a run.output_dir on a local disk"
+        )
+
+
+def _sync_s(path: Path) -> float:
+    """The median of a few syncs of one page more."""
+    took = []
+    with path.open("wb", buffering=0) as file:
+        for _ in range(SYNCS):
+            begun = time.monotonic()
+            file.write(bytes(4096))
+            os.fdatasync(file.fileno())
+            took.append(time.monotonic() - begun)
+    return statistics.median(took)
+
+
+def _secret(run_dir: Path) -> str:
+    if not (run_dir / SECRET_FILE).exists():
+        return "is made with the run directory"
+    read_secret(run_dir)
+    return f"{run_dir / SECRET_FILE}: only its owner can read it"
+
+
+def _model(config: Config, *, here: bool) -> str:
+    config = localize_model(config)
+    check_model(config, here=here)
+    return config.model.name
+
+
+def _data(config: Config) -> str:
+    prompts = load_prompts(localize_data(config).data)
+    return f"{len(prompts.train)} prompts, {len(prompts.held_out)} held out"
+
+
+def _reward(config: Config) -> str:
+    own = config.reward.custom_reward_function.path
+    check_import(own, "reward.custom_reward_function.path")
+    for path in dict.fromkeys(entry.path for entry in config.reward.functions):
+        check_import(path, "reward.functions.path")
+    functions = reward_spec(config).functions
+    return ", ".join(function.label for function in functions)
+
+
+def _name(*, needed: bool = False) -> str:
+    """Other machines reach this one by what its name means."""
+    ip = ip_of(AUTO, "coordinator.host")
+    if not is_loopback(f"tcp://{ip}:0"):
+        return f"{platform.node()} is {ip}"
+    if needed:
+        raise ConfigError(
+            f"{platform.node()} is {ip}, which only this machine reaches: set coordinator.host to "
+            "the interface or the address of its network, or have its name mended in /etc/hosts"
+        )
+    return f"{platform.node()} is {ip}: for several machines give coordinator.host an interface"
+
+
+def _machine(config: Config) -> str:
+    """Ports, open files, GPUs."""
+    check_machine(config)
+    gpus = 0 if config.is_emulated else count_gpus()
+    if config.slurm.gpus > gpus:
+        raise ConfigError(
+            f"PyTorch finds {gpus} of slurm.gpus = {config.slurm.gpus} GPUs on {platform.node()}: "
+            "ask for as many as a machine has, or install a PyTorch for its driver"
+        )
+    return f"ports, open files, {gpus} GPUs"
+
+
+def _memory(config: Config | None = None) -> str:
+    """The weights have room in what this job may take, and in shared memory now."""
+    if config is not None and not config.is_emulated:
+        try:
+            config = localize_model(config)
+            check_model(config, here=False)
+        except ConfigError:
+            return "not worked out without the model"
+    if config is not None and (places := check_memory(config, config.run.nodes)):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        slots = next(place for place in places if place.name == str(SHARED_MEMORY))
+        if slots.want > free:
+            raise ConfigError(
+                f"{SHARED_MEMORY} has {free / 1e9:.1f} GB free, and the weight slots take "
+                f"{slots.want / 1e9:.1f} GB: `{typed('clean')}` gives back what killed runs left, "
+                "weights.slots = 3 takes less"
+            )
+        return "; ".join(map(str, places))
+    machine = this_machine()
+    return (
+        f"{machine.memory / 1e9:.1f} GB that this job may take, {machine.shared / 1e9:.1f} GB of "
+        f"{SHARED_MEMORY}"
+    )
+
+
+def _slurm(config: Config) -> str:
+    """Slurm would take the jobs: partition, account, what is asked for."""
+    check_taken(scripts_of(config, config.run_dir))
+    asked = config.slurm.partition or "the default partition"
+    return f"{asked} takes a job for the service and {config.slurm.rollouts} for rollout machines"
