@@ -27,7 +27,7 @@ from laminar.config.rules import slurm_seconds
 from laminar.engines.environment import gpus_per_replica
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO
-from laminar.run.directory import LOGS_DIR, SLURM_DIR
+from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
 from laminar.run.program import typed
 from laminar.run.renames import write_whole
 from laminar.run.slurm import (
@@ -137,7 +137,13 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """The settings and the place of a run that goes on."""
     if arguments.move_old:
         raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+    if arguments.config:
+        raise ConfigError(
+            "--resume goes on with the run's own settings: give what is to change as key=value, "
+            "without -c"
+        )
     run_dir: Path = arguments.resume
+    run_config(run_dir)
     jobs = read_jobs(run_dir)
     if jobs is not None and (living := queued(jobs.ids)):
         names = ", ".join(f"{task.name} ({task.state.lower()})" for task in living)
@@ -145,9 +151,9 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
             f"{run_dir} has jobs in the queue already: {names}; to submit it anew, end them first: "
             f"scancel {' '.join(jobs.ids)}"
         )
-    config = resumed_config(run_dir, arguments.config, arguments.overrides)
-    machines = f"run.nodes={1 + config.slurm.rollouts}"
-    return resumed_config(run_dir, arguments.config, [*arguments.overrides, machines]), run_dir
+    asked = load([], arguments.overrides, resolved=run_dir / CONFIG_FILE).slurm
+    machines = f"run.nodes={1 + asked.rollouts}"
+    return resumed_config(run_dir, [], [*arguments.overrides, machines]), run_dir
 
 
 def check_shared(run_dir: Path) -> None:
@@ -230,7 +236,9 @@ def _job_lines(scripts: Scripts) -> list[str]:
         until = f", {machines * slurm.gpus * hours:,.0f} GPU-hours" if hours else ""
         lines.append(f"asks for   {_count(machines * slurm.gpus, 'GPU')} at a time{until}")
     limit = slurm.time or "as the partition has it"
-    lines.append(f"time       {limit}; {slurm.notice_s} s before its end the run is told to pause")
+    before = f"{slurm.notice_s} s before its end the run pauses"
+    on = ", and goes on when Slurm starts it again" if slurm.max_requeues else ""
+    lines.append(f"time       {limit}; {before}{on}")
     return lines
 
 
@@ -250,7 +258,8 @@ def _queued_lines(scripts: Scripts, jobs: Jobs) -> list[str]:
         f"queued     {', '.join([f'service {jobs.service}', *rollouts])}",
         f"scripts    {run_dir / SLURM_DIR}/*.sbatch; what they print: "
         f"{run_dir / LOGS_DIR / SLURM_DIR}",
-        f"look at    {typed('watch', run_dir)}",
+        f"look at    {typed('ps', run_dir)}; {typed('tail', '-f', run_dir)}",
+        f"end it     {typed('stop', run_dir)}",
     ]
 
 

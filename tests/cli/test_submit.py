@@ -201,6 +201,22 @@ def test_a_finished_run_is_refused(submit: Submit, calls: Path, tmp_path: Path) 
     assert not calls.read_text()
 
 
+def test_a_run_goes_on_with_its_own_settings_and_what_is_changed(
+    submit: Submit, calls: Path, tmp_path: Path
+) -> None:
+    """On other machines than before, if that is asked for."""
+    asked = [*EMULATED, "coordinator.host=auto", "slurm.rollouts=1", "run.nodes=2"]
+    going = run_of(tmp_path, *asked, "reward.scope=trajectory")
+    assert "without -c" in refused(submit, "--resume", str(going), "-c", CLUSTER)
+    changed = ["slurm.rollouts=3", "slurm.time=1:00:00", "reward.trial=false"]
+    before = run_config(going)
+    code, out, err = submit("--resume", str(going), "--print", *changed)
+    assert (code, err) == (exit_codes.COMPLETE, ""), err
+    assert "#SBATCH --array=1-3%3" in out and "#SBATCH --time=1:00:00" in out
+    assert "replicas   8 " in out
+    assert not calls.read_text() and run_config(going) == before
+
+
 def test_a_run_with_jobs_in_the_queue_is_not_submitted_beside_them(
     submit: Submit, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
