@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "laminar"
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
     "actors/rollout.py Rollout": 300,
-    "coordinator/tick.py Tick": 350,
-    "sim/checks/safety.py Checks": 350,
+    "coordinator/tick.py Tick": 360,
+    "sim/checks/safety.py Checks": 360,
     "sim/faults/faults.py Faults": 310,
     "sim/runtime/boot.py Boot": 260,
-    "sim/runtime/coordinator.py SimCoordinator": 300,
+    "sim/runtime/coordinator.py SimCoordinator": 330,
     "sim/scenario.py draw": 70,
     "storage/tables.py Tables": 290,
     "weights/chain/receiver.py Receiver": 330,

@@ -9,6 +9,7 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.names import exit_codes
+from laminar.sim.faults.cuts import CUTS
 from laminar.sim.faults.faults import (
     KINDS,
     ONCE,
@@ -37,7 +38,18 @@ def run(kind: str, seed: int = 3) -> Outcome:
 
 @pytest.mark.parametrize(
     "kind",
-    [*RECURRING, *SILENCES, *EXITS, *STORE, *RATES, *OWN_RATES, *WEDGES, "drain", "machine-lost"],
+    [
+        *RECURRING,
+        *SILENCES,
+        *CUTS,
+        *EXITS,
+        *STORE,
+        *RATES,
+        *OWN_RATES,
+        *WEDGES,
+        "drain",
+        "machine-lost",
+    ],
 )
 def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     for seed in (3, 4, 5):  # until it has struck
@@ -49,7 +61,9 @@ def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
     raise AssertionError("it never struck")
 
 
-@pytest.mark.parametrize(("kind", "how"), [(*RUN, "unasked"), ("drain", "asked")])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("run-dies", "unasked"), ("run-pauses", "asked"), ("drain", "asked")]
+)
 def test_all_processes_end_and_the_run_completes(kind: str, how: str) -> None:
     """The user starts it again, also where he had stopped it at once."""
     for seed in range(20):
@@ -136,7 +150,7 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
 
 def test_menu_is_complete() -> None:
     drawn = {*RECURRING, *SILENCES, *EXITS, *STORE, *TRAINER, *RATES, *OWN_RATES, *WEDGES}
-    drawn |= {*WEATHER, *ONCE, *RUN}
+    drawn |= {*WEATHER, *ONCE, *RUN, *CUTS}
     assert set(KINDS) == {*drawn, *TARGETED}
 
 

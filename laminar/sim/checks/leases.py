@@ -1,5 +1,6 @@
-"""Checks of who is given up: after a whole lease of silence, and a machine not while it speaks; and
-of whom a node is ordered to start again: a store only if it cannot write, and lost if that is late.
+"""Checks of who is given up: after a whole lease of silence, the long one while most machines are
+silent, and a machine not while it speaks; and of whom a node is ordered to start again: a store
+only if it cannot write, and lost if that is late.
 
 Reads   when a process was heard; what the coordinator says of silence; its orders to start one
         again, and the timers of those
@@ -11,18 +12,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from laminar.core import keys
+from laminar.core.failures import FailureKind
 from laminar.core.indexes import indexes_of
 from laminar.core.machine import Machine
 from laminar.core.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.sim.runtime.process import SimProcess
+from laminar.names.roles import Role
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scheduler import MS
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
+
+MACHINES_MIN = 3
+"""Of two machines, one that is not heard is no more likely to be at fault than the other."""
+_LOSSES = (
+    FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
+    FailureKind.REPLICAS_LOST,
+)  # fmt: skip
+"""Of a process that its node might start again."""
+SILENT = 0.75
+"""Part of the short lease after which a machine is not heard, by a margin."""
 
 
 class Leases:
@@ -33,7 +45,7 @@ class Leases:
         self._heard_ns: dict[str, int] = {}  #: by boot id
         self._unread: list[str] = []  #: boot ids that were heard while the coordinator stood still
         self._late_ns: dict[str, int] = {}  #: when it read that, by boot id
-        #: by machine: (boot id, role) of each member but its node
+        #: by machine: (boot id, role) of each member
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
         self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
@@ -47,11 +59,11 @@ class Leases:
             self.silent_nodes = dict.fromkeys(silent)
             self._note_members(machine.state)
 
-    def heard(self, process: SimProcess) -> None:
-        self._heard_ns[process.boot_id] = self._world.scheduler.now
+    def heard(self, boot_id: str) -> None:
+        self._heard_ns[boot_id] = self._world.scheduler.now
 
-    def not_read_yet(self, process: SimProcess) -> None:
-        self._unread.append(process.boot_id)
+    def not_read_yet(self, boot_id: str) -> None:
+        self._unread.append(boot_id)
 
     def read_late(self) -> None:
         self._late_ns |= dict.fromkeys(self._unread, self._world.scheduler.now)
@@ -66,8 +78,8 @@ class Leases:
                 self._ordered[command.actor] = state.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
+            self._most_are_heard(state, event.actor, event.silent_ms)
             self._none_speaks(event.actor)
-            self._is_not_waited_for(state, event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):
             self._lease_ran_out(state, event.node, event.node_incarnation)
@@ -81,6 +93,7 @@ class Leases:
             self._note_joined(state, event)
         elif isinstance(event, ev.TimerFired):
             self._is_started_again_or_lost(state, event.timer)
+        self._silent_node_is_waited_for(stamped, state)
         self._note_members(state)
 
     def _note_joined(self, state: State, event: ev.ActorJoined) -> None:
@@ -99,9 +112,25 @@ class Leases:
             what = f"{name} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
             raise Violation("lease_ran_out", what, name)
 
+    def _most_are_heard(self, state: State, name: str, silent_ms: int) -> None:
+        """silent_majority_is_waited_for: when more than half of the machines are not heard, it is
+        the coordinator that is cut off, and nobody is given up before the long lease."""
+        if silent_ms > self._world.scenario.node_lease_ms:
+            return
+        since = SILENT * self._world.scenario.lease_ns
+        quiet = [
+            min(self._silent_ns(boot_id) for boot_id, _ in members) > since
+            for members in self._members.values()
+        ]
+        if len(quiet) >= MACHINES_MIN and 2 * sum(quiet) > len(quiet):
+            what = f"{name} was given up after {silent_ms} ms, and most machines are silent"
+            raise Violation("silent_majority_is_waited_for", what, name)
+
     def _none_speaks(self, name: str) -> None:
         """machine_is_silent: a node is given up with its machine, when none of it is heard."""
         for boot_id, role in self._members.get(name, ()):
+            if role == Role.NODE:
+                continue
             silent_ns = self._silent_ns(boot_id)
             if silent_ns < self._lease_ns(role):
                 what = f"{name} was given up, and {boot_id} was heard {silent_ns / 1e6:.0f} ms ago"
@@ -112,17 +141,20 @@ class Leases:
         since = self._world.scheduler.now - self._world.scenario.lease_ns
         heard = (
             max(ns.get(boot_id, 0) for ns in (self._heard_ns, self._late_ns))
-            for boot_id, _ in self._members.get(node, ())
+            for boot_id, role in self._members.get(node, ())
+            if role != Role.NODE
         )
         if all(at < since for at in heard):
             raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
 
-    def _is_not_waited_for(self, state: State, name: str) -> None:
-        """lost_with_a_silent_node: it is not started again, so it is not waited for."""
-        node = state.actors[name].node
-        if node in self.silent_nodes and keys.rejoin(name) in state.timers:
-            what = f"{name} was given up, {node} is silent, and it is waited for"
-            raise Violation("lost_with_a_silent_node", what, name)
+    def _silent_node_is_waited_for(self, stamped: Stamped, state: State) -> None:
+        """No run ends at once for a process whose node is silent: that may go on and start it."""
+        failed = state.failed
+        if failed is None or failed.cause != stamped.seq or failed.kind not in _LOSSES:
+            return
+        node = state.actors[failed.subject].node
+        if node in self.silent_nodes and not isinstance(stamped.event, ev.TimerFired):
+            raise Violation("silent_node_is_waited_for", failed.sentence, node)
 
     def _writes_in_time(self, order: cmd.RestartActor) -> None:
         """store_writes_in_time: nothing keeps a store that speaks from it but a full disk."""
@@ -147,7 +179,7 @@ class Leases:
             self._membership = membership
             self._members = {}
             for actor in state.actors.values():
-                if actor.alive and actor.role != "node":
+                if actor.alive:
                     self._members.setdefault(actor.node, []).append((actor.boot_id, actor.role))
 
     def _silent_ns(self, boot_id: str) -> int:

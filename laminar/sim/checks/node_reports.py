@@ -1,7 +1,8 @@
 """What nodes say of their processes: each end once, as it was, and who is started again.
 
 Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
-Raises  Violation, once a node had time for what it owes: not while it stands still or ends
+        whom the coordinator tells a node to start again, whom the node kills
+Raises  Violation; for what a node owes, once it had time for it: not while it stands still or ends
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class NodeReports:
         self._world = world
         self._ended: dict[str, int] = {}  #: exit codes by boot id
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
+        self._told: set[str] = set()  #: boot ids of whom a node is to start again
 
     def node_started(self, node: SimProcess) -> None:
         """The coordinator has taken a node, perhaps in the place of one that died."""
@@ -57,6 +59,18 @@ class NodeReports:
                 what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
                 raise Violation("own_processes_are_taken", what, event.name)
 
+    def ordered(self, commands: list[Command], state: State) -> None:
+        """The coordinator means the process that it knows by that name."""
+        for command in commands:
+            if isinstance(command, cmd.RestartActor):
+                self._told.add(state.actors[command.actor].boot_id)
+
+    def killed(self, node: SimProcess, boot_id: str) -> None:
+        """order_ends_whom_it_means: a node kills no process that has come after that one."""
+        if not node.stopping and boot_id not in self._told:
+            what = f"{node.boot_id} kills {boot_id}, and was not told to"
+            raise Violation("order_ends_whom_it_means", what, node.name)
+
     def failed(self, stamped: Stamped, state: State) -> None:
         """machine_comes_back: no run fails for want of a node that could be started again."""
         event, failed = stamped.event, state.failed
@@ -81,9 +95,17 @@ class NodeReports:
             what = f"{node.name} reports {event!r}; it ended with {code}"
             raise Violation("exit_is_reported_once", what, event.actor)
         self._reported[boot_id] = event.restarting
+        self._is_given_up_for_a_reason(event)
         if event.restarting:
             process = self._world.processes[event.actor]
             self._later(node, self._is_started, process, boot_id)
+
+    def _is_given_up_for_a_reason(self, event: ev.ProcessExited) -> None:
+        """cuts_are_not_counted: no process is given up that nothing but cuts has struck."""
+        process = self._world.processes[event.actor]
+        if event.reason and self._world.faults.only_cut_off(process):
+            what = f"{event.boot_id} was only cut off; {event.reason}"
+            raise Violation("cuts_are_not_counted", what, event.actor)
 
     def left(self, node: SimProcess, alive: list[str]) -> None:
         """machine_is_left_empty: a node that ends gracefully has ended its processes."""

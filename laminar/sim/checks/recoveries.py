@@ -22,6 +22,7 @@ from laminar.core.weights import FAILED_LOADS_MAX
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.events.reasons import DropReason
 from laminar.names.ids import Purpose
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
@@ -76,8 +77,12 @@ class Recoveries:
 
     def process_started(self, process: SimProcess) -> None:
         """A process has ended before, and another one takes its place."""
-        if process.boot > 1 and not self._world.faults.explains(process):
+        faults, starts = self._world.faults, process.boot - 1
+        if starts and not faults.explains(process):
             self._uncaused(f"{process.boot_id} is started, and nothing struck {process.name}")
+        cuts = faults.cuts[process.name]
+        if starts > cuts and faults.only_cut_off(process):
+            self._uncaused(f"{process.boot_id} is started after {cuts} cuts of its machine")
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """The coordinator has handled an event; `note` comes after this."""
@@ -88,6 +93,8 @@ class Recoveries:
                 self._loads(command, state)
             elif isinstance(command, cmd.RestartActor):
                 self._restarts(stamped, command)
+            elif isinstance(command, cmd.EndTrajectories):
+                self._quarantined(command)
         for name in state.lost:
             self._look_at_lost(stamped, state.trajectories[name], state)
         self._keep_lost(state, self._just_lost(stamped))
@@ -116,6 +123,19 @@ class Recoveries:
         self._is_explained(command.trajectory_id, before[-1].replica, lost)
         if command.purpose == Purpose.TRAIN and command.attempt > before[-1].attempt:
             self._starts_over(stamped, command, state, before[-1].version, lost)
+
+    def _quarantined(self, command: cmd.EndTrajectories) -> None:
+        """What is quarantined has run on a replica that may have ended for it."""
+        for ending in command.endings:
+            if ending.reason != DropReason.QUARANTINED:
+                continue
+            faults = self._world.faults
+            names = [entry.replica for entry in self._placed.get(ending.trajectory_id, [])]
+            if faults.uneven.isdisjoint(names) and all(
+                faults.only_cut_off(self._world.processes[name]) for name in names
+            ):
+                what = f"{ending.trajectory_id} is quarantined, and its replicas were only cut off"
+                self._uncaused(what, ending.trajectory_id)
 
     def _just_lost(self, stamped: Stamped) -> Lost:
         return Lost(stamped.time_ns, _is_limit(stamped))

@@ -114,9 +114,11 @@ class Checks:
         reported_is_stored(stamped.event, self.world.rows)
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
+        self.joins_once(stamped, commands)
         self._learn_fences(stamped, state)
         self.leases.observe(stamped, commands, state)
         self.node_reports.refusals(stamped, commands, state)
+        self.node_reports.ordered(commands, state)
         self._note_failure(stamped, state)
         if self.failed_at == stamped.seq:
             self.node_reports.failed(stamped, state)
@@ -204,6 +206,14 @@ class Checks:
                 what = f"event {stamped.seq} places it as {command.placement}, after {newest}"
                 raise Violation("placement_is_raised", what, command.trajectory_id)
 
+    def joins_once(self, stamped: Stamped, commands: list[Command]) -> None:
+        """A process that was a member once does not become one again: it would push out another."""
+        event = stamped.event
+        accepted = any(isinstance(command, cmd.AcceptActor) for command in commands)
+        if isinstance(event, ev.ActorJoined) and accepted and event.boot_id in self._keys:
+            what = f"{event.boot_id} joins at event {stamped.seq}, and was a member before"
+            raise Violation("joins_once", what, event.name)
+
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
         if isinstance(event, ev.ActorJoined):
@@ -261,8 +271,8 @@ class Checks:
             self.node_reports.sent(process, event)
         self.training.reported(process, event)
 
-    def heard(self, process: SimProcess) -> None:
-        self.leases.heard(process)
+    def heard(self, boot_id: str) -> None:
+        self.leases.heard(boot_id)
 
     def acknowledged(self, process: SimProcess) -> None:
         """Nothing is acknowledged that the log does not have."""
@@ -343,6 +353,7 @@ class Checks:
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """A successor replays the log; what its predecessor did not live to tell it decides."""
         self._note(stamped, commands)
+        self.node_reports.ordered(commands, state)
         self.recoveries.replayed(stamped, state)
         self._note_failure(stamped, state)
         self.training.observe(stamped, state)

@@ -8,6 +8,7 @@ Gives   Effects, which the faults (random_faults.py, targeted*.py) use
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 STALLED = 1e9
 EVERYBODY = "everybody"
-LOST, HELD_UP = "lost", "held-up"
-"""How a fault strikes: the process ends or is silent for its lease, or it is late or misled."""
+LOST, HELD_UP, CUT_OFF = "lost", "held-up", "cut-off"
+"""How a fault strikes: the process ends or is silent for its lease, or it is late or misled, or it
+and the coordinator are on two sides of a cut."""
 NOTICED = 2
 """Progress timers by whose end a replica that samples nothing has been noticed."""
 AWAITED: dict[str, tuple[str, ...]] = {
@@ -67,6 +69,9 @@ class Effects:
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
         #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY
         self.harmed: dict[str, set[str]] = {}
+        self.cuts: Counter[str] = Counter()  #: that have cut off a process, by its name
+        #: who was heard again earlier or later than others of its machine: that was not silent then
+        self.uneven: set[str] = set()
 
     def harm(self, who: str, how: str = HELD_UP) -> None:
         """A fault strikes: what checks hold a loss against."""
@@ -79,11 +84,18 @@ class Effects:
 
     def explains(self, process: SimProcess) -> bool:
         """A fault has struck this process, what it waits for, or everybody."""
+        return bool(self._struck(process))
+
+    def only_cut_off(self, process: SimProcess) -> bool:
+        """No fault has struck any of those but cuts of machines."""
+        return self._struck(process) == {CUT_OFF}
+
+    def _struck(self, process: SimProcess) -> set[str]:
         awaited = AWAITED[process.role]
         at_work = [process, *(p for p in self.world.processes.values() if p.role in awaited)]
         names = {EVERYBODY, process.role, *awaited}
         names.update(*((p.name, p.node) for p in at_work))
-        return not names.isdisjoint(self.harmed)
+        return {how for name in names for how in self.harmed.get(name, ())}
 
     def may_lose_trainer(self, process: SimProcess) -> bool:
         """Whether the trainer comes back: there is a checkpoint, or the first step is known, and
@@ -205,6 +217,10 @@ class Effects:
     def _cut(self, source: str, target: str, duration_s: float) -> None:
         self.harm(source)
         self.harm(target)
+        self.cut_line(source, target, duration_s)
+
+    def cut_line(self, source: str, target: str, duration_s: float) -> None:
+        """Have what is sent from one to the other be lost for a while."""
         self.world.network.cut(source, target, +1)
         self.later(duration_s, self._mend, source, target, self.healed)
 

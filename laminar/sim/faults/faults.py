@@ -27,6 +27,7 @@ from laminar.events.base import Command
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose
 from laminar.sim.config import FaultConfig
+from laminar.sim.faults.cuts import CUTS
 from laminar.sim.faults.effects import EVERYBODY, LOST, Effects
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
@@ -82,7 +83,8 @@ OWN_RATES = {
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
-    "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5,
+    "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5, "machine-stands-still": 0.3,
+    "machine-cut-off": 0.3, "machine-cut-one-way": 0.3, "machine-flaps": 0.3,
 }  # fmt: skip
 """Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
 them."""
@@ -92,7 +94,7 @@ must start it again."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before all processes have joined, and until when that is."""
-LATER = SILENCES | EXITS | STORE | TRAINER | RUN
+LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS
 
 
 class Faults(Effects):

@@ -225,6 +225,18 @@ def _node_silent(faults: Effects, chance: random.Random) -> None:
     faults.pause(node, chance.uniform(lease_s if beyond else shortest_s, LONGEST * lease_s))
 
 
+def _machine_stands_still(faults: Effects, chance: random.Random) -> None:
+    """A node and others of its machine for longer than the long lease; then they go on. Never the
+    trainer that could not come back."""
+    node = chance.choice(_nodes(faults))
+    found = [child for child in faults.world.children_of(node.name) if child.alive]
+    able = [c for c in found if c.role != "trainer" or faults.may_lose_trainer(c)]
+    others = chance.sample(able, chance.randint(min(1, len(able)), len(able)))
+    duration_s = faults.lease_of_s("node") * chance.uniform(1.1, LONGEST)
+    for process in (node, *others):
+        faults.pause(process, duration_s)
+
+
 def _node_dies(faults: Effects, chance: random.Random) -> None:
     """A node dies: its processes go on, and are not started again."""
     faults.lose_node(chance.choice(_nodes(faults)))
@@ -387,6 +399,7 @@ STORE: dict[str, Strike] = {
 }
 SILENCES: dict[str, Strike] = {
     "node-silent": _node_silent,
+    "machine-stands-still": _machine_stands_still,
     "node-dies": _node_dies,
     "machine-restarts": _machine_restarts,
     "single-silent": _single_silent,

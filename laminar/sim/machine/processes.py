@@ -51,7 +51,9 @@ class Child:
 
     def kill(self) -> None:
         if self.alive:
-            self._boot.process.die(exit_codes.KILLED)
+            process, world = self._boot.process, self._boot.process.world
+            world.checks.node_reports.killed(world.processes[process.node], self.boot_id)
+            process.die(exit_codes.KILLED)
 
 
 class MachineProcesses(Idle):

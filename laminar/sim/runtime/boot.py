@@ -305,7 +305,7 @@ class Boot:
             self.host.welcomed(self.link.incarnation)
         elif seen != self._seen and self.link.state is LinkState.REFUSED:
             process.world.coverage.hit("session:refused")
-            self.host.refused(self.link.reason)
+            self.host.refused(self.link.reason, self.link.again)
         for body in bodies:
             self._obey(body)
 

@@ -47,6 +47,8 @@ SAFETY_NS = 250 * MS
 """A loop looks at its socket and its links at least so often."""
 FRAMES_PER_TURN = 512
 FAREWELL_NS = seconds(3.0)
+LATE_S = 3.0
+"""A connection that stood still sends again after pauses that double, a new one sends at once."""
 UNIX_START_NS = 1_700_000_000 * 10**9
 
 
@@ -68,8 +70,12 @@ class SimCoordinator:
         self.wall_offset_ns = 0  #: of its clock of the day: steps of it must change nothing
         self.state: State | None = None  #: of the last process, also after its death
         self._chance = stream(world.scenario.seed, "coordinator")
+        self._late = stream(world.scenario.seed, "outlived")
         self._strategy = stream(world.scenario.seed, "strategy")
         self._routes: dict[bytes, SimProcess] = {}
+        #: connections of processes that have ended before their last words came: boot id, and by
+        #: how much those come later than others
+        self._outlived: dict[bytes, tuple[str, int]] = {}
         self._introduced: dict[bytes, None] = {}  #: connections on which a hello came
         self._connections = 0
         self._inbox: list[tuple[bytes, bytes]] = []
@@ -187,6 +193,7 @@ class SimCoordinator:
         self.tick = None
         self.paused = False
         self._inbox.clear()
+        self._outlived.clear()
         self._turn_ns = NEVER_NS
         for process in list(self._routes.values()):
             process.disconnect()
@@ -219,20 +226,37 @@ class SimCoordinator:
         self._routes[route] = process
         return route
 
-    def hang_up(self, route: bytes) -> None:
-        self._routes.pop(route, None)
-        self._introduced.pop(route, None)
+    def hang_up(self, route: bytes, *, outlived: str = "") -> None:
+        """A connection ends. `outlived`: boot id of a process whose machine has yet to send what it
+        had said; that arrives, and nobody is there for an answer."""
+        if outlived and self._routes.pop(route, None) is not None:
+            self._outlived[route] = outlived, seconds(self._late.uniform(0, LATE_S))
+        else:
+            self._routes.pop(route, None)
+            self._introduced.pop(route, None)
 
     def receive(self, route: bytes, frame: bytes) -> None:
         """A frame arrives at the socket; those of broken connections are lost."""
-        if route in self._routes:
-            self._inbox.append((route, frame))
-            self._hear(route, frame)
-            now = self.world.scheduler.now
-            if self._turn_ns - now > self._quantum_ns:  # else a turn is planned for this quantum
-                self._plan(now)
+        process = self._routes.get(route)
+        if process is not None:
+            self._take(route, process.boot_id, frame)
+        elif route in self._outlived:
+            boot_id, late_ns = self._outlived[route]
+            self.world.scheduler.after(late_ns, self._take_late, route, boot_id, frame)
 
-    def _hear(self, route: bytes, frame: bytes) -> None:
+    def _take_late(self, route: bytes, boot_id: str, frame: bytes) -> None:
+        if route in self._outlived:  # no new coordinator since
+            self.world.coverage.hit("session:outlived-its-sender")
+            self._take(route, boot_id, frame)
+
+    def _take(self, route: bytes, boot_id: str, frame: bytes) -> None:
+        self._inbox.append((route, frame))
+        self._hear(route, boot_id, frame)
+        now = self.world.scheduler.now
+        if self._turn_ns - now > self._quantum_ns:  # else a turn is planned for this quantum
+            self._plan(now)
+
+    def _hear(self, route: bytes, boot_id: str, frame: bytes) -> None:
         """Count a process as alive that sends something readable on a connection where it has said
         its name."""
         if isinstance(frame, Garbage):
@@ -240,9 +264,9 @@ class SimCoordinator:
         if b"\xa5hello" in frame[:16]:
             self._introduced[route] = None
         if route in self._introduced:
-            self.world.checks.heard(self._routes[route])
+            self.world.checks.heard(boot_id)
             if self.paused:
-                self.world.checks.leases.not_read_yet(self._routes[route])
+                self.world.checks.leases.not_read_yet(boot_id)
 
     def _observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         self.world.checks.observe(stamped, commands, state)

@@ -36,7 +36,8 @@ class Machines:
         if world.finished or world.faults.is_gone(node):
             return
         limit = self._limits.setdefault(node.name, RestartLimit(world.config))
-        pause_s = node_again(limit, code, world.scheduler.now / SECOND)
+        now = world.scheduler.now
+        pause_s = node_again(limit, code, (now - node.started_ns) / SECOND, now / SECOND)
         if isinstance(pause_s, float):
             delay_s = pause_s + self._chance.uniform(*START_S)
             world.scheduler.after(seconds(delay_s), self._start, node)

@@ -5,7 +5,7 @@ Gives   the boot that runs now (boot.py), and its model: what its role needs of 
 
 A process that is paused does nothing and forgets nothing: what would have happened happens when it
 wakes, however late. Timers and messages of an earlier boot, and frames of an earlier connection,
-are gone.
+are gone; but what a line held back when its process ended, its machine still sends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class SimProcess:
         self.boot = 0
         self.boot_id = f"{name}/0"
         self.started_by = ""  #: boot id of its node then
+        self.started_ns = 0  #: when this boot began
         self.alive = False
         self.paused = False
         self.slow = 1.0  #: factor on everything that it computes
@@ -67,7 +68,7 @@ class SimProcess:
         self.boot_id = f"{self.name}/{self.boot}"
         self.started_by = "" if self.role == "node" else self.world.processes[self.node].boot_id
         self.alive, self.paused, self.welcomed = True, False, False
-        self.slow = 1.0
+        self.slow, self.started_ns = 1.0, self.world.scheduler.now
         self._backlog.clear()
         self.world.checks.process_started(self)
         self.current = Boot(self)
@@ -98,7 +99,10 @@ class SimProcess:
     def _end(self) -> None:
         self.alive = self.paused = False
         self.current.end()
-        self.disconnect()
+        self.world.coordinator.hang_up(
+            self.route, outlived=self.boot_id if self._up.clogged else ""
+        )
+        self.route = b""
         self._backlog.clear()
 
     def fail(self, reason: str) -> None:
