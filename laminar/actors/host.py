@@ -32,13 +32,15 @@ ORPHAN_ABSENT_S = 10.0
 """A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""
 ORPHAN_EXIT_S = 20.0
 """An actor without a node has no process that would kill it when it does not end."""
+UNHEARD = (exit_codes.COORDINATOR_ABSENT, exit_codes.FENCED)
+"""Of a process whose last words nobody would hear."""
 WATCH_S = 0.5
 ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
 """The longest reason of a failure: it goes to every process of the run. The log of this one has all
 of it."""
 
-_NO_FAILURES = (exit_codes.COORDINATOR_ABSENT, exit_codes.TERMINATED)
+_NO_FAILURES = (*UNHEARD, exit_codes.TERMINATED)
 """Codes of processes that end for no fault of their own: one that a signal ends leaves the run."""
 
 Item = TypeVar("Item")
@@ -316,7 +318,7 @@ class Host:
             await actor.stop()
         except Exception:
             self.log.exception("stop-failed")
-        if self.process.incarnation and code != exit_codes.COORDINATOR_ABSENT:
+        if self.process.incarnation and code not in UNHEARD:
             self._last_word(ev.ActorLeft())  # its node may be gone, and cannot tell it
         for task in self._tasks:
             task.cancel()
@@ -350,9 +352,10 @@ class Host:
         self.log.info("welcome", incarnation=incarnation)
         self._begin.set()
 
-    def refused(self, reason: str) -> None:
-        """Nothing is sent or received any more."""
-        self.fail(f"the coordinator refused this process: {reason}", exit_codes.COORDINATOR_ABSENT)
+    def refused(self, reason: str, again: bool) -> None:
+        """Nothing is sent or received any more; `again`: by a new process in the place of this."""
+        code = exit_codes.FENCED if again else exit_codes.COORDINATOR_ABSENT
+        self.fail(f"the coordinator refused this process: {reason}", code)
 
     def obey(self, order: cmd.Order, command: Command) -> bool:
         """A command arrives; False if it has arrived before."""

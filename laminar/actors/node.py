@@ -7,8 +7,9 @@ A replica or relay that ends without the coordinator's order, by a signal or by 
 again, as often and after such pauses as restart_limit.py says. So is a store that was killed: all
 that it has acknowledged is on disk; and a trainer that writes checkpoints. A store that says why it
 cannot go on is not. A child that ends with the code of a user's mistake is never started again: the
-same mistake would meet it. One that the coordinator does not take, while the run ends, say, is
-tried again after longer and longer pauses, and however often: nothing is wrong with it.
+same mistake would meet it. One that the coordinator has given up for its silence, or does not take
+while the run ends, say, is started again however often. So is one that was silent with its whole
+machine: nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from laminar.actors.host import Host
-from laminar.actors.restart_limit import RestartLimit
+from laminar.actors.restart_limit import TAKEN_S, RestartLimit
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -29,10 +30,6 @@ GRACE_S = 10.0
 """How long children may take to flush and leave once the run stops."""
 DUMP_S = 0.5
 """How long a stalled child has to write its stacks before it is killed."""
-TAKEN_S = 10.0
-"""A process that is refused ends sooner than this after its start, or had been taken before."""
-PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 10.0
-"""The pause before a process that was not taken is started again; doubled each time."""
 
 
 class ChildProcess(Protocol):
@@ -83,7 +80,7 @@ class Child:
     role: str
     limit: RestartLimit
     process: ChildProcess | None = None
-    refusals: int = 0  #: in a row
+    cut_off: str = ""  #: boot id of one that is ended since its machine was silent
 
 
 class Node:
@@ -116,7 +113,7 @@ class Node:
                 self.host.log.warning(
                     "restart", actor=command.actor, reason=command.reason, event_seq=order.cause
                 )
-                self.host.spawn(self._kill(self.children[command.actor]))
+                self.host.spawn(self._kill(self.children[command.actor], command))
 
     async def stop(self) -> None:
         """Children leave when the coordinator says so, or else now; wait, then insist."""
@@ -154,8 +151,7 @@ class Node:
             return  # it leaves with its machine, which may come back
         await self.host.reached("node-child-ended")
         lived_s = (self.host.now_ns() - began_ns) / 1e9
-        refused = code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S
-        pause_s = self._again(child, code, refused=refused)
+        pause_s = self._again(child, code, lived_s)
         restarting, reason = isinstance(pause_s, float), pause_s if isinstance(pause_s, str) else ""
         exited = ev.ProcessExited(
             actor=child.name,
@@ -173,24 +169,29 @@ class Node:
                 await self.host.pause(pause_s)
             await self._launch(child)
 
-    def _again(self, child: Child, code: int, *, refused: bool) -> float | str:
-        """The pause after which it is started again, which counts; else why it is not, if its end
-        alone does not say that."""
-        killed = child.role == "store" and code < 0
+    def _again(self, child: Child, code: int, lived_s: float) -> float | str:
+        """The pause after which it is started again; else why it is not, if its end alone does not
+        say that."""
+        fenced = code == exit_codes.FENCED
+        refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
+        healthy = child.role == "store" and (code < 0 or fenced)
         final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
-        if final or not (child.role in self._restarted or killed):
+        if final or not (child.role in self._restarted or healthy):
             return ""
-        if not refused:
-            child.refusals = 0
-            return child.limit.ended(self.host.now_ns() / 1e9)
-        child.refusals += 1
-        return min(PAUSE_MIN_S * 2.0 ** min(child.refusals - 1, 10), PAUSE_MAX_S)
+        if refused:
+            return child.limit.refused(lived_s)
+        if child.process is not None and child.cut_off == child.process.boot_id:
+            return 0.0
+        return child.limit.ended(self.host.now_ns() / 1e9)
 
-    async def _kill(self, child: Child) -> None:
-        """Have the stacks written, then end it; the watcher does the rest."""
+    async def _kill(self, child: Child, order: cmd.RestartActor) -> None:
+        """Have the stacks written, then end it, unless another has its place; the watcher does the
+        rest."""
         process = child.process
-        if process is None or process.returncode is not None:
+        if process is None or process.returncode is not None or process.boot_id != order.boot_id:
             return
+        if order.cut_off:
+            child.cut_off = order.boot_id
         process.dump_stacks()
         await asyncio.sleep(DUMP_S)
         process.kill()

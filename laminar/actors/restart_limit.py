@@ -8,6 +8,9 @@ Pure: nodes ask it for their actors, `laminar train` for its nodes, and the simu
 first restart within the window comes at once: one end in an hour is mostly none of the program's
 fault, and the run waits for the process. From the second one on there is a pause of 1 s, which
 doubles up to 60 s; but the coordinator waits for a start no longer than start_timeout_s.
+
+An end that says nothing of the process does not count: the coordinator has given it up for its
+silence, which a cut network explains, or does not take an actor while the run ends, say.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from laminar.config import Config
 from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
+TAKEN_S = 10.0
+"""A process that is refused ends sooner than this after its start, or had been taken before."""
+REFUSED_PAUSE_MIN_S, REFUSED_PAUSE_MAX_S = 1.0, 10.0
+"""The pause before a process that was not taken is started again; doubled each time."""
 NODE_ENDS = (
     exit_codes.COMPLETE, exit_codes.PAUSED, exit_codes.USER_ERROR, exit_codes.TERMINATED,
 )  # fmt: skip
 """After which a node is not started again: with the run, by a mistake, by SIGTERM."""
-REFUSED_PAUSE_S = 1.0
-"""Before one that the coordinator has not taken is tried again, at least: the run may be ending."""
 
 
 class RestartLimit:
@@ -32,9 +37,18 @@ class RestartLimit:
         self._window_s = config.recovery.restart_window_s
         self._pause_max_s = min(PAUSE_MAX_S, config.coordinator.start_timeout_s / 2)
         self._at_s: list[float] = []  #: of the restarts within the window
+        self._refusals = 0  #: in a row, of a process that was not taken
+
+    def refused(self, lived_s: float) -> float:
+        """How long to wait before one that was refused is started again, which does not count."""
+        self._refusals = self._refusals + 1 if lived_s < TAKEN_S else 0
+        if not self._refusals:
+            return 0.0
+        return min(REFUSED_PAUSE_MIN_S * 2.0 ** min(self._refusals - 1, 10), REFUSED_PAUSE_MAX_S)
 
     def ended(self, now_s: float) -> float | str:
         """How long to wait before it is started again, which counts; or why it is not."""
+        self._refusals = 0
         self._at_s = [at_s for at_s in self._at_s if now_s - at_s < self._window_s]
         count = len(self._at_s)
         if count >= self._most:
@@ -44,11 +58,13 @@ class RestartLimit:
         return min(2.0 ** min(count - 1, 10), self._pause_max_s) if count else 0.0
 
 
-def node_again(limit: RestartLimit, code: int, now_s: float) -> float | str:
+def node_again(limit: RestartLimit, code: int, lived_s: float, now_s: float) -> float | str:
     """The same of a node that ended with this code; empty where it was to end."""
     if code in NODE_ENDS:
         return ""
+    if code == exit_codes.FENCED:
+        return limit.refused(lived_s)
     pause_s = limit.ended(now_s)
     if code == exit_codes.COORDINATOR_ABSENT and isinstance(pause_s, float):
-        return max(pause_s, REFUSED_PAUSE_S)
+        return max(pause_s, REFUSED_PAUSE_MIN_S)
     return pause_s

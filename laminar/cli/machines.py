@@ -12,6 +12,7 @@ How often and after which pauses: actors/restart_limit.py.
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Machine:
     index: int
     process: Process
     limit: RestartLimit
+    began_s: float
     again_s: float | None = None  #: when it is started again; None: it lives, or is given up
     over: bool = False  #: it is not started again
 
@@ -53,7 +55,8 @@ class Machines:
     def begin(self, first: Callable[[int], Process]) -> None:
         """Start all, for the first time by way of `first`."""
         for index in self._indexes:
-            self._machines.append(Machine(index, first(index), RestartLimit(self._config)))
+            limit, now_s = RestartLimit(self._config), time.monotonic()
+            self._machines.append(Machine(index, first(index), limit, now_s))
 
     @property
     def begun(self) -> bool:
@@ -68,13 +71,14 @@ class Machines:
         """Start again, in its time, each node that has ended."""
         for machine in self._machines:
             if machine.again_s is not None and now_s >= machine.again_s:
-                machine.process, machine.again_s = self._start(machine.index), None
+                machine.process, machine.began_s = self._start(machine.index), now_s
+                machine.again_s = None
             code = machine.process.poll()
             if code is not None and machine.again_s is None and not machine.over:
                 self._ended(machine, code, now_s)
 
     def _ended(self, machine: Machine, code: int, now_s: float) -> None:
-        pause_s = node_again(machine.limit, code, now_s)
+        pause_s = node_again(machine.limit, code, now_s - machine.began_s, now_s)
         if isinstance(pause_s, str):
             machine.over = True
             if pause_s:

@@ -13,6 +13,11 @@ that: after a pause of more than a third of the lease every lease begins anew. M
 unread in the socket, so silence counts up to the time of which all messages have been read: the
 present one when the socket was seen empty, else the one when the last round through all peers
 began.
+
+When most of the machines fall silent together, it is the coordinator that is cut off. As after a
+pause, that is no reason to give up anybody: all have the long lease then, and when enough machines
+are heard again, every lease begins anew. Of a machine that is silent as a whole, and may be cut off
+itself, who is given up is marked as cut off.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ from laminar.names.roles import Role
 
 ROUND_FRAMES = 4_096
 """A round has no fewer: processes that come while it lasts are read in it as well."""
+MACHINES_MIN = 3
+"""Of two machines, one that is silent is no more likely to be cut off than the other."""
+LOOKS = 6
+"""Looks in a short lease, while most machines are silent."""
 LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 News = HeartbeatLost | NodeSilent | NodeHeard
@@ -41,6 +50,7 @@ class FailureDetector:
         self._round_from_ns = now_ns
         self._round_frames = 0  #: read in the present round
         self._next_look_ns = now_ns  #: no lease of the actors known so far ends before
+        self._cut_off = False  #: most machines were silent at the last look
 
     def lease_of_ns(self, role: str) -> int:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
@@ -77,20 +87,21 @@ class FailureDetector:
         if now_ns <= self._next_look_ns:
             return []
         self._next_look_ns = now_ns + self.lease_ns
+        living = [actor for actor in actors.values() if actor.alive]
+        silent = self._machines_silent_ns(now_ns, living, heard_ns)
+        self._look_whether_cut_off(now_ns, silent)
         heard: list[News] = []
         lost: list[News] = []
         nodes: list[Actor] = []
         quiet_ns: dict[str, int] = {}  #: by machine: since a process other than the node was heard
-        for actor in actors.values():
-            if not actor.alive:
-                continue
+        for actor in living:
             if actor.role == Role.NODE:
                 nodes.append(actor)
                 heard += self._heard_again(now_ns, actor, heard_ns)
                 continue
             silent_ns = self._silent_ns(now_ns, actor, heard_ns)
-            if silent_ns > self.lease_of_ns(actor.role):
-                lost.append(_lost(actor, silent_ns))
+            if silent_ns > self._lease_now_ns(actor.role):
+                lost.append(_lost(actor, silent_ns, cut_off=self._is_silent(silent[actor.node])))
             else:
                 least_ns = quiet_ns.get(actor.node, silent_ns)
                 quiet_ns[actor.node] = min(least_ns, silent_ns)
@@ -100,13 +111,38 @@ class FailureDetector:
                 lost += self._judge_node(node, silent_ns, quiet_ns.get(node.name))
         return heard + lost
 
+    def _machines_silent_ns(
+        self, now_ns: int, living: list[Actor], heard_ns: Mapping[str, int]
+    ) -> dict[str, int]:
+        """By machine: how long nobody of it has been heard."""
+        found: dict[str, int] = {}
+        for actor in living:
+            silent_ns = now_ns - max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
+            found[actor.node] = min(found.get(actor.node, silent_ns), silent_ns)
+        return found
+
+    def _is_silent(self, machine_ns: int) -> bool:
+        """Whether this is long for a machine, all of whose processes send heartbeats."""
+        return machine_ns > self.lease_ns // 2
+
+    def _look_whether_cut_off(self, now_ns: int, silent: Mapping[str, int]) -> None:
+        most = 2 * sum(map(self._is_silent, silent.values())) > len(silent)
+        before, self._cut_off = self._cut_off, most and len(silent) >= MACHINES_MIN
+        if self._cut_off:
+            self._next_look_ns = now_ns + self.lease_ns // LOOKS
+        elif before:
+            self._grace_from_ns = now_ns
+
+    def _lease_now_ns(self, role: str) -> int:
+        return self.node_lease_ns if self._cut_off else self.lease_of_ns(role)
+
     def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
         """How long an actor has been silent; the next look is when its lease ends, at the latest.
 
         A node may live on after it.
         """
         last_ns = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
-        ends_ns = last_ns + self.lease_of_ns(actor.role)
+        ends_ns = last_ns + self._lease_now_ns(actor.role)
         if actor.role != Role.NODE or ends_ns >= now_ns:
             self._next_look_ns = min(self._next_look_ns, ends_ns)
         return now_ns - last_ns
@@ -121,7 +157,7 @@ class FailureDetector:
     def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[News]:
         """Lost with its machine, or alone; what may be either is waited for."""
         if quiet_ns is None:
-            return [_lost(node, silent_ns)]
+            return [_lost(node, silent_ns, cut_off=True)]
         if node.silent or quiet_ns > self.lease_ns:
             return []
         silent_ms = silent_ns // 1_000_000
@@ -129,7 +165,10 @@ class FailureDetector:
         return [NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=silent_ms)]
 
 
-def _lost(actor: Actor, silent_ns: int) -> HeartbeatLost:
+def _lost(actor: Actor, silent_ns: int, *, cut_off: bool) -> HeartbeatLost:
     return HeartbeatLost(
-        actor=actor.name, actor_incarnation=actor.incarnation, silent_ms=silent_ns // 1_000_000
+        actor=actor.name,
+        actor_incarnation=actor.incarnation,
+        silent_ms=silent_ns // 1_000_000,
+        cut_off=cut_off,
     )

@@ -23,6 +23,7 @@ from laminar.coordinator.hashes import StateHashes
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
 from laminar.core.indexes import due_timers, indexes_of, next_timer_ns, take_left
 from laminar.core.machine import Machine
+from laminar.core.membership import REPLACED
 from laminar.core.rules import LogicError
 from laminar.core.statuses import Phase
 from laminar.eventlog.crashes import Crash
@@ -52,6 +53,7 @@ Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
 _NONE: Mapping[str, Crash] = {}
 AT_ONCE = AtOnce()
+LOST = "it was declared lost; start it again"
 
 
 class Tick:
@@ -201,7 +203,7 @@ class Tick:
         actor = state.actors.get(hello.name)
         if actor is not None and actor.boot_id == hello.boot_id:
             if not actor.alive:
-                self._refuse(hello.boot_id, "it was declared lost; start it again")
+                self._refuse(hello.boot_id, LOST, again=True)
                 return False
             self._link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
             return True
@@ -349,7 +351,8 @@ class Tick:
         links = {boot_id: self._links[boot_id] for boot_id in left if boot_id in self._links}
         fenced = {boot_id for boot_id, link in links.items() if self._fenced(link)}
         for boot_id in fenced:
-            self._links[boot_id].refuse("it was declared lost; start it again")
+            lost = self._is_newest(links[boot_id])
+            links[boot_id].refuse(LOST if lost else REPLACED, again=lost)
         if fenced:
             self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
         return fenced
@@ -357,10 +360,15 @@ class Tick:
     def _fenced(self, link: ServerLink) -> bool:
         """Whether the link's process was given up, or replaced, while the run goes on."""
         state = self.machine.state
-        actor = state.actors.get(link.name)
-        if actor is not None and actor.boot_id == link.boot_id:
-            return not actor.alive and state.phase not in (Phase.STOPPING, Phase.ENDED)
+        if self._is_newest(link):
+            alive = state.actors[link.name].alive
+            return not alive and state.phase not in (Phase.STOPPING, Phase.ENDED)
         return True
+
+    def _is_newest(self, link: ServerLink) -> bool:
+        """Whether no other process has the place of the link's."""
+        actor = self.machine.state.actors.get(link.name)
+        return actor is not None and actor.boot_id == link.boot_id
 
     def _address(self, command_id: int, command: Command, data: bytes, now_ns: int) -> None:
         if isinstance(command, cmd.AcceptActor):
@@ -387,10 +395,10 @@ class Tick:
         except OutboxFull as error:
             link.refuse(f"it acknowledges nothing: {error}")
 
-    def _refuse(self, boot_id: str, reason: str) -> None:
+    def _refuse(self, boot_id: str, reason: str, *, again: bool = False) -> None:
         route = self._route_of.get(boot_id)
         if route is not None:
-            self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT]))))
+            self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT], again))))
 
     def _forget(self, boot_id: str) -> None:
         del self._links[boot_id]

@@ -57,14 +57,18 @@ class Context:
                 self.set_timer(keys.deadline(key), timeout_ms)
         self.commands.append(command)
 
-    def restart(self, name: str, reason: str, *, again: bool = False) -> bool:
+    def restart(
+        self, name: str, reason: str, *, again: bool = False, cut_off: bool = False
+    ) -> bool:
         """Have a node kill and start one of its actors; False if that is ordered already, unless it
         is to be ordered `again`, in place of the first time."""
-        node = self.state.actors[name].node
+        actor = self.state.actors[name]
         if keys.restart(name) in self.state.commands and not again:
             return False
         self.command(
-            RestartActor(to=node, actor=name, reason=reason),
+            RestartActor(
+                to=actor.node, actor=name, boot_id=actor.boot_id, reason=reason, cut_off=cut_off
+            ),
             key=keys.restart(name),
             timeout_ms=RESTART_TIMEOUT_MS,
         )

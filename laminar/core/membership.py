@@ -8,10 +8,12 @@ An actor is (name, incarnation). Each start of its process gets the next incarna
 from a dead or paused process carry a smaller number and are refused. Nothing here measures time:
 silence arrives as HeartbeatLost.
 
-When only the node is silent, its processes go on; but one of them that is lost is not started
-again until the node is heard or another one has its place. A node that is lost takes its processes
-with it. They have the time of a start to come back, with a new process of it; what a former process
-of it has started is refused.
+When only the node is silent, its processes go on; one of them that is lost has the time of a start
+to come back, for which the node must be heard again or another one have its place. A node that is
+lost takes its processes with it. They have as long to come back, with a new process of it; what a
+former process of it has started is refused.
+
+A machine that is silent as a whole may be cut off, and goes on: nothing that ran there is to blame.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.names.roles import ACTOR_ROLES, Role
 
+REPLACED = "another process has its place"
+FORMER_MAX = 4
+"""The hello of a process that has ended comes within a few restarts, if the network was cut."""
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
 """Roles of which a run has one process, and cannot do without it."""
 
@@ -53,25 +58,15 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     if refusal:
         ctx.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
         return
-    incarnation = state.next_incarnation
-    state.next_incarnation += 1
-    actor = Actor(
-        name=event.name,
-        role=Role(event.role),
-        node=event.node,
-        pid=event.pid,
-        boot_id=event.boot_id,
-        incarnation=incarnation,
-        job=event.job,
-        job_restarts=event.job_restarts,
-        start_failure=known.start_failure if known is not None else "",
-    )
+    actor = _new_actor(state, event, known)
     add_actor(state, actor)
     store_restarts.joined(state, actor)
     ctx.done(keys.restart(event.name))
     if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # those are ready later
         ctx.clear_timer(keys.rejoin(event.name))
-    ctx.command(cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=incarnation))
+    ctx.command(
+        cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=actor.incarnation)
+    )
     if event.role == Role.TRAINER:
         relays.set_head(ctx)
     elif event.role == Role.ROLLOUT:
@@ -82,6 +77,26 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         _await_machine(ctx, event.name)
 
 
+def _new_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
+    """The process that has joined; the one `known` by its name was before it."""
+    if known is not None:
+        former = *state.former.get(event.name, ()), known.boot_id
+        state.former[event.name] = former[-FORMER_MAX:]
+    incarnation = state.next_incarnation
+    state.next_incarnation += 1
+    return Actor(
+        name=event.name,
+        role=Role(event.role),
+        node=event.node,
+        pid=event.pid,
+        boot_id=event.boot_id,
+        incarnation=incarnation,
+        job=event.job,
+        job_restarts=event.job_restarts,
+        start_failure=known.start_failure if known is not None else "",
+    )
+
+
 def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
@@ -89,6 +104,8 @@ def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
     if event.role == Role.RELAY and event.name != relays.name_of(event.node):
         return f"{event.name!r} is no name for the relay of {event.node!r}"
     known = ctx.state.actors.get(event.name)
+    if event.boot_id in ctx.state.former.get(event.name, ()):
+        return REPLACED
     if known is not None and known.role != event.role:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
     if known is not None and known.job == event.job and known.job_restarts > event.job_restarts:
@@ -128,7 +145,6 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
         end_actor(ctx.state, name)
     else:
         actor_lost(ctx, name, "left the run", blame=False)
-        _missed_by_its_node(ctx, name, "it left the run")
 
 
 @handles(ev.ActorFailed, valid=anything)
@@ -143,7 +159,6 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     else:
         again = event.engine and _fails_at_each_start(ctx.state, name, event.reason)
         actor_lost(ctx, name, event.reason)
-        _missed_by_its_node(ctx, name, event.reason)
         if again:
             lifecycle.fail(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
 
@@ -203,50 +218,34 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     ctx.done(keys.stop(event.actor))
     reason = f"nothing was heard from it for {event.silent_ms} ms"
     node_alive = actor.role != Role.NODE and state.actor_alive(actor.node)
-    actor_lost(ctx, event.actor, reason)
+    actor_lost(ctx, event.actor, reason, blame=not event.cut_off)
     if not node_alive:
         ctx.clear_timer(keys.rejoin(event.actor))
         _gone_for_good(ctx, event.actor, f"{event.actor}: {reason}")
-    elif not _missed_by_its_node(ctx, event.actor, reason) and _is_needed(state, actor):
-        ctx.restart(event.actor, reason, again=True)
+    elif _is_needed(state, actor):
+        ctx.restart(event.actor, reason, again=True, cut_off=event.cut_off)
 
 
 @handles(ev.NodeSilent, valid=anything)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
-    """The processes of a silent node go on; those that are lost by now are not started again."""
-    state, node = ctx.state, ctx.state.actors.get(event.node)
+    """The processes of a silent node go on, and those that are lost wait for it."""
+    node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
     if node.silent:
         return ctx.ignore("repeat")
     node.silent = True
-    for actor in _actors_of(state, event.node):
-        if not actor.alive:
-            _missed_by_its_node(ctx, actor.name, "it is lost")
 
 
 @handles(ev.NodeHeard, valid=anything)
 def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
-    """A node that is heard again restarts from now on the processes that it sees end."""
+    """A node that is heard again restarts the processes that it was told to, or sees end."""
     node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
     if not node.silent:
         return ctx.ignore("repeat")
     node.silent = False
-
-
-def _missed_by_its_node(ctx: Context, name: str, reason: str) -> bool:
-    """A lost process whose node is silent is not started again; False if its node is not silent."""
-    state = ctx.state
-    node = state.actors.get(state.actors[name].node)
-    if node is None or not node.silent:
-        return False
-    ctx.clear_timer(keys.rejoin(name))
-    if _is_needed(state, state.actors[name]):
-        why = f"{name}: {reason}; nothing is heard from {node.name}, which would start it again"
-        _gone_for_good(ctx, name, why)
-    return True
 
 
 def _is_needed(state: State, actor: Actor) -> bool:
@@ -260,16 +259,16 @@ def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
     name = order.actor
     ctx.done(keys.restart(name))
     if ctx.state.actor_alive(name):  # who is lost already has a time to come back
-        reason = f"{order.reason}; {order.to} did not restart it"
-        actor_lost(ctx, name, reason)
-        _missed_by_its_node(ctx, name, reason)
+        actor_lost(ctx, name, f"{order.reason}; {order.to} did not restart it")
 
 
 def on_rejoin_expired(ctx: Context, name: str) -> None:
     """A restarted process did not come back, or its node did not."""
     actor = ctx.state.actors.get(name)
     node = ctx.state.actors.get(actor.node) if actor is not None else None
-    if node is None or node.alive:
+    if node is not None and node.alive and node.silent:
+        why = f"{name} is lost; nothing is heard from {node.name}, which would start it again"
+    elif node is None or node.alive:
         why = f"{name} was restarted and never joined"
     else:
         why = f"{name} is lost with its machine {node.name}, and no other node has its place"

@@ -99,7 +99,9 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     if live_actor(state, Role.TRAINER) is not actor or not told:
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
-    state.saved = {c.version: c.path for c in confirmed}
+    known, state.saved = state.saved, {c.version: c.path for c in confirmed}
+    if state.saved.keys() - known.keys():  # whose lost work can be loaded for now
+        ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_begin_anew(state):
         lifecycle.fail(ctx, FailureKind.NO_CHECKPOINT, name)

@@ -49,7 +49,9 @@ class RestartActor(Command, frozen=True, kw_only=True):
     """Dump the stacks of a process that makes no progress, kill it and start it again."""
 
     actor: str
+    boot_id: str  #: of that process: one that has come after it goes on
     reason: str
+    cut_off: bool = False  #: its whole machine was silent: that counts towards no limit
 
 
 @carried_out_by(Role.TRAINER)

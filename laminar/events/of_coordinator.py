@@ -73,6 +73,7 @@ class HeartbeatLost(Event, frozen=True, kw_only=True):
     actor: str
     actor_incarnation: int
     silent_ms: int
+    cut_off: bool = False  #: nobody of its machine was heard: no work there is to blame
 
 
 @reported_by(Role.COORDINATOR)

@@ -12,6 +12,7 @@ COMPLETE = 0
 FAILED = 1  #: the run, or this actor; the reason is in the event log
 USER_ERROR = 2  #: the same mistake would end it again
 COORDINATOR_ABSENT = 3  #: an actor without a coordinator, or one that it refused
+FENCED = 4  #: an actor that the coordinator has given up for its silence; a new one is welcome
 CRASHED = 70  #: the program failed; a coordinator that is started again goes on from its log
 LOG_UNWRITABLE = 75  #: the same, once the disk of the event log takes data again
 PAUSED = 85  #: the run goes on when it is started again; a batch system is to do that

@@ -224,14 +224,15 @@ class ControlClient:
         heartbeat_ms: int,
         on_body: Callable[[bytes], object],
         on_welcome: Callable[[int], None],
-        on_refused: Callable[[str], None],
+        on_refused: Callable[[str, bool], None],
         *,
         keys: RunKeys,
         on_trouble: Callable[[str], None],
     ) -> None:
         """`find_address`: None while there is none, ConfigError for one that is of no use;
         `on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
-        `on_refused(reason)`: once; nothing is sent or received after it; `on_trouble(reason)`: what
+        `on_refused(reason, again)`: once; nothing is sent or received after it; `again`: a new
+        process in the place of this one is welcome; `on_trouble(reason)`: what
         listens on the address does not let this process in, which goes on trying."""
         self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
@@ -306,4 +307,4 @@ class ControlClient:
         if self._link.state is LinkState.UP:
             self._on_welcome(self._link.incarnation)
         elif self._link.state is LinkState.REFUSED:
-            self._on_refused(self._link.reason)
+            self._on_refused(self._link.reason, self._link.again)

@@ -87,6 +87,7 @@ class Refused(Frame, frozen=True):
     """Server: I accept nothing from you; the reason is for the user."""
 
     reason: Text
+    again: bool = False  #: you were silent for too long: a new process in your place is welcome
 
 
 class Bye(Frame, frozen=True):

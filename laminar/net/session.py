@@ -233,6 +233,7 @@ class _Link:
     def __init__(self, state: LinkState, server_boot: str, limits: Limits, now_ns: int) -> None:
         self.state = state
         self.reason = ""  #: why it was refused or closed
+        self.again = False  #: it was refused for its silence, and a new process is welcome
         self.server_boot = server_boot
         self.limits = limits
         self.outbox = Outbox(limits)
@@ -313,6 +314,7 @@ class ClientLink(_Link):
             self._welcomed(message, now_ns)
         elif isinstance(message, Refused):
             self.state, self.reason = LinkState.REFUSED, message.reason
+            self.again = message.again
         elif self.state is LinkState.UP and message.boot == self.server_boot:
             return self._sequel(message, now_ns)
         return []
@@ -448,10 +450,11 @@ class ServerLink(_Link):
         """Everything up to `peer_seq` is durable: its acknowledgement may go out."""
         self.inbox.done(peer_seq)
 
-    def refuse(self, reason: str) -> None:
-        """Take nothing more from this client and tell it why, as often as it asks."""
+    def refuse(self, reason: str, *, again: bool = False) -> None:
+        """Take nothing more from this client and tell it why, as often as it asks; `again`: another
+        process in its place is welcome."""
         self.state, self._answer_due = LinkState.REFUSED, True
-        self.reason = reason[:MAX_TEXT]
+        self.reason, self.again = reason[:MAX_TEXT], again
 
     def pardon(self, now_ns: int) -> None:
         """Count silence from now: the owner itself was paused and could not listen."""
@@ -475,7 +478,7 @@ class ServerLink(_Link):
 
     def _answer(self) -> bytes:
         if self.state is LinkState.REFUSED:
-            return encode(Refused(self.reason))
+            return encode(Refused(self.reason, self.again))
         return encode(Welcome(self.server_boot, self.incarnation, self.inbox.processed))
 
     def _introduced(self, hello: Hello) -> None:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from laminar.actors import node as node_module
+from laminar.actors import restart_limit
 from laminar.actors.node import Node
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -159,29 +160,84 @@ async def test_who_is_refused_is_started_again_after_a_pause_that_doubles(
     assert all(exited.restarting for exited in machine.host.all(ev.ProcessExited))
 
 
-async def test_who_was_in_the_run_before_it_was_refused_is_started_again_at_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+@pytest.mark.parametrize(
+    ("machine", "code", "counts"),
+    [
+        ("rollout", exit_codes.FENCED, False),
+        ("store", exit_codes.FENCED, False),
+        ("rollout", exit_codes.COORDINATOR_ABSENT, True),
+    ],
+    indirect=["machine"],
+)
+async def test_who_was_in_the_run_before_it_was_fenced_for_its_silence_counts_towards_no_limit(
+    machine: Machine,
+    code: int,
+    counts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
 ) -> None:
-    """It stood still for longer than its lease, say; and that often it may."""
+    """Nothing is wrong with it, so it is started again at once; another process that takes its
+    place, again and again, has an end."""
+    monkeypatch.setattr(restart_limit, "TAKEN_S", 0.0)
     monkeypatch.setattr(node_module, "TAKEN_S", 0.0)
     restarts = machine.host.config.recovery.max_restarts
     for count in range(restarts + 1):
         await until(lambda: len(machine.started) == count + 1)  # noqa: B023
-        machine.started[-1].end(exit_codes.COORDINATOR_ABSENT)
+        machine.started[-1].end(code)
         await machine.host.wait(ev.ProcessExited, count + 1)
     exits = machine.host.all(ev.ProcessExited)
-    assert [exited.restarting for exited in exits] == [True] * restarts + [False]
+    assert [exited.restarting for exited in exits] == [True] * restarts + [not counts]
+    assert bool(pauses) == counts
+
+
+def restart(machine: Machine, process: FakeProcess, **facts: bool) -> None:
+    """The coordinator has this process ended and another one started."""
+    (name,) = machine.node.children
+    command = cmd.RestartActor(
+        to="node-0", actor=name, boot_id=process.boot_id, reason="stalled", **facts
+    )
+    machine.node.handle(order(1, command))
 
 
 async def test_who_stalls_writes_its_stacks_and_is_killed_and_started_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "DUMP_S", 0.0)
-    (name,) = machine.node.children
-    machine.node.handle(order(1, cmd.RestartActor(to="node-0", actor=name, reason="stalled")))
+    restart(machine, machine.started[0])
     exited = await machine.host.wait(ev.ProcessExited)
     await until(lambda: len(machine.started) == 2)
     assert (machine.started[0].dumps, exited.code, exited.restarting) == (1, -signal.SIGKILL, True)
+
+
+async def test_a_late_order_does_not_end_the_process_that_has_come_since(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order was under way while the network was cut; its process had been fenced by then."""
+    monkeypatch.setattr(node_module, "DUMP_S", 0.0)
+    first = machine.started[0]
+    first.end(exit_codes.FAILED)
+    await until(lambda: len(machine.started) == 2)
+    restart(machine, first)
+    restart(machine, machine.started[1])
+    await until(lambda: len(machine.started) == 3)
+    exits = machine.host.all(ev.ProcessExited)
+    assert [exited.boot_id for exited in exits] == [p.boot_id for p in machine.started[:2]]
+    assert [p.dumps for p in machine.started] == [0, 1, 0]
+
+
+async def test_who_is_ended_since_its_machine_was_cut_off_counts_towards_no_limit(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    monkeypatch.setattr(node_module, "DUMP_S", 0.0)
+    for count in range(machine.host.config.recovery.max_restarts + 3):
+        restart(machine, machine.started[-1], cut_off=True)
+        await until(lambda: len(machine.started) == count + 2)  # noqa: B023
+    assert pauses == []
+    restart(machine, machine.started[-1])
+    await until(lambda: len(machine.started) == count + 3)
+    restart(machine, machine.started[-1])
+    await until(lambda: len(machine.started) == count + 4)
+    assert pauses == [1.0]
 
 
 async def test_nothing_is_left_of_a_node_that_stops_while_it_starts_a_process_again(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from laminar.actors.restart_limit import RestartLimit
+from laminar.actors.restart_limit import TAKEN_S, RestartLimit, node_again
 from laminar.config import load
+from laminar.names import exit_codes
 from tests.actors.parts import MINIMAL
 
 
@@ -31,3 +32,14 @@ def test_a_restart_counts_no_longer_than_the_window() -> None:
 def test_no_pause_is_so_long_that_the_coordinator_gives_up() -> None:
     made = limit("recovery.max_restarts=9", "coordinator.start_timeout_s=5")
     assert [made.ended(0.0) for _ in range(5)] == [0.0, 1.0, 2.0, 2.5, 2.5]
+
+
+def test_a_node_that_was_fenced_for_its_silence_counts_towards_no_limit() -> None:
+    """It was cut off for longer than its lease; one that is so at once is tried after longer and
+    longer pauses. One that is refused, since another has its place, say, is given up."""
+    made, fenced = limit("recovery.max_restarts=1"), exit_codes.FENCED
+    assert [node_again(made, fenced, TAKEN_S, 0.0) for _ in range(3)] == [0.0] * 3
+    assert [node_again(made, fenced, 1.0, 0.0) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert [node_again(made, fenced, lived_s, 0.0) for lived_s in (TAKEN_S, 1.0)] == [0.0, 1.0]
+    assert node_again(made, exit_codes.COORDINATOR_ABSENT, TAKEN_S, 0.0) == 1.0
+    assert isinstance(node_again(made, exit_codes.COORDINATOR_ABSENT, TAKEN_S, 0.0), str)

@@ -177,3 +177,63 @@ def test_grace_is_no_word_of_a_silent_node() -> None:
     detector.turn(AFTER, 0, True, 2)
     actors = machine("rollout", silent=True)
     assert detector.judge(AFTER + 1, actors, {"node": 1, "rollout": AFTER}) == []
+
+
+# --- machines that are silent as a whole ----------------------------------------------------------
+
+
+def machines(count: int) -> dict[str, Actor]:
+    """Each with its node and a replica, which are told apart by their names."""
+    actors: dict[str, Actor] = {}
+    for number in range(count):
+        for name, role in ((f"node-{number}", "node"), (f"replica-{number}", "rollout")):
+            actors[name] = actor(name, role)
+            actors[name].node, actors[name].boot_id = f"node-{number}", name
+    return actors
+
+
+def spoke(now: int, *numbers: int) -> dict[str, int]:
+    return {f"{role}-{n}": now for n in numbers for role in ("node", "replica")}
+
+
+def names(news: Sequence[News]) -> list[tuple[str, bool]]:
+    return [(event.actor, event.cut_off) for event in losses(news)]
+
+
+@pytest.mark.parametrize(("count", "silent"), [(2, 1), (3, 1), (4, 2)])
+def test_who_is_silent_with_its_machine_is_lost_as_cut_off(count: int, silent: int) -> None:
+    """No more than half of the machines, or too few to tell who is cut off."""
+    heard = spoke(LEASE + 1, *range(silent, count))
+    news = judged(LEASE + 1, machines(count), heard)
+    assert names(news) == [(f"replica-{n}", True) for n in range(silent)]
+
+
+def test_who_is_silent_alone_is_not_cut_off() -> None:
+    """Half a lease of silence is long for a machine, and less is none."""
+    now = LEASE + 1
+    for node_heard, cut_off in ((now - LEASE // 2, False), (now - LEASE // 2 - 1, True)):
+        heard = spoke(now, 1, 2) | {"node-0": node_heard}
+        assert names(judged(now, machines(3), heard)) == [("replica-0", cut_off)]
+
+
+def test_nobody_is_lost_before_the_long_lease_while_most_machines_are_silent() -> None:
+    """It is the coordinator that is cut off; but a machine may be gone all the same."""
+    detector, actors = FailureDetector(LEASE, NODE_LEASE, 0), machines(3)
+    for now in range(LEASE, NODE_LEASE + 1, 100):
+        detector.turn(now, 0, True, 6)
+        assert detector.judge(now, actors, spoke(now, 0)) == []
+    later = NODE_LEASE + LEASE + 1
+    news = detector.judge(later, actors, spoke(later, 0))
+    assert [name for name, _ in names(news)] == ["replica-1", "replica-2", "node-1", "node-2"]
+
+
+def test_every_lease_begins_anew_when_enough_machines_are_heard_again() -> None:
+    """One is heard first; the words of the others are on their way."""
+    detector, actors, back = FailureDetector(LEASE, NODE_LEASE, 0), machines(3), 2 * LEASE
+    run(detector, 0, back + LEASE, 100)
+    for now in range(0, back, 100):
+        assert detector.judge(now, actors, spoke(now, 0)) == []
+    for now in range(back, back + LEASE, 100):
+        assert detector.judge(now, actors, spoke(now, 0, 1)) == []
+    later = back + 2 * LEASE
+    assert names(detector.judge(later, actors, spoke(later, 0, 1))) == [("replica-2", True)]

@@ -17,7 +17,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, WireError
 from laminar.events.codec import decode_event, encode
 from laminar.names import exit_codes
-from laminar.net.frames import Ack, Ask, Data, Hello, decode_server
+from laminar.net.frames import Ack, Ask, Data, Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import MS, LinkState
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
@@ -216,6 +216,36 @@ def test_process_that_was_declared_lost_is_refused() -> None:
     assert node.state is LinkState.UP
 
 
+def test_late_hello_of_a_former_member_does_not_push_out_its_successor() -> None:
+    """The first process says who it is while the network is cut, and ends; its words arrive on a
+    connection of their own when the second one has joined."""
+    desk = Desk()
+    first = desk.client("rollout-0", "one")
+    desk.talk()
+    first.reintroduce()
+    late = first.poll(desk.now)
+    second = desk.client("rollout-0", "two")
+    desk.talk()
+    told = desk.turn([(b"late", frame) for frame in late])
+    desk.talk()
+    assert second.state is LinkState.UP and desk.tick.machine.state.actor_alive("rollout-0")
+    refused = Refused("another process has its place")
+    assert [(route, decode_server(frame, len(frame))) for route, frame in told] == [
+        (b"late", refused)
+    ]
+
+
+def test_who_was_given_up_for_its_silence_may_come_again() -> None:
+    desk = Desk()
+    link = desk.client("rollout-0")
+    desk.client("rollout-1")
+    desk.talk()
+    lost = ev.HeartbeatLost(actor="rollout-0", actor_incarnation=link.incarnation, silent_ms=9)
+    ((_, told),) = desk.turn(own=[lost])
+    link.receive(told, desk.now)
+    assert link.state is LinkState.REFUSED and link.again
+
+
 def test_second_process_of_a_name_replaces_the_first() -> None:
     desk = Desk()
     first = desk.client("rollout-0", "one")
@@ -223,7 +253,8 @@ def test_second_process_of_a_name_replaces_the_first() -> None:
     second = desk.client("rollout-0", "two")
     desk.talk()
     assert (first.incarnation, second.incarnation) == (1, 2)
-    assert first.state is LinkState.REFUSED and "lost" in first.reason
+    assert first.state is LinkState.REFUSED and first.reason == "another process has its place"
+    assert not first.again
     assert second.state is LinkState.UP
     assert desk.tick.machine.state.actors["rollout-0"].alive
 

@@ -382,3 +382,17 @@ def test_a_machine_that_leaves_may_come_back_though_it_had_the_last_replica() ->
     assert bench.state.phase == Phase.RUNNING
     bench.wait(bench.settings.start_timeout_ms)
     assert "is lost with its machine node-0" in bench.state.failure
+
+
+def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody() -> None:
+    """The network was cut one way: the process says hello for the first time, again and again."""
+    bench = Bench(nodes=2)
+    bench.start()
+    bench.silent("rollout-0")
+    bench.join("rollout-0", "b")
+    bench.join("rollout-0", "c")
+    for boot in ("a", "b"):
+        (refused,) = bench.join("rollout-0", boot)
+        assert isinstance(refused, cmd.RefuseActor)
+    assert bench.state.actors["rollout-0"].boot_id.endswith("c")
+    assert bench.state.actor_alive("rollout-0")

@@ -12,7 +12,7 @@ from laminar.core.statuses import Phase
 from laminar.core.store_restarts import END_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tests.core.test_silent_nodes import fall_silent
+from tests.core.test_silent_nodes import fall_silent, speak_again
 from tests.kit.bench import Bench, only
 
 START_MS = 120_000
@@ -147,11 +147,26 @@ def test_two_minutes_for_one_transaction_have_it_restarted_and_then_given_up() -
     assert bench.state.failure.startswith("the store is lost")
 
 
-def test_a_silent_node_starts_no_other() -> None:
+@pytest.mark.parametrize("node_first", [True, False])
+def test_a_store_that_is_silent_with_its_node_is_waited_for(node_first: bool) -> None:
+    """Both were stopped together, and go on: the node starts another one then. It is waited for as
+    long as for a start."""
     bench = trained()
-    fall_silent(bench)
+    if node_first:
+        fall_silent(bench)
     bench.silent("store-0")
-    assert bench.state.failure.startswith("the store is lost: store-0: nothing was heard")
+    if not node_first:
+        fall_silent(bench)
+    assert not bench.state.failure
+    speak_again(bench)
+    bench.come_back("store-0")
+    bench.silent("store-0")
+    fall_silent(bench)
+    bench.wait(bench.settings.start_timeout_ms)
+    assert bench.state.failure == (
+        "the store is lost: store-0 is lost; nothing is heard from node-0, which would start it "
+        "again"
+    )
 
 
 def test_no_replica_stalls_meanwhile() -> None:

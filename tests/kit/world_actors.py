@@ -100,6 +100,8 @@ class Actors(Trainers):
 
     def _do_RestartActor(self, node: Process, command: cmd.RestartActor, _: int) -> None:
         process = self.processes[command.actor]
+        if process.boot_id != command.boot_id:
+            return
         wait_s = SILENCE_S if node.silent else 0.0
         self.later(process, wait_s + self.random.uniform(0.1, 2.0), Kill())
 

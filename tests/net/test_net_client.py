@@ -98,7 +98,7 @@ class Actor:
             heartbeat_ms,
             on_body or self.commands.append,
             self.welcomes.append,
-            self.refusals.append,
+            lambda reason, again: self.refusals.append((reason, again)),
             keys=KEYS,
             on_trouble=self.troubles.append,
         )
@@ -205,7 +205,7 @@ async def test_a_refused_client_is_told_once_and_sends_no_more(address_file):
     await actor.client.start()
     await until(lambda: actor.refusals)
     await asyncio.sleep(0.3)
-    assert actor.refusals == ["a newer rollout-0 joined"]
+    assert actor.refusals == [("a newer rollout-0 joined", False)]
     assert actor.welcomes == []
     with pytest.raises(LinkClosed, match="a newer rollout-0 joined"):
         actor.client.send(b"event")

@@ -23,7 +23,7 @@ def joined(boot: str) -> ev.ActorJoined:
 KILLED = ended("a", -9)
 FIRST, JOINED = joined("a"), joined("b")
 SILENT = ev.HeartbeatLost(actor=NAME, actor_incarnation=1, silent_ms=5_000)
-RESTART = cmd.RestartActor(to="node-0", actor=NAME, reason="it sampled nothing")
+RESTART = cmd.RestartActor(to="node-0", actor=NAME, boot_id="boot", reason="it sampled nothing")
 
 
 def told(*events: Event, orders: tuple[Command, ...] = ()) -> str:
