@@ -1,9 +1,9 @@
 """Slurm's commands, and which jobs a run has.
 
-Reads   what sbatch, squeue and scancel say; RUN/slurm/jobs.json
+Reads   what sbatch, squeue, scontrol and scancel say; RUN/slurm/jobs.json
 Writes  RUN/slurm/jobs.json
-Gives   ask; would_take, enqueue, cancel, of a batch script and its job; queued, those of some jobs
-        that have not ended; Jobs of a run, read_jobs, write_jobs
+Gives   ask; would_take, enqueue, at_a_time, cancel, of a batch script and its job; queued, those of
+        some jobs that have not ended; Jobs of a run, read_jobs, write_jobs
 Raises  Refused with one sentence that has Slurm's own words; ConfigError where there is no Slurm
 
 Only what every version since 22.05 prints alike is read: `squeue -o`, and no JSON.
@@ -39,6 +39,7 @@ class Jobs(msgspec.Struct, frozen=True, kw_only=True):
 
     service: str  #: coordinator, store and trainer
     rollouts: list[str] = []  #: job arrays, one task for each machine
+    tasks: int = 0  #: the highest number of a task; 0: of the first array, as the config has it
 
     @property
     def ids(self) -> list[str]:
@@ -67,9 +68,14 @@ def would_take(script: str) -> None:
     ask("sbatch", "--test-only", text=script)
 
 
-def enqueue(script: Path) -> str:
-    """Put a batch script into the queue; the job's id."""
-    return ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+def enqueue(script: Path, *options: str) -> str:
+    """Put a batch script into the queue; the job's id. `options` go before those in the script."""
+    return ask("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+
+
+def at_a_time(array: str, tasks: int) -> None:
+    """Let so many tasks of an array run at a time, one at least."""
+    ask("scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}")
 
 
 def cancel(jobs: Sequence[str]) -> None:
@@ -86,9 +92,11 @@ class Task(NamedTuple):
     reason: str  #: why it does not run
 
 
-def queued(jobs: Sequence[str]) -> list[Task]:
-    """Those of the jobs that have not ended."""
-    lines = ask("squeue", "-h", "-a", "-o", "%i|%A|%F|%T|%N|%r").splitlines()
+def queued(jobs: Sequence[str], *, each: bool = False) -> list[Task]:
+    """Those of the jobs that have not ended. `each`: of an array, also what has not begun is one
+    for each task."""
+    wanted = ["-r"] if each else []
+    lines = ask("squeue", "-h", "-a", *wanted, "-o", "%i|%A|%F|%T|%N|%r").splitlines()
     rows = [line.split("|", 5) for line in lines]
     return [
         Task(name, state, nodes, "" if reason == "None" else reason)

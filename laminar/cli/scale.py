@@ -1,0 +1,132 @@
+"""laminar scale --rollouts N RUN: more or fewer rollout machines for a run on Slurm.
+
+Reads   RUN/slurm/jobs.json, squeue, the config
+Writes  RUN/slurm/jobs.json, where it queues one more job array
+Gives   0 when Slurm was told; the machines come and go in their own time
+
+More: as many tasks of the array as were queued may run at a time, spares included; what is missing
+then is one more array, of the same script. Fewer: the throttle first, so that no spare takes the
+place, then TERM to the tasks with the highest numbers; their unfinished answers go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar.cli.job_scripts import ROLLOUT, scripts_of
+from laminar.config import Config, ConfigError
+from laminar.names import exit_codes
+from laminar.run.directory import run_config
+from laminar.run.program import typed
+from laminar.run.slurm import (
+    Jobs,
+    Task,
+    at_a_time,
+    cancel,
+    enqueue,
+    queued,
+    read_jobs,
+    write_jobs,
+)
+
+TASKS_MAX = 253
+"""The highest number of a node of a run."""
+
+
+def add_parser(subparsers: Any) -> None:
+    text = "change how many rollout machines a run on Slurm has"
+    parser = subparsers.add_parser("scale", help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        required=True,
+        metavar="N",
+        help="machines beside the one with store and trainer, 1 at least",
+    )
+    parser.set_defaults(function=scale)
+
+
+def scale(arguments: argparse.Namespace) -> int:
+    """Tell Slurm, and say what it was told."""
+    run_dir, wanted = arguments.run, arguments.rollouts
+    config = run_config(run_dir)
+    jobs = _jobs_of(run_dir)
+    if wanted < 1:
+        raise ConfigError(
+            f"--rollouts {wanted} leaves no rollout machine, and one is the least; "
+            f"`{typed('stop', run_dir, '--pause')}` takes the run off all machines"
+        )
+    tasks = [t for t in queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
+    if wanted > len(tasks):
+        jobs = _one_more_array(config, run_dir, jobs, wanted - len(tasks))
+    left = wanted
+    for array in jobs.rollouts:
+        own = [task for task in tasks if task.name.startswith(f"{array}_")]
+        share = min(left, len(own))
+        left -= share
+        if own:
+            _let_run(array, own, share)
+    return exit_codes.COMPLETE
+
+
+def _jobs_of(run_dir: Path) -> Jobs:
+    """The jobs of a run that is in the queue."""
+    jobs = read_jobs(run_dir)
+    if jobs is None:
+        raise ConfigError(
+            f"{run_dir} was not submitted to Slurm: on machines of your own start a laminar-node, "
+            "or end one"
+        )
+    if not queued([jobs.service]):
+        raise ConfigError(
+            f"{run_dir} has no service in the queue; `{typed('submit', '--resume', run_dir)} "
+            "slurm.rollouts=N` goes on with it"
+        )
+    return jobs
+
+
+def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jobs:
+    """Queue tasks with numbers that none had; as many may run as there are."""
+    last = jobs.tasks or config.slurm.rollouts + config.slurm.spares
+    if last + count > TASKS_MAX:
+        raise ConfigError(
+            f"{count} machines more would be node-{last + 1} to node-{last + count}, and a run has "
+            f"{TASKS_MAX} at most beside the first: `{typed('submit', '--resume', run_dir)} "
+            "slurm.rollouts=N` numbers them anew"
+        )
+    script = scripts_of(config, run_dir).path(ROLLOUT)
+    if not script.is_file():
+        raise ConfigError(f"there is no {script}: this run was submitted without rollout machines")
+    array = enqueue(script, f"--array={last + 1}-{last + count}")
+    jobs = msgspec.structs.replace(jobs, rollouts=[*jobs.rollouts, array], tasks=last + count)
+    try:
+        write_jobs(run_dir, jobs)
+    except BaseException:
+        cancel([array])
+        raise
+    print(f"queued {array}_[{last + 1}-{last + count}]")
+    return jobs
+
+
+def _let_run(array: str, tasks: Sequence[Task], share: int) -> None:
+    """So many of its tasks run at a time; of those that do now, the last ones leave."""
+    if not share:
+        cancel([array])
+        print(f"ending {array}")
+        return
+    at_a_time(array, share)
+    print(f"{share} of {len(tasks)} tasks of {array} may run at a time")
+    begun = sorted((task.name for task in tasks if task.state != "PENDING"), key=_number)
+    if leaving := begun[share:]:
+        cancel(leaving)
+        print(f"ending {', '.join(leaving)}")
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
