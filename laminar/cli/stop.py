@@ -31,7 +31,7 @@ from laminar.net.asking import ask
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
 from laminar.run.program import typed
-from laminar.run.stop_requests import END
+from laminar.run.stop_requests import END, answers_ms
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
@@ -117,7 +117,10 @@ def _ask(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
         here = socket.gethostname()
-        event = DrainRequested(reason=f"laminar stop on {here}", at_once=at_once, pause=pause)
+        within_ms = answers_ms(run_config(run_dir), "") if pause else 0
+        event = DrainRequested(
+            reason=f"laminar stop on {here}", at_once=at_once, pause=pause, answers_ms=within_ms
+        )
         _ask_from_here(run_dir, in_charge, event)
         return in_charge
     for holder in local:

@@ -20,7 +20,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,7 @@ from laminar.run.stop_requests import (
     NOW,
     PAUSE,
     STARTER_GONE,
+    answers_ms,
     handle_signals,
     in_batch_job,
     pause_signals,
@@ -129,14 +129,21 @@ def origin_of(run_dir: Path) -> ev.Origin | None:
         return None
 
 
-def _asked_by(line: str) -> ev.DrainRequested:
+def _asked_by(config: Config, line: str) -> ev.DrainRequested:
     """The request of the process that started this one; when that is gone, the run ends, or pauses
     where a batch system starts it again."""
     word, _, reason = line.partition(" ")
     if word == STARTER_GONE:
         reason = "whoever started the coordinator is gone"
         return ev.DrainRequested(reason=reason, pause=in_batch_job())
-    return ev.DrainRequested(reason=reason, at_once=word == NOW, pause=word == PAUSE)
+    if word == PAUSE:
+        return _pause(config, reason)
+    return ev.DrainRequested(reason=reason, at_once=word == NOW)
+
+
+def _pause(config: Config, asked_by: str) -> ev.DrainRequested:
+    within_ms = answers_ms(config, asked_by)
+    return ev.DrainRequested(reason=asked_by, pause=True, answers_ms=within_ms)
 
 
 def listen(
@@ -220,7 +227,7 @@ class Coordinator:
             return None
         check_log(self.run_dir, machine.state)
         settings = settings_of(self.config)
-        asked = self._asking.of(machine.state)
+        asked = self._asking.of(self.run_dir, machine.state)
         return taking_up.resumed(self.run_dir, machine.state, settings, asked=asked)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
@@ -287,7 +294,7 @@ class Coordinator:
             self._tell_address()
             loop = asyncio.get_running_loop()
             handle_signals(stop_signals(), self._drain_requested)
-            handle_signals(pause_signals(), partial(self._drain_requested, pause=True))
+            handle_signals(pause_signals(), lambda name: self.report(_pause(self.config, name)))
             handle_signals([signal.SIGINT, signal.SIGQUIT], self._interrupted)
             self.socket.attach(loop, self._turn)
             await self._ended.wait()
@@ -327,15 +334,15 @@ class Coordinator:
 
     def requested(self, line: str) -> None:
         """What the process that started this one asks for."""
-        self.report(_asked_by(line))
+        self.report(_asked_by(self.config, line))
 
     def give_up(self, error: ConfigError) -> None:
         """End this process for a reason that lies outside the run; nothing more is decided."""
         self._error = error
         self._ended.set()
 
-    def _drain_requested(self, name: str, pause: bool = False) -> None:
-        self.report(ev.DrainRequested(reason=name, pause=pause))
+    def _drain_requested(self, name: str) -> None:
+        self.report(ev.DrainRequested(reason=name))
 
     def _interrupted(self, name: str) -> None:
         """SIGQUIT, or Ctrl-C when the run is stopping already: at once."""

@@ -38,9 +38,11 @@ class Asking(StrEnum):
     RESUME = "--resume"  #: it is to go on; else it is a mistake
     RESUME_STOPPED = "--resume-stopped"  #: it is to go on; any other run takes its course
 
-    def of(self, state: State) -> bool:
-        """Whether that is asked of the run in this state."""
-        stopped = state.phase == Phase.ENDED and not resumption.is_over(state)
+    def of(self, run_dir: Path, state: State) -> bool:
+        """Whether that is asked of the run in this state. One that was about to pause when its
+        coordinator ended has paused, once its other processes have left."""
+        ended = state.phase == Phase.ENDED or (state.paused and not _lives(run_dir, state))
+        stopped = ended and not resumption.is_over(state)
         return self == Asking.RESUME or (self == Asking.RESUME_STOPPED and stopped)
 
 
@@ -74,10 +76,15 @@ def _living(run_dir: Path) -> set[tuple[str, int]]:
     return {(holder.name, holder.pid) for holder in holders(run_dir)}
 
 
+def _lives(run_dir: Path, state: State) -> bool:
+    """Whether a process that the log has is there."""
+    living = _living(run_dir)
+    return any(a.alive and (a.name, a.pid) in living for a in state.actors.values())
+
+
 def check_resumable(run_dir: Path, state: State) -> None:
     """ConfigError for a run that goes on, that has ended for good, or that cannot go on."""
-    living = _living(run_dir)
-    if any(actor.alive and (actor.name, actor.pid) in living for actor in state.actors.values()):
+    if _lives(run_dir, state):
         raise ConfigError(in_use(run_dir))
     if resumption.is_over(state):
         how = f"has failed ({state.failure})" if state.failure else "is finished"

@@ -314,7 +314,9 @@ _WAYS_ON = {
 
 
 def _trainer_is_at_it(state: State) -> bool:
-    """Whether the trainer has an order, or is about to be there."""
+    """Whether the trainer has an order, or is about to be there; or a pause waits for answers."""
+    if state.pausing and keys.PAUSE in state.timers:
+        return True
     orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REDO)
     return any(key in state.commands for key in orders) or _is_awaited(state, Role.TRAINER)
 

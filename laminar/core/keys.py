@@ -75,6 +75,7 @@ class TimerKind(StrEnum):
     REPACK = "repack"  #: the next look for replicas in their tail
     RESUME = "resume"  #: a replica with the version of lost work
     PROGRESS = "progress"  #: of a replica
+    PAUSE = "pause"  #: answers that are finished before a pause
     REJOIN = "rejoin"  #: of an actor that is started again
     RECEIVE = "receive"  #: the newest version at a relay
     COMMAND = "command"  #: the event that ends an outstanding command
@@ -95,6 +96,7 @@ START = TimerName(TimerKind.START)
 WEIGHTS = TimerName(TimerKind.WEIGHTS)
 BATCH_WAIT = TimerName(TimerKind.BATCH_WAIT)
 REPACK = TimerName(TimerKind.REPACK)
+PAUSE = TimerName(TimerKind.PAUSE)
 
 
 def resume(trajectory_id: str) -> TimerName:

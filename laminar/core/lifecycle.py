@@ -20,7 +20,7 @@ from laminar.core.registry import handles
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase
 from laminar.core.transitions import move_run
-from laminar.core.validation import anything
+from laminar.core.validation import anything, is_count
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
@@ -59,7 +59,11 @@ def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
 
 
-@handles(ev.DrainRequested, valid=anything)
+def _in_time(state: State, event: ev.DrainRequested) -> bool:
+    return is_count(event.answers_ms)
+
+
+@handles(ev.DrainRequested, valid=_in_time)
 def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """Ctrl-C: no new work; the batch in training is completed, the model is exported.
 
@@ -68,11 +72,12 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     """
     state = ctx.state
     if event.pause and state.settings.keeps_checkpoints:
-        if not stopping.begin_pause(state):
+        if not stopping.begin_pause(ctx, event.answers_ms):
             ctx.ignore("run-ending")
         return
     repeat = state.draining and not state.pausing
-    state.draining, state.pausing = True, False
+    stopping.end_pause(ctx)
+    state.draining = True
     if event.at_once and stopping.stays_open(state, drained=repeat):
         stopping.stop_at_once(ctx, event.reason)
     elif event.at_once or (state.phase == Phase.STARTING and not repeat):
@@ -235,7 +240,7 @@ def _begin_ending(ctx: Context) -> None:
     state = ctx.state
     if state.failing:
         state.failed, state.exit_code = state.failing, 1
-    state.pausing = False
+    stopping.end_pause(ctx)
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_WAIT)
     ctx.clear_timer(keys.START)

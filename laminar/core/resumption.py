@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from laminar.core import buffering, keys, membership, publishing, relays, store_restarts
+from laminar.core import buffering, keys, membership, publishing, relays, stopping, store_restarts
 from laminar.core.context import Context
 from laminar.core.indexes import end_actor, indexes_of
 from laminar.core.keys import TimerKind
@@ -78,8 +78,9 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     state.settings = msgspec.structs.replace(state.settings, **changed)
     had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
     lost = [actor for actor in state.actors.values() if actor.alive or had_left]
-    if state.pausing or state.paused or (event.asked and _was_stopped(state)):
-        state.pausing = state.draining = state.stopped = False
+    if state.pausing or (event.asked and _was_stopped(state)):
+        stopping.end_pause(ctx)
+        state.draining = state.stopped = False
         state.failed, state.exit_code = None, 0
         if state.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)

@@ -5,8 +5,9 @@ Writes  state.pausing, state.stopped, state.failed, state.exit_code, state.phase
 Emits   SaveCheckpoint, StopActor
 
 A pause completes the step in training if there is one and the trainer works, and saves it. So
-nothing is trained twice when the run goes on. What cannot be done does not hold it up: who asks for
-a pause ends the processes soon.
+nothing is trained twice when the run goes on. Then answers are finished whose weights no checkpoint
+has, since they could only start over, for as long as the request allows. What cannot be done does
+not hold up a pause: who asks for it ends the processes soon.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from laminar.core import buffering, keys, publishing, relays
 from laminar.core.context import Context
 from laminar.core.failures import Failure, FailureKind
-from laminar.core.indexes import working_trainer
+from laminar.core.indexes import indexes_of, working_trainer
 from laminar.core.state import State
 from laminar.core.statuses import Phase
 from laminar.core.transitions import move_run
@@ -56,7 +57,8 @@ def stop_at_once(ctx: Context, reason: str) -> None:
 
 def _stop(ctx: Context, exit_code: int) -> None:
     state = ctx.state
-    state.pausing, state.stopped, state.exit_code = False, True, exit_code
+    end_pause(ctx)
+    state.stopped, state.exit_code = True, exit_code
     move_run(state, "stop at once")
     order_stops(ctx)
 
@@ -74,12 +76,21 @@ def order_stops(ctx: Context) -> None:
             )
 
 
-def begin_pause(state: State) -> bool:
+def begin_pause(ctx: Context, answers_ms: int) -> bool:
     """Give out no new work from now on; False for a run that ends already, or pauses."""
+    state = ctx.state
     if state.draining or relays.ending(state):
         return False
     state.draining = state.pausing = True
+    if answers_ms:
+        ctx.set_timer(keys.PAUSE, answers_ms)
     return True
+
+
+def end_pause(ctx: Context) -> None:
+    """It has come, or something else in its place."""
+    ctx.state.pausing = False
+    ctx.clear_timer(keys.PAUSE)
 
 
 def pause(ctx: Context) -> None:
@@ -95,6 +106,8 @@ def plan_pause(ctx: Context) -> bool:
         return False
     version = _unsaved(state)
     if trainer is None or version < 0:
+        if trainer is not None and keys.PAUSE in state.timers and _answers_would_be_lost(state):
+            return False
         pause(ctx)
         return True
     ctx.command(
@@ -103,6 +116,14 @@ def plan_pause(ctx: Context) -> bool:
         timeout_ms=SAVE_TIMEOUT_MS,
     )
     return False
+
+
+def _answers_would_be_lost(state: State) -> bool:
+    """Whether a replica answers with weights that cannot be had later. Those that the run began
+    with are published again as long as no step has made others."""
+    if not state.trained:
+        return False
+    return any(version not in state.saved for version in indexes_of(state).replicas.busy())
 
 
 def _unsaved(state: State) -> int:

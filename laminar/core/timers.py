@@ -48,6 +48,8 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
         recovery.batch_wait_expired(ctx)
     elif kind == TimerKind.REPACK:
         handover.look(ctx)
+    elif kind == TimerKind.PAUSE:
+        pass  # they have had their time: the planner lets the run pause
     elif kind == TimerKind.RESUME:
         indexes.end_wait(state, TrajectoryId(subject))
         ctx.touch_all()

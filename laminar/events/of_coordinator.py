@@ -102,6 +102,8 @@ class DrainRequested(Event, frozen=True, kw_only=True):
     reason: str
     at_once: bool = False  #: neither complete the step in training nor export the model
     pause: bool = False  #: complete and save the step in training; all else stays open
+    #: for a pause: so long answers are finished that could not go on later
+    answers_ms: int = 0
 
 
 @reported_by(Role.COORDINATOR)

@@ -21,6 +21,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+from laminar.config import Config
+
 PAUSE, DRAIN, NOW = "pause", "drain", "now"
 """Requests: complete and save the step in training; complete it and export; end at once. A reason
 may follow."""
@@ -54,6 +56,12 @@ def stop_signals() -> list[signal.Signals]:
 def pause_signals() -> list[signal.Signals]:
     """What asks for a pause of the run, likewise."""
     return [signal.SIGUSR1, *([signal.SIGTERM] if in_batch_job() else [])]
+
+
+def answers_ms(config: Config, asked_by: str) -> int:
+    """How long a pause may wait for answers that could not go on later: half of the notice that a
+    batch system gives; after SIGTERM it gives none."""
+    return 0 if asked_by == signal.SIGTERM.name else config.slurm.notice_s * 500
 
 
 def leave_signals(*, warned: bool) -> list[signal.Signals]:

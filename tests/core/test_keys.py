@@ -13,6 +13,7 @@ from laminar.core.keys import CommandKey, Timer, TimerKind, TimerName
     [
         (keys.START, "start", (TimerKind.START, "")),
         (keys.WEIGHTS, "weights", (TimerKind.WEIGHTS, "")),
+        (keys.PAUSE, "pause", (TimerKind.PAUSE, "")),
         (keys.BATCH_WAIT, "batch-wait", (TimerKind.BATCH_WAIT, "")),
         (keys.resume("0.17.3"), "resume:0.17.3", (TimerKind.RESUME, "0.17.3")),
         (keys.progress("rollout-3.0"), "progress:rollout-3.0", (TimerKind.PROGRESS, "rollout-3.0")),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from laminar.coordinator.taking_up import Asking
 from laminar.core import resumption
 from laminar.core.statuses import Phase
-from laminar.core.stopping import SAVE_TIMEOUT_MS
+from laminar.core.stopping import SAVE_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -163,13 +166,25 @@ def test_while_it_exports_the_last_step_is_saved_unless_the_export_is_ordered() 
     assert bench.state.phase == Phase.EXPORTING
 
 
-@pytest.mark.parametrize("stopping", [False, True])
-def test_a_power_cut_during_a_pause_is_the_pause(stopping: bool) -> None:
-    """Who starts the processes again afterwards need not ask for it."""
-    bench = test_redo.run(2, in_training=not stopping)
+def test_a_coordinator_that_finds_all_gone_while_they_are_ordered_to_end_pauses(
+    tmp_path: Path,
+) -> None:
+    """Nobody starts those again that have left by order; who asks for that later gets it."""
+    bench = test_redo.run(2)
     test_redo.save(bench, 2)
+    assert not Asking.RESUME_STOPPED.of(tmp_path, bench.state)
     bench.own(PAUSE)
-    assert bench.state.paused == stopping
+    assert bench.state.phase == Phase.STOPPING and Asking.RESUME_STOPPED.of(tmp_path, bench.state)
+    resumed(bench)
+    bench.wait(STOP_TIMEOUT_MS)
+    assert (bench.state.phase, bench.state.exit_code) == (Phase.ENDED, exit_codes.PAUSED)
+    resumed(bench, asked=True)
+    assert bench.state.phase == Phase.RUNNING
+
+
+def test_a_power_cut_during_a_pause_is_the_pause() -> None:
+    bench = test_redo.run(2, in_training=True)
+    bench.own(PAUSE)
     resumed(bench)
     assert bench.state.phase == Phase.RUNNING
     assert not bench.state.draining and not bench.state.pausing
@@ -184,3 +199,32 @@ def test_weights_that_came_of_doing_a_step_again_are_not_saved_as_those_of_the_f
     test_redo.redone(bench, "other")
     commands = bench.own(PAUSE)
     assert only(cmd.StopActor, commands) and not only(cmd.SaveCheckpoint, commands)
+
+
+def waiting(answers_ms: int) -> Bench:
+    """The step is saved, and an answer has older weights."""
+    bench = test_redo.run(2, in_training=True, save_freq=10)
+    old = [t for t in bench.state.trajectories.values() if t.status == "dispatched"]
+    assert old and {t.version for t in old} == {2}
+    bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=answers_ms))
+    bench.train(publish=False)
+    saved(bench)
+    return bench
+
+
+def test_answers_that_could_only_start_over_are_finished_before() -> None:
+    bench = waiting(60_000)
+    assert bench.state.phase == Phase.RUNNING and bench.state.pausing
+    for group in bench.open_groups():
+        bench.complete(group)
+    assert bench.state.phase == Phase.STOPPING and "pause" not in bench.state.timers
+
+
+@pytest.mark.parametrize("answers_ms", [0, 5_000])
+def test_they_have_the_time_that_the_request_gives_them(answers_ms: int) -> None:
+    bench = waiting(answers_ms)
+    if answers_ms:
+        assert bench.state.phase == Phase.RUNNING
+        bench.wait(answers_ms)
+    assert bench.state.phase == Phase.STOPPING
+    left(bench)

@@ -381,7 +381,9 @@ def _run_dies(faults: Effects, chance: random.Random) -> None:
 def _run_pauses(faults: Effects, chance: random.Random) -> None:
     """A batch system is about to end all processes, and starts the run again later."""
     if faults.can_begin_again:
-        faults.world.coordinator.report(ev.DrainRequested(reason="SIGUSR1", pause=True))
+        answers_ms = chance.choice([0, 1_000, 30_000])
+        pause = ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=answers_ms)
+        faults.world.coordinator.report(pause)
 
 
 RUN: dict[str, Strike] = {"run-dies": _run_dies, "run-pauses": _run_pauses}
