@@ -334,6 +334,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_tokens: Annotated[
         Count, says("tokens of one forward and backward pass, padding included")
     ] = 16_384
+    logit_chunk_tokens: Annotated[
+        Count, says("scored tokens of a pass whose logits are in memory at a time")
+    ] = 1024
     batch_wait_s: Annotated[
         float,
         Meta(ge=0.1),

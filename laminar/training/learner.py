@@ -34,7 +34,7 @@ from laminar.training.batching import (
     mini_batches,
     token_rows,
 )
-from laminar.training.losses import BatchCounts, gather_targets, log_softmax_at
+from laminar.training.losses import BatchCounts
 from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
@@ -43,7 +43,7 @@ from laminar.training.metrics import (
     token_metrics,
 )
 from laminar.training.mismatch import MismatchLimits, rounding_of
-from laminar.training.model import LoadedPolicy, named_weights
+from laminar.training.model import Compute, LoadedPolicy, named_weights
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
@@ -102,9 +102,12 @@ class Learner:
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps = total_steps
         self._objective = ObjectiveConfig(
-            config.algorithm, config.data.max_response_length, _compute_dtype(config, policy.device)
+            config.algorithm,
+            config.data.max_response_length,
+            Compute(_compute_dtype(config, policy.device), config.trainer.logit_chunk_tokens),
         )
-        self._limits = MismatchLimits(rounding_of(config, self._objective.compute_dtype))
+        self._compute = self._objective.compute
+        self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
             policy.model.parameters(),
@@ -169,9 +172,8 @@ class Learner:
         budget = self.config.trainer.micro_batch_tokens
         for chosen in micro_batches([len(a) for a in arrays], budget):
             rows = token_rows([arrays[i] for i in chosen], [1] * len(chosen), self.policy.device)
-            logits = self.policy.logits(rows, self._objective.compute_dtype)
-            at = torch.full((len(logits),), temperature, device=logits.device)
-            values = gather_targets(log_softmax_at(logits, at), rows.targets).cpu().numpy()
+            at = torch.full((len(rows.targets),), temperature, device=self.policy.device)
+            values = self.policy.log_probs(rows, at, self._compute).log_probs.cpu().numpy()
             for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
                 scores[i] = part.tolist()
         return scores
@@ -182,6 +184,7 @@ class Learner:
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
+            logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
             reference=self.reference_digest,
             moved=self._limits.movements,
         )
@@ -254,7 +257,7 @@ class Learner:
         return _Batch(minis, proximal, figures, None)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
-        scores = score(self.policy, micro, self._objective.compute_dtype)
+        scores = score(self.policy, micro, self._compute)
         figures.add(micro, engine_mismatch(scores, micro.behaviour))
         return scores
 
@@ -284,9 +287,7 @@ class Learner:
         budget = self.config.trainer.micro_batch_tokens
         parts = micro_batches([s.length for s in samples], budget)
         micros = (collate([samples[i] for i in rows], self.policy.device) for rows in parts)
-        return torch.cat(
-            [score(self.policy, micro, self._objective.compute_dtype) for micro in micros]
-        )
+        return torch.cat([score(self.policy, micro, self._compute) for micro in micros])
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""

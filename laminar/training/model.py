@@ -1,7 +1,12 @@
-"""The policy: a Hugging Face causal LM in float32, its forward pass, its weights by name.
+"""The policy: a Hugging Face causal LM in float32, its log-probs, its weights by name.
 
 Reads   a model directory (safetensors only)
-Gives   LoadedPolicy; ConfigError for a checkpoint that does not fill the model exactly
+Gives   LoadedPolicy; ConfigError for a checkpoint that does not fill the model exactly, and for a
+        model whose logits are not its head's
+
+Logits of a whole micro-batch would be the largest tensors of a step: 16,384 tokens of a vocabulary
+of 151,936 are 10 GB, four times over. So head and softmax run over chunks of tokens. Where there
+are several, a chunk keeps its hidden states only, and the backward pass computes its logits again.
 
 transformers warns about a tensor it did not find and goes on with random numbers; a training run
 that starts from those looks healthy for hours. So missing and unexpected tensors refuse to load.
@@ -12,17 +17,38 @@ the engine's; gradients do not depend on that mode.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from laminar.config import ConfigError
-from laminar.training.batching import TokenRows
+from laminar.training.batching import TokenRows, token_rows
+from laminar.training.losses import entropy_of, gather_targets, log_softmax_at
+
+Entropy = Literal["none", "value", "gradient"]
+CHECKED_TOKENS = 16
+HEAD_TOLERANCE = 1e-3
+"""Nats. Rounding of float32 is 1e-5; a scale or a cap that acts is tenths and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How rows are run through a model."""
+
+    dtype: torch.dtype  #: of the matrix products
+    chunk_tokens: int  #: scored tokens whose logits are there at a time
+
+
+class TokenScores(NamedTuple):
+    log_probs: Tensor  #: [tokens] float32
+    entropy: Tensor  #: [tokens] float32; [0] where none was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +60,60 @@ class LoadedPolicy:
     def device(self) -> torch.device:
         return self.model.device
 
-    def logits(self, rows: TokenRows, compute_dtype: torch.dtype) -> Tensor:
-        """Logits [tokens, vocab_limit] that predict the rows' targets.
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        """Log-probs of the rows' targets, and entropies, at `temperature` [tokens].
 
-        Dropping the ids from `vocab_limit` on is what an engine does that masks them to -inf.
+        The entropy of a whole vocabulary has a gradient only where one is asked for.
         """
-        autocast = compute_dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=compute_dtype, enabled=autocast):
-            output = self.model(input_ids=rows.input_ids, use_cache=False, logits_to_keep=rows.keep)
-        logits: Tensor = output.logits
-        return logits.flatten(0, 1).index_select(0, rows.index)[:, : self.vocab_limit]
+        with _autocast(self.device, compute.dtype):
+            output = self.model.base_model(input_ids=rows.input_ids, use_cache=False)
+        hidden = output.last_hidden_state[:, -rows.keep :].flatten(0, 1)
+        head = partial(
+            _head_scores,
+            head=self.model.get_output_embeddings(),
+            limit=self.vocab_limit,
+            dtype=compute.dtype,
+            entropy=entropy,
+        )
+        tensors = (hidden.index_select(0, rows.index), rows.targets, temperature)
+        if len(rows.targets) <= compute.chunk_tokens:
+            return TokenScores(*head(*tensors))
+        chunks = zip(*(tensor.split(compute.chunk_tokens) for tensor in tensors), strict=True)
+        parts = [
+            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
+        return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _head_scores(
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    head: nn.Module,
+    limit: int,
+    dtype: torch.dtype,
+    entropy: Entropy,
+) -> tuple[Tensor, Tensor]:
+    """log_probs of one chunk from its hidden states [tokens, width].
+
+    Dropping the ids from `limit` on is what an engine does that masks them to -inf. Autocast ends
+    with the chunk: the gradients of one cast weight would be summed in the compute type.
+    """
+    with _autocast(hidden.device, dtype):
+        logits = head(hidden)[:, :limit]
+    vocabulary = log_softmax_at(logits, temperature)
+    log_probs = gather_targets(vocabulary, targets)
+    if entropy == "none":
+        return log_probs, log_probs.new_empty(0)
+    return log_probs, entropy_of(vocabulary if entropy == "gradient" else vocabulary.detach())
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
@@ -53,14 +123,11 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
     """
     model, info = _from_pretrained(name)
     _check_loaded(name, info)
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ConfigError(
-            f"model {name!r} is a {type(model).__name__}, whose forward has no logits_to_keep; "
-            "use a causal LM of transformers that has it"
-        )
     width = model.get_output_embeddings().weight.shape[0]
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
-    return LoadedPolicy(model.eval(), min(width, tokenizer_size))
+    policy = LoadedPolicy(model.eval(), min(width, tokenizer_size))
+    _check_head(name, policy)
+    return policy
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
@@ -91,6 +158,24 @@ def _check_loaded(name: str, info: Mapping[str, Any]) -> None:
                 f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
                 " its weights and config.json must belong together"
             )
+
+
+@torch.no_grad()
+def _check_head(name: str, policy: LoadedPolicy) -> None:
+    """One row in chunks against the model's own logits: it may scale them, cap them or more."""
+    ids = np.arange(CHECKED_TOKENS, dtype=np.int32) % policy.vocab_limit
+    rows = token_rows([ids], [1], policy.device)
+    temperature = torch.ones(len(rows.targets), device=policy.device)
+    found = policy.log_probs(rows, temperature, Compute(torch.float32, CHECKED_TOKENS // 3))
+    logits = policy.model(input_ids=rows.input_ids, use_cache=False).logits
+    own = log_softmax_at(logits[0, :-1, : policy.vocab_limit], temperature)
+    apart = float((gather_targets(own, rows.targets) - found.log_probs).abs().max())
+    if not apart <= HEAD_TOLERANCE:
+        raise ConfigError(
+            f"model {name!r} is a {type(policy.model).__name__}, whose logits are not its head's "
+            f"(log-probs differ by {apart:.1g}: it scales or caps them); use a causal LM that "
+            "gives the output of its head, such as Qwen2, Qwen3 or Llama"
+        )
 
 
 def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:

@@ -22,22 +22,19 @@ from laminar.training.batching import MicroBatch
 from laminar.training.losses import (
     BatchCounts,
     clamped_log_ratio,
-    entropy_of,
-    gather_targets,
     importance_ratio,
     kl_term,
-    log_softmax_at,
     policy_term,
     token_coefficients,
 )
-from laminar.training.model import LoadedPolicy
+from laminar.training.model import Compute, LoadedPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
     algorithm: AlgorithmConfig
     max_response_length: int
-    compute_dtype: torch.dtype
+    compute: Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,9 @@ class Objective:
 
 
 @torch.no_grad()
-def score(policy: LoadedPolicy, micro: MicroBatch, compute_dtype: torch.dtype) -> Tensor:
+def score(policy: LoadedPolicy, micro: MicroBatch, compute: Compute) -> Tensor:
     """Log-probs [tokens] of the sampled tokens at their sampling temperature."""
-    logits = policy.logits(micro.rows, compute_dtype)
-    return gather_targets(log_softmax_at(logits, micro.temperature), micro.rows.targets)
+    return policy.log_probs(micro.rows, micro.temperature, compute).log_probs
 
 
 def objective(
@@ -70,11 +66,12 @@ def objective(
     That is exact, and free, when the mini-batch is the first of its step.
     """
     algorithm = config.algorithm
-    logits = policy.logits(micro.rows, config.compute_dtype)
-    vocabulary = log_softmax_at(logits, micro.temperature)
-    log_probs = gather_targets(vocabulary, micro.rows.targets)
-    # Detached, the entropy of a whole vocabulary costs no memory for a backward pass.
-    entropy = entropy_of(vocabulary if algorithm.entropy_coeff else vocabulary.detach())
+    log_probs, entropy = policy.log_probs(
+        micro.rows,
+        micro.temperature,
+        config.compute,
+        "gradient" if algorithm.entropy_coeff else "value",
+    )
     trainer = log_probs.detach() if proximal is None else proximal
 
     losses, figures = _policy_losses(log_probs, trainer, micro, algorithm)
@@ -88,7 +85,7 @@ def objective(
     loss = pg_loss - algorithm.entropy_coeff * (coefficients * entropy).sum()
     kl_loss = None
     if reference is not None:
-        anchor = score(reference, micro, config.compute_dtype)
+        anchor = score(reference, micro, config.compute)
         kl_loss = (coefficients * kl_term(log_probs, anchor, algorithm.kl_loss_type)).sum()
         loss = loss + algorithm.kl_loss_coef * kl_loss
         kl_loss = kl_loss.detach()

@@ -250,17 +250,19 @@ def test_two_mini_batches_clip_against_the_weights_at_the_start_of_the_step(
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_micro_batches_and_order_change_neither_loss_nor_gradient_nor_metrics(
+def test_micro_batches_chunks_and_order_change_neither_loss_nor_gradient_nor_metrics(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:
     reference = make_policy(1)
     samples = disturbed(recorded(make_policy(0).model, make_samples()), 1.0)
     shuffled = [samples[i] for i in np.random.default_rng(3).permutation(len(samples))]
     outcomes = []
-    for order, budget in [(samples, 10**6), (samples, 1), (samples, 61), (shuffled, 61)]:
+    splits = [(10**6, 1024), (1, 1024), (61, 1024), (61, 5)]
+    for (budget, chunk), order in zip(splits, [samples, samples, shuffled, samples], strict=True):
         config = make_config(
             {
                 "trainer.micro_batch_tokens": budget,
+                "trainer.logit_chunk_tokens": chunk,
                 "algorithm.use_kl_loss": True,
                 "algorithm.entropy_coeff": 0.05,
             }

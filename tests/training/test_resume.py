@@ -122,6 +122,24 @@ async def test_a_checkpoint_before_any_update_has_no_moments(
     assert not any(name.startswith("exp_avg") for name in fresh)
 
 
+async def test_a_checkpoint_without_the_size_of_a_chunk_is_loaded(
+    tmp_path: Path, run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = run()
+    trained.train(0)
+    whole = resume.encode
+
+    def without(found: Resume) -> bytes:
+        text = whole(found)
+        assert b'"logit_chunk_tokens":1024,' in text
+        return text.replace(b'"logit_chunk_tokens":1024,', b"")
+
+    monkeypatch.setattr(resume, "encode", without)
+    directory = await trained.save(tmp_path / "step_2")
+    trained.learner = trained.fresh(trained.source)
+    assert checkpoint.load(directory, trained.learner).learner.logit_chunk_tokens == 0
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
 async def test_one_flipped_bit_is_refused(
     name: str, tmp_path: Path, run: Callable[..., Run]
