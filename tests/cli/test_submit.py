@@ -182,10 +182,14 @@ def test_without_slurm_there_is_nothing_to_submit_to(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_directory_in_the_memory_of_this_machine_is_refused(submit: Submit) -> None:
-    words = ["-c", CLUSTER, "--output-dir", "/dev/shm"]
-    code = run(["submit", *words, *EMULATED])
-    assert code == exit_codes.USER_ERROR
+def test_a_directory_in_the_memory_of_this_machine_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No node sees it."""
+    code = run(["submit", "-c", CLUSTER, *EMULATED, "run.output_dir=/dev/shm"])
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == (exit_codes.USER_ERROR, 1)
+    assert "/dev/shm/run is in /dev/shm, in the memory of this machine (tmpfs)" in said
 
 
 def test_a_run_that_exists_is_resumed_and_not_submitted_again(
