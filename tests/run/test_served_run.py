@@ -102,6 +102,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     made.close()
 
 
+@pytest.mark.long
 def test_it_begins_what_is_prepared_and_goes_on_with_what_was_stopped(served: Served) -> None:
     served.prepare(ENDLESS)
     service, node = served.serve(), served.serve("--node", "1")
@@ -123,6 +124,7 @@ def test_it_begins_what_is_prepared_and_goes_on_with_what_was_stopped(served: Se
     served.check()
 
 
+@pytest.mark.long
 def test_a_node_is_started_again_and_leaves_when_it_is_asked_to(served: Served) -> None:
     """And the run goes on without it, and with another one in its place."""
     served.prepare(ENDLESS)
@@ -172,6 +174,7 @@ def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served)
     served.check()
 
 
+@pytest.mark.long
 def test_of_two_copies_of_a_service_the_one_that_cannot_answer_ends(served: Served) -> None:
     """Its coordinator stands still, and has the port. The newcomer takes the log over all the
     same, and the former one ends when it sees that."""
@@ -213,6 +216,7 @@ def test_of_a_finished_run_it_says_how_that_ended_and_a_node_leaves_at_once(serv
     served.check()
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_while_the_run_ends_leaves_when_it_is_back(served: Served) -> None:
     served.prepare(ENDLESS)
     service, node = served.serve(), served.serve("--node", "1")
