@@ -6,8 +6,8 @@ Writes  standard output, a line for each thing that was looked at; a directory b
         which is gone again
 Gives   0 when nothing is wrong, 1 with a line that says what is and how to mend it, for each fault
 
-Without a config it looks at the machine only. With [slurm] this machine is a login node, so what
-the jobs will have is not looked for here.
+Without a config it looks at the machine only. With [slurm] this machine is a login node: what the
+jobs will have is looked for by a short job on two machines (doctor_pair.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import laminar
+from laminar.cli.doctor_pair import Check, Found, asked_of_two, looked, on_this_machine
 from laminar.cli.job_scripts import scripts_of
 from laminar.cli.memory import check_memory, this_machine
 from laminar.cli.preflight import check_directory, check_machine, check_model
@@ -36,8 +39,8 @@ from laminar.config import Config, ConfigError, load
 from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
 from laminar.names import exit_codes
-from laminar.net.addresses import AUTO, ip_of, is_loopback
-from laminar.run.directory import SECRET_FILE
+from laminar.net.addresses import AUTO, ip_of, is_loopback, own_name
+from laminar.run.directory import SECRET_FILE, run_config
 from laminar.run.lock import try_lock
 from laminar.run.program import own_program, typed
 from laminar.run.secret import read_secret
@@ -53,33 +56,67 @@ SYNC_MAX_S = 0.25
 SYNCS = 5
 BEGIN_AGAIN = "choose another run.output_dir, or have its file system mounted with them"
 
-Check = Callable[[], str]
-"""Look at one thing; what was found, or ConfigError with what is wrong and how to mend it."""
-
 
 def add_parser(subparsers: Any) -> None:
     text = "check this machine, and the cluster, for a run"
     parser = subparsers.add_parser("doctor", help=text, description=text)
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
+    parser.add_argument("--pair", type=Path, default=None, help=argparse.SUPPRESS)
     take_train_settings(parser)
     parser.set_defaults(function=doctor)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Look at everything, also behind a fault."""
-    faults = sum(not _look(name, check) for name, check in _checks(arguments))
+    if arguments.pair is not None:
+        print(msgspec.json.encode(_of_a_task(arguments.pair)).decode(), flush=True)
+        shared = arguments.pair.is_dir()  # else the other one need not wait for us
+        return exit_codes.COMPLETE if shared else exit_codes.FAILED
+    faults = sum(not _show(looked(name, check)) for name, check in _checks(arguments))
+    faults += sum(not _show(found) for found in _of_two(arguments))
     print("nothing is wrong" if not faults else f"{faults} to be mended")
     return exit_codes.FAILED if faults else exit_codes.COMPLETE
 
 
-def _look(name: str, check: Check) -> bool:
+def _show(found: Found) -> bool:
     """Print what one check found; False for a fault."""
+    print(f"{'ok' if found.sound else 'FAULT':<6} {found.subject:<10} {found.text}", flush=True)
+    return found.sound
+
+
+def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
+    """What two machines of the cluster find, where the run would have two and Slurm is here."""
     try:
-        found, sound = check(), True
+        config = load(arguments.config, arguments.overrides) if arguments.config else None
+        if config is None or not (config.slurm.rollouts and shutil.which("srun")):
+            return
+        config = asked_of_machines(arguments.config, arguments.overrides)
+        if not config.is_emulated:
+            config = localize_data(localize_model(config))
+        scripts = scripts_of(config, config.run_dir)
+        check_taken(scripts)
+    except ConfigError:
+        return  # it was said above, and such jobs would not begin
+    try:
+        yield from asked_of_two(config, scripts)
     except ConfigError as error:
-        found, sound = str(error), False
-    print(f"{'ok' if sound else 'FAULT':<6} {name:<10} {found}", flush=True)
-    return sound
+        yield Found("machines", False, str(error))
+
+
+def _of_a_task(directory: Path) -> list[Found]:
+    """What one of the two machines finds: of both, then of itself."""
+    found = on_this_machine(directory, int(os.environ.get("SLURM_PROCID", "0")))
+    if not directory.is_dir():
+        return found
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as a machine of a cluster is
+    config, name = run_config(directory), own_name()
+    one = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, nodes=1))
+    checks: list[tuple[str, Check]] = [("memory", partial(_memory, one))]
+    if config.slurm.gpus:
+        checks.append(("GPUs", partial(_machine, one)))
+    if not config.is_emulated:
+        checks += [("model", partial(_model, config, here=False)), ("data", partial(_data, config))]
+    return [*found, *(looked(f"{name} {subject}", check) for subject, check in checks)]
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:

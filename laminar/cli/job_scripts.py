@@ -63,7 +63,7 @@ class Scripts:
             f"# {runs}; written by `{NAME} submit`",
             *(f"#SBATCH {option}" for option in options),
             *([slurm.setup.strip()] if slurm.setup.strip() else []),
-            f"exec {self._program()} serve {shlex.quote(str(self.run_dir))}{node}",
+            f"exec {self.program} serve {shlex.quote(str(self.run_dir))}{node}",
         ]
         return "\n".join(lines) + "\n"
 
@@ -93,7 +93,8 @@ class Scripts:
         asked = self.config.slurm.exclusive
         return asked == "yes" or (asked == "auto" and self.config.slurm.gpus > 0)
 
-    def _program(self) -> str:
+    @property
+    def program(self) -> str:
         """Laminar as a job finds it: where nothing prepares the job, the one that submits it."""
         slurm = self.config.slurm
         own = NAME if slurm.setup.strip() or slurm.launch else own_program()

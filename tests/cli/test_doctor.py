@@ -36,6 +36,10 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     programs.mkdir()
     (programs / "sbatch").write_text(SBATCH)
     (programs / "sbatch").chmod(0o755)
+    (programs / "srun").write_text(
+        "#!/bin/bash\n[ -z \"$BUSY\" ] || { echo \"$BUSY\" >&2; exit 1; }\necho '[]'\necho '[]'\n"
+    )
+    (programs / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -126,6 +130,14 @@ def test_what_is_behind_a_fault_is_looked_at_too(
     planted = [*open_secret(tmp_path), *cut_model(tmp_path), "trainer.device=cuda"]
     found = faults(capsys, tmp_path, *planted, "coordinator.host=no.invalid")
     assert [line.split()[1] for line in found] == ["secret", "model", "machine"]
+
+
+def test_machines_that_slurm_does_not_give_are_a_line_with_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUSY", "srun: error: Unable to allocate resources")
+    (found,) = faults(capsys, tmp_path, "slurm.rollouts=1")
+    assert "Unable to allocate resources" in found and "try again when two are free" in found
 
 
 def test_memory_of_the_job_counts_and_not_that_of_the_machine(
