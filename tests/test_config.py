@@ -227,7 +227,11 @@ def test_the_async_section_keeps_its_name() -> None:
         (["rollout.n=4"], ["rollout.n", "rollout.group_size"]),
         (["optim.learning_rate=1"], ["optim.lr"]),
         (["lora.rank=8"], ["lora is not supported: all parameters are trained"]),
-        (["gradient_checkpointing=true"], ["not supported", "trainer.micro_batch_tokens"]),
+        (["gradient_checkpointing=true"], ["trainer.activation_checkpointing", "on or off"]),
+        (
+            ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+            ["trainer.activation_checkpointing"],
+        ),
         (["algorithm.filter_groups.enable=true"], ["filter_groups is not supported"]),
         (["trainer.resume_mode=auto"], ["resume_mode is not supported", "train --resume RUN"]),
         (["beta=0.04"], ["algorithm.kl_loss_coef", "algorithm.use_kl_loss = true"]),

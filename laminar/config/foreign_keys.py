@@ -10,6 +10,7 @@ be written with dashes or underscores, and below a section of its own.
 
 from __future__ import annotations
 
+_RECOMPUTE = "trainer.activation_checkpointing; it is auto, on or off"
 _COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
 
 #: What follows the key, if anything does, is parted from it by a semicolon.
@@ -29,6 +30,7 @@ VERL = {
     "rollout.tensor_model_parallel_size": "rollout.vllm.tensor_parallel_size",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "enable_gradient_checkpointing": _RECOMPUTE,
     "actor_rollout_ref.actor.optim.lr": "optim.lr",
     "actor_rollout_ref.actor.grad_clip": "optim.clip_grad",
     "actor_rollout_ref.actor.clip_ratio": "algorithm.clip_ratio_low",
@@ -59,6 +61,7 @@ TRL = {
     "per_device_train_batch_size": f"data.train_batch_size{_COMPLETIONS}",
     "generation_batch_size": f"data.train_batch_size{_COMPLETIONS}",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens",
+    "gradient_checkpointing": _RECOMPUTE,
     "learning_rate": "optim.lr",
     "optim.learning_rate": "optim.lr",
     "max_grad_norm": "optim.clip_grad",
@@ -135,14 +138,6 @@ _ALL_TRAINED = "all parameters are trained"
 UNSUPPORTED = {
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_r", "use_lora"), _ALL_TRAINED),
     **dict.fromkeys(("peft", "peft_config", "use_peft", "target_modules"), _ALL_TRAINED),
-    **dict.fromkeys(
-        (
-            "gradient_checkpointing",
-            "enable_gradient_checkpointing",
-            "gradient_checkpointing_kwargs",
-        ),
-        "a smaller trainer.micro_batch_tokens takes less memory",
-    ),
     **dict.fromkeys(("filter_groups", "dynamic_sampling", "dynamic_sampling_filter_path"), ""),
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     "critic": "algorithm.adv_estimator has no critic",

@@ -337,6 +337,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     logit_chunk_tokens: Annotated[
         Count, says("scored tokens of a pass whose logits are in memory at a time")
     ] = 1024
+    activation_checkpointing: Annotated[
+        Literal["auto", "on", "off"],
+        says("layers compute their activations again in the backward pass; auto: on a GPU"),
+    ] = "auto"
     batch_wait_s: Annotated[
         float,
         Meta(ge=0.1),

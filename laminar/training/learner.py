@@ -43,7 +43,7 @@ from laminar.training.metrics import (
     token_metrics,
 )
 from laminar.training.mismatch import MismatchLimits, rounding_of
-from laminar.training.model import Compute, LoadedPolicy, named_weights
+from laminar.training.model import Compute, LoadedPolicy, named_weights, recompute_layers
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
@@ -97,6 +97,8 @@ class Learner:
             raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
         if policy.device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
+        if _recomputes(config, policy.device):
+            recompute_layers(policy.model)
         self.config = config
         self.policy = policy
         self.reference = reference if config.algorithm.use_kl_loss else None
@@ -366,6 +368,11 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     }
     kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
+
+
+def _recomputes(config: Config, device: torch.device) -> bool:
+    name = config.trainer.activation_checkpointing
+    return device.type == "cuda" if name == "auto" else name == "on"
 
 
 def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laminar.config import ConfigError
 from laminar.training.batching import TokenRows, token_rows
@@ -100,8 +101,8 @@ def _head_scores(
 ) -> tuple[Tensor, Tensor]:
     """log_probs of one chunk from its hidden states [tokens, width].
 
-    Dropping the ids from `limit` on is what an engine does that masks them to -inf. Autocast ends
-    with the chunk: the gradients of one cast weight would be summed in the compute type.
+    Dropping the ids from `limit` on is what an engine does that masks them to -inf. Each chunk
+    casts the weight for itself: the gradients of one cast would be summed in the compute type.
     """
     with _autocast(hidden.device, dtype):
         logits = head(hidden)[:, :limit]
@@ -113,7 +114,27 @@ def _head_scores(
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    """Without its cache, which would hold the casts of all layers to the end of the pass."""
+    enabled = dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Have each layer keep its input only, and compute all else again in the backward pass.
+
+    transformers' own checkpointing does nothing in evaluation mode, and torch's wrapper around a
+    layer changes the names of its parameters, under which checkpoints have the moments.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"trainer.activation_checkpointing: a {type(model).__name__} has no layers that "
+            "transformers names as such (GradientCheckpointingLayer); set it to off"
+        )
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
