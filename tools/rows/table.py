@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.rows import (
     coverage,
+    cuts,
     exposure,
     golden,
     kills,
@@ -21,6 +22,7 @@ ROWS: tuple[Row, ...] = tuple(
     sorted(
         (
             *coverage.ROWS,
+            *cuts.ROWS,
             *exposure.ROWS,
             *golden.ROWS,
             *kills.ROWS,

@@ -18,7 +18,6 @@ ROWS = (
     _row(11, "real system-call faults on laminar-coord", "20 points", "300 points, 0 acked lost"),
     _row(13, "coordinator restart, kill to first command", "p99 <= 3 s", "p99 <= 2 s"),
     _row(14, "zombies: stopped for 1.5 to 5 leases", "10", "100, 0 effects"),
-    _row(15, "partitions between real processes", "3", "30, 0 lost, 0 double"),
     _row(18, "slow and dead nodes cost their share", "simulated", "loss <= share + 5 points"),
     _row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h"),
     _row(24, "code sandbox", "12 of 12 contained", "the same 20 times"),
