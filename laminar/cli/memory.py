@@ -118,7 +118,8 @@ def _places(config: Config, parameters: int, machines: int, machine: Machine) ->
     host: dict[str, int] = {}
     gpus: dict[str, dict[str, int]] = {name: {} for name in names}
     trainer = gpus[trainer_gpus[0]] if trainer_gpus else host
-    _add_trainer(config, parameters, trainer, host)
+    reference = parameters * BYTES[_type(config.trainer.dtype, trainer_gpus)]
+    _add_trainer(config, parameters, reference, trainer, host)
     _add_replicas(config, parameters, machines, host, gpus)
     yield Place("this machine", machine.memory, host | relays)
     yield Place(str(SHARED_MEMORY), machine.shared, relays)
@@ -135,12 +136,12 @@ def _version_bytes(config: Config, parameters: int, machine: Machine) -> int:
 
 
 def _add_trainer(
-    config: Config, parameters: int, device: dict[str, int], host: dict[str, int]
+    config: Config, parameters: int, reference: int, device: dict[str, int], host: dict[str, int]
 ) -> None:
     device["parameters"] = device["gradients"] = FLOAT32 * parameters
     device["Adam's moments"] = 2 * FLOAT32 * parameters
     if config.algorithm.use_kl_loss:
-        device["reference model"] = FLOAT32 * parameters
+        device["reference model"] = reference  # at the least: embeddings stay float32
     if config.trainer.save_freq:
         host["checkpoint copies"] = 3 * FLOAT32 * parameters
 

@@ -119,8 +119,7 @@ def restore_moments(
                 f"its optimizer has {key!r} of shape {tuple(tensor.shape)}, and this model's "
                 f"parameter has {tuple(parameter.shape)}"
             )
-        device = "cpu" if kind == "step" else parameter.device
-        found.setdefault(name, {})[kind] = tensor.to(device, copy=True)
+        found.setdefault(name, {})[kind] = tensor.to(parameter.device, copy=True)
     torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")

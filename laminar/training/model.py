@@ -10,8 +10,8 @@ are several, a chunk keeps its hidden states only, and the backward pass compute
 
 transformers warns about a tensor it did not find and goes on with random numbers; a training run
 that starts from those looks healthy for hours. So missing and unexpected tensors refuse to load.
-Parameters are always float32: an update of 1e-6 is lost in a bfloat16 weight. The model stays in
-evaluation mode, also in training, because dropout would make the trainer's log-probs differ from
+What is trained is always float32: an update of 1e-6 is lost in a bfloat16 weight. The model stays
+in evaluation mode, also in training, because dropout would make the trainer's log-probs differ from
 the engine's; gradients do not depend on that mode.
 """
 
@@ -117,6 +117,18 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Without its cache, which would hold the casts of all layers to the end of the pass."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def cast_linear(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model that is not trained hold what autocast would cast in each pass.
+
+    Scores stay the same to the last bit: embeddings and norms, which autocast leaves alone, stay as
+    they are, and so does a head that is the embedding.
+    """
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in embedded:
+            module.to(dtype)
 
 
 def recompute_layers(model: nn.Module) -> None:

@@ -105,6 +105,9 @@ def test_every_part_is_counted(large: Path) -> None:
         "checkpoint copies": 98.3, "2 replicas' weights": 65.5, "3 weight slots": 98.3,
     }  # fmt: skip
     assert parts(places, "/dev/shm") == {"3 weight slots": 98.3}
+    short = config(large, algorithm__use_kl_loss=True, trainer__dtype="bfloat16")
+    found = parts(check_memory(short, 1, host(1000)), "this machine")
+    assert (found["parameters"], found["reference model"]) == (32.8, 16.4)
     first, *others = memory_lines(places)
     assert first.startswith("memory     425.9 of 1000.0 GB of this machine (parameters 32.8")
     assert len(others) == 2 and "come on top" in others[-1]

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from laminar.config import ConfigError
+from laminar.training.batching import token_rows
 from laminar.training.learner import Learner
-from laminar.training.model import load_policy, named_weights
+from laminar.training.model import Compute, cast_linear, load_policy, named_weights
 
 Make = Callable[..., Any]
 
@@ -96,3 +98,40 @@ def test_weights_carry_their_hugging_face_names_and_tied_ones_come_once(
     assert sum(t.numel() for _, t in found) == model.num_parameters()
     assert dict(found)["model.norm.weight"].data_ptr() == model.model.norm.weight.data_ptr()
     assert not any(t.requires_grad for _, t in found)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_linear_layers_in_the_compute_type_give_the_same_scores(
+    tied: bool, make_policy: Make
+) -> None:
+    policy = make_policy(tied=tied)
+    rows = token_rows([np.arange(40, dtype=np.int32)], [1], policy.device)
+    compute = Compute(torch.bfloat16, 16)
+    temperature = torch.full((39,), 0.7)
+    with torch.no_grad():
+        before = policy.log_probs(rows, temperature, compute, "value")
+        cast_linear(policy.model, torch.bfloat16)
+        after = policy.log_probs(rows, temperature, compute, "value")
+    assert torch.equal(before.log_probs, after.log_probs)
+    assert torch.equal(before.entropy, after.entropy)
+    head, embedding = policy.model.lm_head.weight, policy.model.model.embed_tokens.weight
+    assert policy.model.model.layers[1].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert embedding.dtype == policy.model.model.norm.weight.dtype == torch.float32
+    assert head.dtype == (torch.float32 if tied else torch.bfloat16)
+
+
+def test_the_reference_is_held_in_the_compute_type_and_what_is_trained_is_not(
+    make_policy: Make, make_config: Make
+) -> None:
+    """Its digest, which a checkpoint has, does not depend on that type."""
+    settings = {"algorithm.use_kl_loss": True}
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        config = make_config(settings | {"trainer.dtype": dtype})
+        learner = Learner(config, make_policy(0), reference=make_policy(1))
+        found[dtype] = learner.reference_digest
+        assert learner.reference is not None
+        layer = learner.reference.model.model.layers[0]
+        assert layer.mlp.up_proj.weight.dtype == getattr(torch, dtype)
+        assert {p.dtype for p in learner.policy.model.parameters()} == {torch.float32}
+    assert found["float32"] == found["bfloat16"] != ""
