@@ -6,6 +6,7 @@ Slurm is played here by scripts that write down how they were called; tests/slur
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_print_shows_the_scripts_and_asks_nothing(
     assert code == exit_codes.COMPLETE
     assert "exec " in out and "#SBATCH --array=1-4%4" in out
     assert not calls.read_text() and not (tmp_path / "runs").exists()
+
+
+def test_what_the_login_node_has_does_not_matter(submit: Submit) -> None:
+    """Its port is taken, and the nodes' may be free."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        code, _, said = submit("--print", f"coordinator.port={taken.getsockname()[1]}")
+    assert (code, said) == (exit_codes.COMPLETE, "")
 
 
 def refused(submit: Submit, *words: str) -> str:
