@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,7 +36,9 @@ SHAPE = (4, 16)
 SPECS = mf.layout([("w", SHAPE)], "float32")
 VERSION_BYTES = mf.check_tensors(SPECS)
 
-_boots = itertools.count(1)
+#: unlike those of other workers of pytest: arenas of all processes of a user lie in one directory,
+#: and names of tests, which are cut at 30 characters, do not tell cases of one test apart
+_boots = itertools.count(os.getpid() << 32)
 Kind = TypeVar("Kind", bound=Event)
 
 

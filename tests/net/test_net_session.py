@@ -4,6 +4,7 @@ import pytest
 
 from laminar.net.frames import (
     Ack,
+    Ask,
     Bye,
     Data,
     Gauge,
@@ -388,6 +389,11 @@ def test_one_connection_speaks_for_one_process():
     link = server()
     with pytest.raises(WireError, match="rollout-1 speaks on the link of rollout-0"):
         hear(link, Hello("rollout-1", "rollout", "c1", 0, 1, {}))
+
+
+def test_a_process_does_not_ask_as_the_user_does():
+    with pytest.raises(WireError, match="rollout-0 asks as the user does"):
+        hear(server(), Ask(b"stop"))
 
 
 # When to poll.
