@@ -15,7 +15,7 @@ def command():
     console = Terminal()
     console.lines(["first"] * 3)
     console.when_gone("nobody reads")
-    console.lines(["second"] * 100)
+    console.lines(["more than a pipe holds" * 1000] * 100)
     console.end()
     return 70
 sys.exit(exit_code("laminar", command))
