@@ -85,7 +85,8 @@ class Scripts:
             yield "--exclusive"
         if slurm.mem or self.exclusive:
             yield f"--mem={slurm.mem or 0}"  # 0: all that the machine has
-        yield f"--requeue --open-mode=append --signal=B:USR1@{slurm.notice_s}"
+        again = "--no-requeue" if slurm.chain else "--requeue"  # a chain has successors instead
+        yield f"{again} --open-mode=append --signal=B:USR1@{slurm.notice_s}"
         yield from slurm.extra
 
     @property

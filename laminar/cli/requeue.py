@@ -1,4 +1,5 @@
-"""What becomes of the jobs of a run that has paused: they are put back into Slurm's queue.
+"""What becomes of the jobs of a run that has paused: they are put back into Slurm's queue, or, by
+slurm.chain, others go on (chain.py).
 
 Reads   SLURM_JOB_ID, SLURM_RESTART_COUNT and their like; RUN/slurm/jobs.json; RUN/status.json
 Writes  nothing; says what it has Slurm do, or why that cannot be
@@ -18,7 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from laminar.cli.chain import Chain
 from laminar.config import Config, ConfigError
+from laminar.names import exit_codes
 from laminar.run.directory import STATUS_FILE
 from laminar.run.program import typed
 from laminar.run.slurm import ask, cancel, queued, read_jobs
@@ -45,21 +48,35 @@ class Job:
         array, task = (environment.get(f"SLURM_ARRAY_{k}", "") for k in ("JOB_ID", "TASK_ID"))
         self._id = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
         self._restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        chained = config.slurm.chain and self._id
+        self._chain = Chain(config, run_dir, self._id, note) if chained else None
 
     def begins(self) -> None:
-        """The service has started again: so may the nodes whose tasks are held."""
+        """The service has started: again, so may the nodes whose tasks are held."""
+        if self._chain is not None:
+            self._chain.begins()
+            return
         jobs = read_jobs(self._run_dir) if self._restarts else None
         for array in jobs.rollouts if jobs is not None else ():
             self._try("release", array)
 
-    def service_paused(self, signalled: str) -> None:
-        """`signalled`: the name of the signal that asked for it. Without one the user has asked for
-        the pause, and it is for him to end it; then no task stays in the queue."""
-        if not self._id or signalled not in ("", WARNING):
+    def service_ended(self, code: int, signalled: str) -> None:
+        """`code`: its exit code. `signalled`: the name of the signal that asked it to end."""
+        paused = code == exit_codes.PAUSED
+        if self._chain is not None and not (paused and signalled):
+            self._chain.cut()
+        if paused and self._id and signalled in ("", WARNING):
+            self._paused(warned=bool(signalled))
+
+    def _paused(self, *, warned: bool) -> None:
+        """Unless Slurm has warned us, the user has asked for the pause, and it is for him to end
+        it. No task stays in the queue, unless this job does."""
+        if self._chain is not None and self._chain.successor:
+            self._note(f"job {self._chain.successor} goes on with it")
+        elif warned and self._chain is None and self._again("requeue"):
             return
-        if signalled and self._again("requeue"):
-            return
-        self._note(f"`{typed('submit', '--resume', self._run_dir)}` goes on with it")
+        else:
+            self._note(f"`{typed('submit', '--resume', self._run_dir)}` goes on with it")
         jobs = read_jobs(self._run_dir)
         if jobs is not None and jobs.rollouts:
             try:
@@ -69,12 +86,12 @@ class Job:
 
     def node_paused(self) -> None:
         """The run has, with this node."""
-        if self._id:
+        if self._id and self._chain is None:
             self._again("requeuehold")
 
     def node_left(self, signalled: str) -> None:
         """This node, as this signal has asked it; alone, unless the run is about to pause."""
-        if self._id and signalled == WARNING:
+        if self._id and self._chain is None and signalled == WARNING:
             self._again("requeuehold" if _pauses(self._run_dir) else "requeue")
 
     def _again(self, how: str) -> bool:

@@ -83,18 +83,20 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console: Terminal) -> int:
     """The coordinator and node-0."""
-    with contextlib.closing(_take(run_dir, keys)) as lock:
-        console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
-        job = Job(config, run_dir, lambda text: console.lines([text]))
-        job.begins()
-        over = Supervisor(
-            config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
-        ).run()
-        if over.code == exit_codes.USER_ERROR and not over.reason:
-            return over.code  # the coordinator has said what it is
-        code = conclude(run_dir, console, over).code
-    if code == exit_codes.PAUSED:
-        job.service_paused(asked.reason)
+    job = Job(config, run_dir, lambda text: console.lines([text]))
+    code = exit_codes.USER_ERROR
+    try:
+        with contextlib.closing(_take(run_dir, keys)) as lock:
+            console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
+            job.begins()
+            over = Supervisor(
+                config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
+            ).run()
+            code = over.code
+            if code != exit_codes.USER_ERROR or over.reason:  # else the coordinator has said it
+                code = conclude(run_dir, console, over).code
+    finally:
+        job.service_ended(code, asked.reason)
     return code
 
 

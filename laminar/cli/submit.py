@@ -237,7 +237,8 @@ def _job_lines(scripts: Scripts) -> list[str]:
         lines.append(f"asks for   {_count(machines * slurm.gpus, 'GPU')} at a time{until}")
     limit = slurm.time or "as the partition has it"
     before = f"{slurm.notice_s} s before its end the run pauses"
-    on = ", and goes on when Slurm starts it again" if slurm.max_requeues else ""
+    how = "in the next job of the chain" if slurm.chain else "when Slurm starts it again"
+    on = f", and goes on {how}" if slurm.max_requeues else ""
     lines.append(f"time       {limit}; {before}{on}")
     return lines
 

@@ -500,6 +500,9 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     max_requeues: Annotated[
         Natural, says("how often a job that was told to pause is put back into the queue")
     ] = 20
+    chain: Annotated[
+        bool, says("each service queues a successor in advance; where no job can be put back")
+    ] = False
 
 
 class EmulationConfig(Section, frozen=True, kw_only=True):

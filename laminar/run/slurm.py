@@ -40,10 +40,12 @@ class Jobs(msgspec.Struct, frozen=True, kw_only=True):
     service: str  #: coordinator, store and trainer
     rollouts: list[str] = []  #: job arrays, one task for each machine
     tasks: int = 0  #: the highest number of a task; 0: of the first array, as the config has it
+    next: list[str] = []  #: of slurm.chain: the service that goes on after this one, and its array
+    before: int = 0  #: how many services of the chain went before this one
 
     @property
     def ids(self) -> list[str]:
-        return [self.service, *self.rollouts]
+        return [self.service, *self.rollouts, *self.next]
 
 
 def ask(program: str, *words: str, text: str = "") -> str:
