@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +24,31 @@ from laminar.storage.rules import Span
 from laminar.training.steps import Ids, TrainSample
 
 
+class Run(NamedTuple):
+    """Sequences of one length, side by side in a row; no token of one reads another."""
+
+    start: int
+    stop: int
+    sequences: int
+
+
+class SharedPrompt(NamedTuple):
+    """A prompt in a row, and behind it the responses that read it."""
+
+    prompt: Run  #: of one sequence
+    responses: tuple[Run, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """Sequences as the model reads them, and where the scored tokens' logits are."""
 
-    input_ids: Tensor  #: [rows, width] int64, right-padded
-    keep: int  #: trailing positions of every row whose logits are needed
-    index: Tensor  #: [tokens] int64 into the flattened [rows * keep] logits
+    input_ids: Tensor  #: [rows, width] int64, right-padded; with `prompts` one row
+    index: Tensor  #: [tokens] int64 into the flattened [rows * width] logits
     targets: Tensor  #: [tokens] int64
-    counts: NDArray[np.int64]  #: [rows] scored tokens of each row
+    counts: NDArray[np.int64]  #: [sequences] scored tokens of each
+    positions: Tensor | None = None  #: [1, width] int64; None: from 0 in every row
+    prompts: tuple[SharedPrompt, ...] = ()  #: all of the row; (): a row is one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +101,14 @@ def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.de
     The logits that predict the token at position p are those of position p - 1.
     """
     width = max(map(len, sequences))
-    first = min(starts) - 1
-    keep = width - first
     ids = np.zeros((len(sequences), width), dtype=np.int64)
     index = []
     for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
         ids[row, : len(sequence)] = sequence
-        index.append(row * keep + np.arange(start - 1, len(sequence) - 1) - first)
+        index.append(row * width + np.arange(start - 1, len(sequence) - 1))
     targets = np.concatenate([s[start:] for s, start in zip(sequences, starts, strict=True)])
     return TokenRows(
         input_ids=torch.from_numpy(ids).to(device),
-        keep=keep,
         index=torch.from_numpy(np.concatenate(index)).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         counts=np.array([len(i) for i in index], dtype=np.int64),
@@ -102,9 +116,17 @@ def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.de
 
 
 def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
-    """The tensors of one micro-batch, rows in the order of `samples`."""
+    """The tensors of one micro-batch of padded rows, in the order of `samples`."""
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
-    rows = token_rows(sequences, [len(s.prompt_ids) for s in samples], device)
+    return micro_batch(
+        samples, token_rows(sequences, [len(s.prompt_ids) for s in samples], device), device
+    )
+
+
+def micro_batch(
+    samples: Sequence[TrainSample], rows: TokenRows, device: torch.device
+) -> MicroBatch:
+    """All that a pass takes; `rows`: of the samples, in their order."""
 
     def per_token(values: Sequence[float]) -> Tensor:
         repeated = np.repeat(np.asarray(values, dtype=np.float32), rows.counts)

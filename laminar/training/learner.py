@@ -29,7 +29,6 @@ from laminar.training.advantages import group_advantages
 from laminar.training.batching import (
     MicroBatch,
     by_group,
-    collate,
     micro_batches,
     mini_batches,
     token_rows,
@@ -51,6 +50,7 @@ from laminar.training.model import (
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
+from laminar.training.passes import passes
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
@@ -189,6 +189,7 @@ class Learner:
             threads=torch.get_num_threads(),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
+            prompts_once=self.policy.prompts_once,
             reference=self.reference_digest,
             moved=self._limits.movements,
         )
@@ -233,15 +234,19 @@ class Learner:
         masks = algorithm.truncated == "mask"
         trained = [s for s in samples if not (masks and s.truncated)]
         other_terms = self.reference is not None or algorithm.entropy_coeff != 0
-        budget = self.config.trainer.micro_batch_tokens
         return _MiniBatch(
             sample_ids=tuple(s.sample_id for s in samples),
             counts=counts,
             has_signal=any(s.advantage != 0 or other_terms for s in trained),
-            micros=[
-                collate([trained[i] for i in rows], self.policy.device)
-                for rows in micro_batches([s.length for s in trained], budget)
-            ],
+            micros=self._passes(trained),
+        )
+
+    def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        return passes(
+            samples,
+            self.config.trainer.micro_batch_tokens,
+            self.policy.device,
+            prompts_once=self.policy.prompts_once,
         )
 
     def _batch(self, ready: Sequence[TrainSample]) -> _Batch:
@@ -288,10 +293,8 @@ class Learner:
 
     def _log_probs(self, samples: Sequence[TrainSample]) -> Tensor:
         """The log-probs of all response tokens, with the current weights."""
-        budget = self.config.trainer.micro_batch_tokens
-        parts = micro_batches([s.length for s in samples], budget)
-        micros = (collate([samples[i] for i in rows], self.policy.device) for rows in parts)
-        return torch.cat([score(self.policy, micro, self._compute) for micro in micros])
+        parts = [score(self.policy, micro, self._compute) for micro in self._passes(samples)]
+        return torch.cat(parts)
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""

@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laminar.config import ConfigError
 from laminar.training.batching import TokenRows, token_rows
+from laminar.training.cascade import read_prompts_once, why_padded
 from laminar.training.losses import entropy_of, gather_targets, log_softmax_at
 
 Entropy = Literal["none", "value", "gradient"]
@@ -56,6 +57,7 @@ class TokenScores(NamedTuple):
 class LoadedPolicy:
     model: PreTrainedModel
     vocab_limit: int  #: ids from here on are in the logits but not in the tokenizer: never sampled
+    prompts_once: bool = False  #: its attention is that of cascade.py
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +71,10 @@ class LoadedPolicy:
         The entropy of a whole vocabulary has a gradient only where one is asked for.
         """
         with _autocast(self.device, compute.dtype):
-            output = self.model.base_model(input_ids=rows.input_ids, use_cache=False)
-        hidden = output.last_hidden_state[:, -rows.keep :].flatten(0, 1)
+            output = self.model.base_model(
+                input_ids=rows.input_ids, use_cache=False, **self._layout(rows)
+            )
+        hidden = output.last_hidden_state.flatten(0, 1)
         head = partial(
             _head_scores,
             head=self.model.get_output_embeddings(),
@@ -87,6 +91,14 @@ class LoadedPolicy:
             for chunk in chunks
         ]
         return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _layout(self, rows: TokenRows) -> dict[str, Any]:
+        """What the model has to know of rows that are not padded."""
+        if not rows.prompts:
+            return {}
+        if not self.prompts_once:  # its attention would take the row for one sequence
+            raise ValueError("this model cannot read rows that hold a prompt once")
+        return {"position_ids": rows.positions, "prompts": rows.prompts}
 
 
 def _head_scores(
@@ -158,7 +170,10 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
     _check_loaded(name, info)
     width = model.get_output_embeddings().weight.shape[0]
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
-    policy = LoadedPolicy(model.eval(), min(width, tokenizer_size))
+    once = not why_padded(model)
+    if once:
+        read_prompts_once(model)
+    policy = LoadedPolicy(model.eval(), min(width, tokenizer_size), once)
     _check_head(name, policy)
     return policy
 

@@ -38,6 +38,7 @@ class ModelLayout(NamedTuple):
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  #: by name
     engine_dtype: str  #: "float32" or "bfloat16", what engines of such a device are given
+    rows: str = "none"  #: for the log: how it reads the sequences of a step
 
 
 class Mismatch(NamedTuple):

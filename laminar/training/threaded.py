@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from laminar.config import Config
 from laminar.training import checkpoint, export
+from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.learner import Learner
@@ -73,7 +74,9 @@ class ThreadedLearner:
         total = config.trainer.total_training_steps
         self.learner = Learner(config, policy, reference=reference, total_steps=total)
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.weights())
-        return ModelLayout(shapes, "bfloat16" if self._device.type == "cuda" else "float32")
+        dtype = "bfloat16" if self._device.type == "cuda" else "float32"
+        padded = why_padded(policy.model)
+        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         return await asyncio.to_thread(self.learner.train_step, samples, step)

@@ -57,9 +57,9 @@ def test_rows_point_at_the_logits_before_each_scored_token() -> None:
     sequences = [np.array([7, 8, 9, 10], np.int32), np.array([1, 2, 3, 4, 5, 6], np.int32)]
     rows = token_rows(sequences, [2, 3], CPU)
     assert rows.input_ids.tolist() == [[7, 8, 9, 10, 0, 0], [1, 2, 3, 4, 5, 6]]
-    assert rows.keep == 5  # positions 1 to 5
     assert rows.targets.tolist() == [9, 10, 4, 5, 6]
-    row, column = rows.index // rows.keep, rows.index % rows.keep + 1
+    width = rows.input_ids.shape[1]
+    row, column = rows.index // width, rows.index % width
     assert row.tolist() == [0, 0, 1, 1, 1]
     assert column.tolist() == [1, 2, 2, 3, 4]
     assert rows.counts.tolist() == [2, 3]

@@ -1,0 +1,365 @@
+"""Rows that hold a prompt once: loss and gradient of padded rows, with fewer tokens read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from laminar.config import Config
+from laminar.storage.rules import Span
+from laminar.training import batching, cascade
+from laminar.training import model as policy_model
+from laminar.training import passes as passes_module
+from laminar.training.batching import Run, SharedPrompt, TokenRows
+from laminar.training.cascade import read_prompts_once, why_padded
+from laminar.training.learner import Learner
+from laminar.training.losses import BatchCounts
+from laminar.training.model import Compute, LoadedPolicy, load_policy
+from laminar.training.objective import ObjectiveConfig, objective, score
+from laminar.training.passes import passes
+from laminar.training.steps import TrainSample
+
+Make = Callable[..., Any]
+Plant = Callable[[pytest.MonkeyPatch], None]
+CPU = torch.device("cpu")
+VOCAB = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+KINDS = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+}
+
+
+def policy_of(kind: str, seed: int = 0) -> LoadedPolicy:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(KINDS[kind]).double().eval()
+    read_prompts_once(model)
+    return LoadedPolicy(model, VOCAB, prompts_once=True)
+
+
+def ragged(seed: int) -> list[TrainSample]:
+    """Groups and responses of one, prompts of one, equal lengths, several temperatures."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for g in range(rng.integers(1, 5)):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 30)).astype(np.int32)
+        for k in range(rng.integers(1, 8)):
+            length = int(rng.choice(np.array([1, 2, 7, rng.integers(1, 40)])))
+            found.append(
+                TrainSample(
+                    sample_id=f"{g}.{k}",
+                    group_id=str(g),
+                    prompt_ids=prompt,
+                    response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                    logprobs=-(rng.random(length) * 5).astype(np.float32),
+                    reward=0.0,
+                    temperature=float(rng.choice([0.7, 1.3])),
+                    truncated=bool(k == 1),
+                    spans=(Span("rollout-0", 0, 0, length),),
+                    advantage=float(rng.normal()),
+                )
+            )
+    return found
+
+
+@pytest.fixture
+def float64_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax in float64, too: what differs is then the rows."""
+    monkeypatch.setattr(
+        policy_model,
+        "log_softmax_at",
+        lambda logits, temperature: torch.log_softmax(logits / temperature[:, None], -1),
+    )
+
+
+def gradient_of(
+    policy: LoadedPolicy,
+    reference: LoadedPolicy | None,
+    samples: list[TrainSample],
+    max_tokens: int,
+    config: Config,
+    *,
+    prompts_once: bool,
+) -> tuple[float, Tensor]:
+    """Loss and gradient over all passes."""
+    counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
+    policy.model.zero_grad()
+    loss = 0.0
+    settings = ObjectiveConfig(config.algorithm, 40, Compute(torch.float32, 64))
+    for micro in passes(samples, max_tokens, CPU, prompts_once=prompts_once):
+        part = objective(policy, reference, micro, None, counts, settings)
+        torch.autograd.backward(part.loss)
+        loss += float(part.loss.detach())
+    return loss, torch.cat(
+        [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+    )
+
+
+def apart(kind: str, seeds: range, make_config: Make) -> float:
+    """The largest difference of a gradient, relative in norm; a quarter of the batches have a KL
+    term and an entropy bonus, and two thirds have passes that a group does not fit into."""
+    policy, reference = policy_of(kind), policy_of(kind, seed=1)
+    plain = make_config({"algorithm.loss_agg_mode": "seq-mean-token-mean"})
+    with_terms = make_config({"algorithm.use_kl_loss": True, "algorithm.entropy_coeff": 0.1})
+    found = []
+    for seed in seeds:
+        samples = ragged(seed)
+        anchor, config = (reference, with_terms) if seed % 4 == 0 else (None, plain)
+        (loss, gradient), (padded_loss, padded) = (
+            gradient_of(policy, anchor, samples, budget, config, prompts_once=once)
+            for once, budget in ((True, (20, 64, 4096)[seed % 3]), (False, 4096))
+        )
+        assert loss == pytest.approx(padded_loss, rel=1e-12)
+        found.append(float((gradient - padded).norm() / padded.norm()))
+    return max(found)
+
+
+@pytest.mark.usefixtures("float64_scores")
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_are_those_of_padded_rows(kind: str, make_config: Make) -> None:
+    assert apart(kind, range(12), make_config) <= 2e-7
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("float64_scores")
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_over_300_batches(kind: str, make_config: Make) -> None:
+    assert apart(kind, range(300), make_config) <= 2e-7
+
+
+class _AddedOnce(torch.autograd.Function):
+    """index_select whose gradient at a position is that of one of its readers only."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.shape = index, tensor.shape
+        return tensor[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_zeros(ctx.shape).index_copy_(0, ctx.index, gradient), None
+
+
+def changed_rows(change: Callable[[TokenRows], TokenRows]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        build = batching.micro_batch
+        monkeypatch.setattr(
+            passes_module, "micro_batch", lambda samples, rows, *a: build(samples, change(rows), *a)
+        )
+
+    return plant
+
+
+def without_restart(rows: TokenRows) -> TokenRows:
+    return replace(rows, positions=torch.arange(rows.input_ids.shape[1])[None])
+
+
+def siblings_as_one(rows: TokenRows) -> TokenRows:
+    return replace(
+        rows,
+        prompts=tuple(
+            SharedPrompt(prompt, (Run(runs[0].start, runs[-1].stop, 1),) if runs else ())
+            for prompt, runs in rows.prompts
+        ),
+    )
+
+
+def one_position_early(rows: TokenRows) -> TokenRows:
+    return replace(rows, index=(rows.index - 1).clamp(min=0))
+
+
+def last_of_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(tensor: Tensor, _dim: int, index: Tensor) -> Any:
+        return _AddedOnce.apply(tensor, index)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(Tensor, "index_select", select)
+
+
+def own_sums_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = cascade._merge
+    monkeypatch.setattr(
+        cascade, "_merge", lambda output, sums, *rest: merge(output, sums.clone(), *rest)
+    )
+
+
+PLANTS: dict[str, Plant] = {
+    "positions-not-restarted": changed_rows(without_restart),
+    "sibling-sees-sibling": changed_rows(siblings_as_one),
+    "prompt-trained": changed_rows(one_position_early),
+    "last-of-prompt-once": last_of_prompt_once,
+    "own-sums-in-backward": own_sums_in_backward,
+}
+
+
+@pytest.mark.usefixtures("float64_scores")
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
+def test_the_comparison_sees_a_planted_fault(
+    plant: Plant, make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, policy, config = ragged(1), policy_of("qwen3"), make_config()
+    _, padded = gradient_of(policy, None, samples, 4096, config, prompts_once=False)
+    differences = []
+    for _ in ("right", "wrong"):
+        _, found = gradient_of(policy, None, samples, 4096, config, prompts_once=True)
+        differences.append(float((found - padded).norm() / padded.norm()))
+        plant(monkeypatch)
+    assert differences[0] <= 2e-7
+    assert differences[1] >= 1e-3
+
+
+def test_a_step_is_that_of_padded_rows(
+    make_model: Make, make_config: Make, make_samples: Make
+) -> None:
+    """Two mini-batches, so with proximal scores; movement, masks, chunks, layers computed again."""
+    samples = make_samples(groups=4, siblings=5)
+    found = []
+    for once in (True, False):
+        config = make_config(
+            {
+                "data.train_batch_size": 4,
+                "algorithm.ppo_mini_batch_size": 2,
+                "algorithm.truncated": "mask",
+                "algorithm.use_kl_loss": True,
+                "trainer.micro_batch_tokens": 60,
+                "trainer.logit_chunk_tokens": 7,
+                "trainer.activation_checkpointing": "on",
+                "optim.lr": 0.01,
+                "optim.eps": 0.1,
+            }
+        )
+        models = make_model(0), make_model(1)
+        for model in models if once else ():
+            read_prompts_once(model)
+        policy, reference = (LoadedPolicy(model, VOCAB, once) for model in models)
+        learner = Learner(config, policy, reference=reference)
+        results = [learner.train_step(samples, step) for step in range(2)]
+        found.append([result.metrics for result in results])
+        found[-1].append({n: p.sum().item() for n, p in models[0].named_parameters()})
+        assert learner.facts().prompts_once == once
+    for once_figures, padded_figures in zip(*found, strict=True):
+        assert once_figures == pytest.approx(padded_figures, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 30, 64, 4096])
+def test_every_sample_is_in_one_pass_within_the_budget(max_tokens: int) -> None:
+    samples = [s for seed in range(20) for s in ragged(seed)]
+    samples = [replace(s, sample_id=str(i)) for i, s in enumerate(samples)]
+    found = passes(samples, max_tokens, CPU, prompts_once=True)
+    assert sorted(i for micro in found for i in micro.sample_ids) == sorted(
+        map(str, range(len(samples)))
+    )
+    for micro in found:
+        assert micro.rows.input_ids.numel() <= max_tokens or len(micro.sample_ids) == 1
+        assert micro.rows.targets.tolist() == [
+            int(token) for i in micro.sample_ids for token in samples[int(i)].response_ids
+        ]
+    apart = sum(s.length for s in samples)
+    if max_tokens == 4096:
+        assert sum(micro.rows.input_ids.numel() for micro in found) < 0.5 * apart
+
+
+def test_a_pass_is_one_row_with_positions_that_restart(make_samples: Make) -> None:
+    (sample,) = make_samples(1, 1)
+    responses = ([5, 6, 7], [8, 9, 10], [4], [1, 2])
+    span = sample.spans[0]
+    siblings = [
+        replace(
+            sample,
+            sample_id=str(i),
+            prompt_ids=np.array([40, 41], np.int32),
+            response_ids=np.array(ids, np.int32),
+            logprobs=np.zeros(len(ids), np.float32),
+            spans=(span._replace(num_tokens=len(ids)),),
+        )
+        for i, ids in enumerate(responses)
+    ]
+    (micro,) = passes(siblings, 100, CPU, prompts_once=True)
+    assert micro.sample_ids == ("2", "3", "1", "0")
+    assert micro.rows.input_ids.tolist() == [[40, 41, 1, 8, 9, 5, 6]]
+    assert micro.rows.positions is not None
+    assert micro.rows.positions.tolist() == [[0, 1, 2, 2, 3, 2, 3]]
+    assert micro.rows.index.tolist() == [1, 1, 2, 1, 3, 4, 1, 5, 6]
+    assert micro.rows.targets.tolist() == [4, 1, 2, 8, 9, 10, 5, 6, 7]
+    assert micro.rows.prompts == (SharedPrompt(Run(0, 2, 1), (Run(2, 3, 1), Run(3, 7, 2))),)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (KINDS["qwen2"], ""),
+        (KINDS["qwen3"], ""),
+        (KINDS["llama"], ""),
+        (GraniteConfig(**SIZES), "of type granite, not llama, qwen2, qwen3"),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "layers of sliding_attention",
+        ),
+    ],
+    ids=["qwen2", "qwen3", "llama", "granite", "sliding"],
+)
+def test_how_a_model_reads_is_chosen_when_it_is_loaded(
+    config: PreTrainedConfig, why: str, tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), "cpu", tokenizer_size=VOCAB)
+    assert policy.prompts_once == (not why)
+    assert why in why_padded(policy.model)
+
+
+def test_a_model_with_attention_of_its_own_refuses_rows_with_shared_prompts(
+    make_policy: Make, make_samples: Make
+) -> None:
+    (micro,) = passes(make_samples(1, 3), 100, CPU, prompts_once=True)
+    with pytest.raises(ValueError, match="cannot read rows that hold a prompt once"):
+        make_policy().log_probs(micro.rows, micro.temperature, Compute(torch.float32, 64))
+
+
+def test_in_bfloat16_scores_are_as_close_as_those_of_padded_rows(
+    make_model: Make, make_samples: Make
+) -> None:
+    model = make_model()
+    read_prompts_once(model)
+    policy = LoadedPolicy(model, VOCAB, prompts_once=True)
+    samples = make_samples(3, 5)
+    scores: dict[tuple[bool, torch.dtype], dict[str, Tensor]] = {}
+    for once in (True, False):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = scores.setdefault((once, dtype), {})
+            for micro in passes(samples, 4096, CPU, prompts_once=once):
+                values = score(policy, micro, Compute(dtype, 64)).split(micro.rows.counts.tolist())
+                found |= zip(micro.sample_ids, values, strict=True)
+    exact = scores[False, torch.float32]
+    for sample, values in scores[True, torch.float32].items():
+        torch.testing.assert_close(values, exact[sample], rtol=1e-5, atol=1e-5)
+
+    def rounding(found: dict[str, Tensor]) -> float:
+        return float(torch.cat([(found[s] - exact[s]).abs() for s in exact]).mean())
+
+    padded = rounding(scores[False, torch.bfloat16])
+    assert 1e-4 < rounding(scores[True, torch.bfloat16]) <= 1.5 * padded
