@@ -16,6 +16,8 @@ NAMES = {
     *("all_gather_object", "gather_object"),  # of torch.distributed, which pickles objects
     *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
 }
+PLANNER = "torch.distributed.checkpoint"
+"""It pickles what it saves beside the tensors, and plans by collectives that pickle, too."""
 OPTIONS = {"allow_pickle": True, "weights_only": False, "trust_remote_code": True}
 
 
@@ -23,14 +25,20 @@ def found_in(tree: ast.AST) -> Iterator[str]:
     """What may run what it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name.split(".")[0] in MODULES)
+            yield from filter(_forbidden, (each.name for each in node.names))
         elif isinstance(node, ast.ImportFrom):
-            names = {node.module or "", *(each.name for each in node.names)}
-            yield from (name for name in names if name.split(".")[0] in MODULES | NAMES)
-        elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+            module = node.module or ""
+            names = {module, *(f"{module}.{each.name}" for each in node.names)}
+            yield from filter(_forbidden, names)
+        elif isinstance(node, ast.Attribute) and _forbidden(ast.unparse(node)):
             yield node.attr
         elif isinstance(node, ast.Call):
             yield from _call(node)
+
+
+def _forbidden(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] in MODULES or parts[-1] in NAMES or name.startswith(PLANNER)
 
 
 def _call(node: ast.Call) -> Iterator[str]:
@@ -40,6 +48,8 @@ def _call(node: ast.Call) -> Iterator[str]:
     )
     if ast.unparse(node.func) == "torch.load" and options.get("weights_only") != "True":
         yield "torch.load without weights_only=True"
+    if ast.unparse(node.func) == "torch.save":
+        yield "torch.save, which pickles"
 
 
 def test_the_package_reads_nothing_that_could_be_code() -> None:
@@ -64,6 +74,9 @@ def test_the_package_reads_nothing_that_could_be_code() -> None:
         "from torch.distributed import broadcast_object_list",
         "dist.all_gather_object(found, mine)",
         "np.load(path, allow_pickle=True)",
+        "torch.save(state, path)",
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed import checkpoint",
     ],
 )
 def test_each_way_is_found(text: str) -> None:

@@ -3,6 +3,7 @@ default."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from laminar.net import frames
 from laminar.storage import messages as store
 from laminar.tasks import reward_worker
 from laminar.tasks.rewards import RewardCall
+from laminar.training import gang
 from laminar.weights import messages as relay
 from laminar.weights.chain import wire as chain
 from tests.kit.distinct import distinct, kinds_of
@@ -46,6 +48,15 @@ def to_the_worker(message: Any) -> Any:
 def from_the_worker(message: Any) -> Any:
     body = reward_worker.frame(message)[reward_worker.LENGTH.size :]
     return msgspec.msgpack.decode(body, type=reward_worker.Reply)
+
+
+def over_a_socket(kind: Any) -> Callable[[Any], Any]:
+    async def received(message: Any) -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(gang.frame(message))
+        return await gang.receive(reader, kind)
+
+    return lambda message: asyncio.run(received(message))
 
 
 def through_the_log(message: Any) -> Any:
@@ -80,6 +91,8 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "chain back": (kinds_of(chain.FromSuccessor), over_the_chain(chain.successor_decoder)),
     "to a reward worker": ((reward_worker.Start, RewardCall), to_the_worker),
     "from a reward worker": (kinds_of(reward_worker.Reply), from_the_worker),
+    "to a rank": ((gang.Order,), over_a_socket(gang.Order)),
+    "from a rank": (kinds_of(gang.Reply), over_a_socket(gang.Reply)),
     "to a warm process": (
         (warm_process.Launch,),
         lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Launch),

@@ -127,7 +127,9 @@ def _places(config: Config, parameters: int, machines: int, machine: Machine) ->
 
 
 def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
-    return gpus_of("trainer", "", list(machine.gpus)) if config.trainer.device != "cpu" else []
+    if config.trainer.device == "cpu":
+        return []
+    return gpus_of("trainer", "", list(machine.gpus), ranks=config.trainer.ranks)
 
 
 def _version_bytes(config: Config, parameters: int, machine: Machine) -> int:
@@ -158,7 +160,8 @@ def _add_replicas(
     copies: dict[str, int] = {}
     counts = [config.replicas_on(machine) for machine in range(machines)]
     for index in chain.from_iterable(map(range, counts)):
-        for name in gpus_of("rollout", f"rollout-{index}", names, gpus_per_replica(config)):
+        per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
+        for name in gpus_of("rollout", f"rollout-{index}", names, per_replica, ranks):
             copies[name] = copies.get(name, 0) + 1
     one = parameters * BYTES[_type(config.rollout.dtype, names, config.weights.dtype)]
     for name, count in copies.items():

@@ -102,9 +102,11 @@ def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
         raise ConfigError(f"--name: {error}") from None
     for role, count in roles:
         if role != "rollout" and count > 1:
-            raise ConfigError(f"--roles: a machine has one {role}, not {count}")
+            ranks = "; trainer.ranks says how many processes it has" * (role == "trainer")
+            raise ConfigError(f"--roles: a machine has one {role}, not {count}{ranks}")
         if role in ("store", "trainer") and not first:
-            raise ConfigError(f"--roles: the {role} of a run is on node-0, not on {name}")
+            ranks = ", with all of its trainer.ranks" * (role == "trainer")
+            raise ConfigError(f"--roles: the {role} of a run is on node-0{ranks}, not on {name}")
 
 
 def parse_roles(text: str) -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
-from laminar.engines.check import check_engine
+from laminar.engines.check import check_engine, count_gpus
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
@@ -168,8 +168,17 @@ def check_devices(config: Config) -> None:
     """A CUDA that is asked for by name must be there; "auto" takes what there is."""
     devices = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
     asked = [key for key, device in devices.items() if device == "cuda"]
-    if not asked:
-        return
+    if asked:
+        _check_cuda(asked)
+    ranks = config.trainer.ranks
+    if config.trainer.device != "cpu" and ranks > 1 and 0 < (gpus := count_gpus()) < ranks:
+        raise ConfigError(
+            f"trainer.ranks = {ranks} is more than the {gpus} GPUs of this machine that we may "
+            "use, and each rank has one of its own: give at most as many"
+        )
+
+
+def _check_cuda(asked: list[str]) -> None:
     import torch  # takes longer to load than all the rest
 
     if not torch.cuda.is_available():

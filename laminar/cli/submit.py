@@ -120,11 +120,12 @@ def _replicas(config: Config) -> dict[str, Any]:
 
 
 def _beside(config: Config) -> dict[str, Any]:
-    """The trainer has one GPU of its machine, and shares it with no replica."""
+    """The trainer has some GPUs of its machine, and shares them with no replica."""
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if not gpus:
         return {}
-    count = config.rollout.replicas * ((gpus - 1) // size) // (gpus // size)
+    left = max(gpus - config.trainer.ranks, 0)
+    count = config.rollout.replicas * (left // size) // (gpus // size)
     return {"rollout.replicas_beside_trainer": count}
 
 

@@ -93,6 +93,11 @@ def _check_machines(c: Config) -> None:
             f"slurm.spares = {asked.spares}, but slurm.rollouts = 0: spares take the place of "
             "rollout machines; give some, or no spares"
         )
+    if 0 < asked.gpus < c.trainer.ranks:
+        raise ConfigError(
+            f"trainer.ranks = {c.trainer.ranks} are more than slurm.gpus = {asked.gpus}, and all "
+            "ranks are on one machine, each with a GPU of its own: raise one or lower the other"
+        )
     limit_s = slurm_seconds(asked.time) if asked.time else math.inf
     if limit_s is None:
         raise ConfigError(
@@ -133,6 +138,11 @@ def slurm_seconds(time: str) -> int | None:
 
 def _check_emulated(c: Config) -> None:
     """What a real run may be told and an emulated one cannot do."""
+    if c.trainer.ranks > 1:
+        raise ConfigError(
+            f'trainer.ranks = {c.trainer.ranks} with rollout.engine = "emulated": an emulated '
+            "trainer has no model to divide; give 1"
+        )
     for key in ("max_prompt_length", "max_response_length"):
         if (tokens := getattr(c.data, key)) > EMULATED_TOKENS_MAX:
             raise ConfigError(

@@ -358,7 +358,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype, says("compute type; auto: float32 on a CPU, bfloat16 autocast on a GPU")
     ] = "auto"
-    threads: Annotated[Count, says("torch threads of the trainer on a CPU")] = 1
+    threads: Annotated[Count, says("torch threads of one rank of the trainer on a CPU")] = 1
+    ranks: Annotated[
+        Count,
+        Meta(le=64),
+        says("processes that the model is divided among, each with a GPU where there are any"),
+    ] = 1
+    collective_timeout_s: Annotated[
+        Seconds, says("the trainer ends when a rank has not come to a collective after this")
+    ] = 600.0
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):

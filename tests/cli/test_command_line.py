@@ -86,3 +86,14 @@ def test_a_replica_of_several_gpus_has_neighbours_of_its_own() -> None:
     given = [gpus_of("rollout", name, eight, 2) for name in names]
     assert given == [["1", "2"], ["3", "4"], ["5", "6"], ["1", "2"]]
     assert gpus_of("rollout", "rollout-0", ["0", "1"], 2) == ["0", "1"], "shared with the trainer"
+
+
+def test_a_trainer_of_several_ranks_has_as_many_gpus() -> None:
+    eight = [str(gpu) for gpu in range(8)]
+    assert gpus_of("trainer", "trainer-0", eight, 2, 5) == ["0", "1", "2", "3", "4"]
+    names = ["rollout-0", "rollout-1", "rollout-2"]
+    assert [gpus_of("rollout", name, eight, 2, 5) for name in names] == [["5", "6"]] * 3
+    shared = [gpus_of("rollout", name, ["0", "1"], 1, 2) for name in names]
+    assert shared == [["0"], ["1"], ["0"]], "none is left"
+    elsewhere = [gpus_of("rollout", name, eight, 1, 0) for name in names]
+    assert elsewhere == [["0"], ["1"], ["2"]], "a machine without the trainer"

@@ -59,6 +59,29 @@ def test_cuda_that_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.Monk
     preflight.check_devices(config(tmp_path, "trainer.device=cuda", "rollout.device=cuda"))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "refused"),
+    [
+        (2, "auto", True),
+        (2, "cuda", True),
+        (3, "cuda", False),
+        (0, "auto", False),
+        (2, "cpu", False),
+    ],
+)
+def test_each_rank_of_the_trainer_has_a_gpu(
+    gpus: int, device: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, ranks are processes, as many as one likes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(preflight, "count_gpus", lambda: gpus)
+    asked = config(tmp_path, "trainer.ranks=3", f"trainer.device={device}")
+    if not refused:
+        return preflight.check_devices(asked)
+    with pytest.raises(ConfigError, match=r"trainer.ranks = 3 is more than the 2 GPUs"):
+        preflight.check_devices(asked)
+
+
 def test_a_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match=r"runs/quickstart cannot be made.*runs is not a dir"):

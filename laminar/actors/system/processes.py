@@ -16,6 +16,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 
 from laminar.actors.host import Host
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
@@ -32,14 +33,17 @@ REAP_S = 1.0
 """The time between two looks for children of killed actors, which are the node's then."""
 
 
-def gpus_of(role: str, name: str, gpus: list[str], per_replica: int = 1) -> list[str]:
-    """The trainer has the first GPU, replicas take turns on the others (or share the only one).
+def gpus_of(
+    role: str, name: str, gpus: list[str], per_replica: int = 1, ranks: int = 1
+) -> list[str]:
+    """The trainer has the first `ranks` GPUs, replicas take turns on the others, or share those of
+    the trainer where too few are left.
 
     A replica has `per_replica` neighbours, and never fewer because the last ones are left over.
     """
     if role == "trainer":
-        return gpus[:1]
-    others = gpus[1:] if len(gpus) > per_replica else gpus
+        return gpus[:ranks]
+    others = gpus[ranks:] if len(gpus) - ranks >= per_replica else gpus
     if not others or role != "rollout":
         return []
     index = int(name.rpartition("-")[2].rpartition(".")[2])
@@ -91,6 +95,8 @@ class MachineProcesses:
         """`roles`: with how many actors. `seeds`: warm processes that were started before, by
         kind."""
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
+        here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
+        self._ranks = host.config.trainer.ranks if here else 0  #: that have GPUs of this machine
         self._together = together(roles, host.config, host.node)
         self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
         self._lifeline = os.pipe()  #: its first end is the standard input of the actors
@@ -123,7 +129,7 @@ class MachineProcesses:
             "LAMINAR_BOOT": boot,
             "LAMINAR_NODE_BOOT": host.boot_id,
         }
-        gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config))
+        gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config), self._ranks)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         launch = Launch(

@@ -1,0 +1,47 @@
+"""A rank that does what its orders say, for tests of the gang: orders are words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+
+from laminar.config import ConfigError
+from laminar.run.parent_death import die_with_parent
+from laminar.training.gang import Inherited, serve
+from laminar.training.resume import CheckpointError
+
+ERRORS = {
+    "bug": ValueError("a bug"),
+    "config": ConfigError("the model is another"),
+    "checkpoint": CheckpointError("the file is cut off"),
+    "disk": OSError(28, "No space left on device"),
+}
+
+
+def main(mode: str, rank: str, parent: str, *descriptors: str) -> None:
+    die_with_parent(int(parent))
+    given, begun, go = Inherited(*map(int, descriptors)), [], threading.Event()
+
+    async def handle(order: bytes) -> bytes:
+        word, _, number = order.decode().partition(" ")
+        begun.append(word)
+        if number in ("", rank):
+            if word == "wait":
+                await asyncio.to_thread(go.wait)
+            elif word == "go":
+                go.set()
+            elif word == "end":
+                os._exit(7)
+            elif word in ERRORS:
+                raise ERRORS[word]
+        return f"{rank}: {' '.join(begun)}".encode()
+
+    if mode == "late":
+        threading.Event().wait()
+    asyncio.run(serve(given, handle))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
