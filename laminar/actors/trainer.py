@@ -58,7 +58,14 @@ PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Nats per token on average; what was measured is in docs/weights.md."""
 NO_PROBE = mf.Probe(sequences=((0, 0),), logprobs=((0.0,),), tolerance=1.0, mean_tolerance=1.0)
 """The probe of weights that go to nobody."""
-ROUNDING = ("torch", "threads", "micro_batch_tokens", "logit_chunk_tokens", "prompts_once")
+ROUNDING = (
+    "torch",
+    "threads",
+    "ranks",
+    "micro_batch_tokens",
+    "logit_chunk_tokens",
+    "prompts_once",
+)
 """The facts of a checkpoint on which it depends whether a step gives the same bytes again."""
 PROBE_OUTLIER = 10.0
 """How many times the tolerance one token may be off."""

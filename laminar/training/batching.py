@@ -62,6 +62,7 @@ class MicroBatch:
     advantages: Tensor
     temperature: Tensor
     lengths: Tensor  #: response length of the token's sequence
+    empty: bool = False  #: its rows are another rank's, and count for nothing here
 
 
 def by_group(samples: Sequence[TrainSample]) -> dict[str, list[TrainSample]]:

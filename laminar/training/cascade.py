@@ -31,11 +31,14 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def why_padded(model: PreTrainedModel) -> str:
-    """Why the model does not read a prompt once for all its responses; empty: it does."""
+def why_padded(model: PreTrainedModel, device: torch.device) -> str:
+    """Why the model does not read a prompt once for all its responses; empty: it does.
+
+    `device`: where it computes, which need not be where its parameters are.
+    """
     config = model.config
-    if model.device.type != "cpu":
-        return f"the trainer computes on {model.device.type}"
+    if device.type != "cpu":
+        return f"the trainer computes on {device.type}"
     if config.model_type not in MODEL_TYPES:
         return f"the model is of type {config.model_type}, not {', '.join(MODEL_TYPES)}"
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:

@@ -45,12 +45,12 @@ from laminar.training.mismatch import MismatchLimits, rounding_of
 from laminar.training.model import (
     Compute,
     LoadedPolicy,
-    cast_linear,
     named_weights,
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.passes import passes
+from laminar.training.ranks import ONE, Ranks
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
@@ -73,7 +73,8 @@ class _MiniBatch:
     sample_ids: tuple[str, ...]
     counts: BatchCounts  #: masked sequences included
     has_signal: bool
-    micros: list[MicroBatch]  #: of the sequences that are trained
+    trained: list[TrainSample]
+    micros: list[MicroBatch]  #: of this rank's share of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,12 @@ class Learner:
         *,
         reference: LoadedPolicy | None = None,
         total_steps: int = 0,
+        ranks: Ranks = ONE,
     ) -> None:
-        """`total_steps` of the run is needed by a decaying schedule only; raises ConfigError."""
+        """`total_steps` of the run is needed by a decaying schedule only; raises ConfigError.
+
+        `ranks`: which of several this is; each has the same config and rows of the same policy.
+        """
         check_schedule(config.optim, total_steps)
         if config.algorithm.use_kl_loss and reference is None:
             raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
@@ -109,6 +114,7 @@ class Learner:
         self.policy = policy
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps = total_steps
+        self.ranks = ranks
         self._objective = ObjectiveConfig(
             config.algorithm,
             config.data.max_response_length,
@@ -120,7 +126,7 @@ class Learner:
         self.reference_digest = ""
         if self.reference is not None:
             self.reference_digest = _digest(self.reference)
-            cast_linear(self.reference.model, self._compute.dtype)
+            self.reference.cast(self._compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
@@ -128,7 +134,7 @@ class Learner:
         Groups are cut into mini-batches in the order given. Raises ValueError for an empty batch,
         a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
         """
-        self._check(samples)
+        _check(samples, self.policy.vocab_limit)
         self._set_learning_rate(step)
         ready = with_advantages(samples, self.config.algorithm)
         batch = self._batch(ready)
@@ -171,7 +177,7 @@ class Learner:
         """
         arrays = [np.asarray(s, dtype=np.int32) for s in sequences]
         for i, ids in enumerate(arrays):
-            self._check_ids(f"sequence {i}", ids)
+            _check_ids(f"sequence {i}", ids, self.policy.vocab_limit)
         scores: list[list[float]] = [[] for _ in arrays]
         budget = self.config.trainer.micro_batch_tokens
         for chosen in micro_batches([len(a) for a in arrays], budget):
@@ -187,6 +193,7 @@ class Learner:
         return LearnerFacts(
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
+            ranks=self.ranks.size,
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
             prompts_once=self.policy.prompts_once,
@@ -206,24 +213,6 @@ class Learner:
             )
         self._limits.restore(facts.moved)
 
-    def _check(self, samples: Sequence[TrainSample]) -> None:
-        if not samples:
-            raise ValueError("the batch is empty; a training step needs at least one sample")
-        if len({s.sample_id for s in samples}) != len(samples):
-            raise ValueError("the batch has a sample id twice; every sample is trained once")
-        for sample in samples:
-            self._check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids)
-            self._check_ids(f"the response of sample {sample.sample_id}", sample.response_ids)
-
-    def _check_ids(self, what: str, ids: np.ndarray) -> None:
-        if not len(ids):
-            raise ValueError(f"{what} is empty")
-        if ids.min() < 0 or ids.max() >= self.policy.vocab_limit:
-            raise ValueError(
-                f"{what} has an id outside 0..{self.policy.vocab_limit - 1}; engine and trainer "
-                "must use one tokenizer"
-            )
-
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
         """Count everything, then keep what is trained.
 
@@ -238,15 +227,18 @@ class Learner:
             sample_ids=tuple(s.sample_id for s in samples),
             counts=counts,
             has_signal=any(s.advantage != 0 or other_terms for s in trained),
+            trained=trained,
             micros=self._passes(trained),
         )
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        """This rank's."""
         return passes(
             samples,
             self.config.trainer.micro_batch_tokens,
             self.policy.device,
             prompts_once=self.policy.prompts_once,
+            ranks=self.ranks,
         )
 
     def _batch(self, ready: Sequence[TrainSample]) -> _Batch:
@@ -261,9 +253,11 @@ class Learner:
         if len(minis) == 1:  # the current score is the one at the start of the step
             proximal: list[list[Tensor | None]] = [[None] * len(minis[0].micros)]
             losses = self._accumulate(minis[0], proximal[0], figures)
-            return _Batch(minis, proximal, figures, losses)
-        proximal = [[self._proximal(micro, figures) for micro in mini.micros] for mini in minis]
-        return _Batch(minis, proximal, figures, None)
+        else:
+            proximal = [[self._proximal(micro, figures) for micro in mini.micros] for mini in minis]
+            losses = None
+        figures.join(self.ranks, [s for mini in minis for s in mini.trained])
+        return _Batch(minis, proximal, figures, losses)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
         scores = score(self.policy, micro, self._compute)
@@ -285,16 +279,20 @@ class Learner:
             self._update(mini, batch.losses or self._accumulate(mini, scores, figures))
             for mini, scores in zip(batch.minis, batch.proximal, strict=True)
         )
+        if not batch.losses:
+            figures.join(self.ranks, [s for mini in batch.minis for s in mini.trained])
         distance = 0.0
         if before is not None and any(u.skipped_reason is None for u in updates):
-            distance = float((self._log_probs(few) - before).abs().mean())
+            moved = (self._log_probs(few) - before).abs().double().sum().cpu()
+            distance = float(self.ranks.sum(moved)) / sum(len(s.response_ids) for s in few)
         self._limits.moved(step, distance)
         return updates, figures
 
     def _log_probs(self, samples: Sequence[TrainSample]) -> Tensor:
-        """The log-probs of all response tokens, with the current weights."""
-        parts = [score(self.policy, micro, self._compute) for micro in self._passes(samples)]
-        return torch.cat(parts)
+        """The log-probs of all response tokens of this rank's share, with the current weights."""
+        micros = self._passes(samples)
+        scores = [score(self.policy, micro, self._compute) for micro in micros]
+        return torch.cat([s[:0] if m.empty else s for s, m in zip(scores, micros, strict=True)])
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
@@ -326,12 +324,34 @@ class Learner:
                 pg_loss += float(part.pg_loss)
                 if kl_loss is not None and part.kl_loss is not None:
                     kl_loss += float(part.kl_loss)
-        return pg_loss, kl_loss
+        sums = torch.tensor([pg_loss, kl_loss or 0.0], dtype=torch.float64)
+        pg_loss, kl_sum = self.ranks.sum(sums).tolist()
+        return pg_loss, None if kl_loss is None else kl_sum
 
     def _set_learning_rate(self, step: int) -> None:
         lr = learning_rate(self.config.optim, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+
+def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:
+    if not samples:
+        raise ValueError("the batch is empty; a training step needs at least one sample")
+    if len({s.sample_id for s in samples}) != len(samples):
+        raise ValueError("the batch has a sample id twice; every sample is trained once")
+    for sample in samples:
+        _check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids, vocab_limit)
+        _check_ids(f"the response of sample {sample.sample_id}", sample.response_ids, vocab_limit)
+
+
+def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
+    if not len(ids):
+        raise ValueError(f"{what} is empty")
+    if ids.min() < 0 or ids.max() >= vocab_limit:
+        raise ValueError(
+            f"{what} has an id outside 0..{vocab_limit - 1}; engine and trainer must use one "
+            "tokenizer"
+        )
 
 
 def with_advantages(
@@ -371,6 +391,7 @@ def _digest(policy: LoadedPolicy) -> str:
     """The digest of all weights: names, types, shapes and bytes."""
     found = xxhash.xxh3_128()
     for name, tensor in named_weights(policy.model):
+        tensor = policy.whole(tensor)
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.storage.rules import Span
 from laminar.training.advantages import CONSTANT_SPREAD
 from laminar.training.batching import MicroBatch, by_group
+from laminar.training.ranks import Ranks
 from laminar.training.steps import Mismatch, Origin, TrainSample, origin_of
 
 Column = NDArray[np.float64]  # one number per sample
@@ -64,16 +66,39 @@ class TokenFigures:
         self._origins: dict[Origin, Column] = {}  #: sums of MISMATCH_FIGURES, then tokens
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
-        """Take the figures [tokens] of one micro-batch."""
-        self.sample_ids += micro.sample_ids
+        """Take the figures [tokens] of one micro-batch; of an empty one, their names."""
         counts = micro.rows.counts
+        if micro.empty:
+            counts = counts[:0]
+        else:
+            self.sample_ids += micro.sample_ids
         starts = np.cumsum(counts) - counts
         self._sums.setdefault("tokens", []).append(counts.astype(np.float64))
         arrays = {name: values.double().cpu().numpy() for name, values in figures.items()}
         for name, array in arrays.items():
             self._sums.setdefault(name, []).append(np.add.reduceat(array, starts))
             self._maxima.setdefault(name, []).append(np.maximum.reduceat(array, starts))
-        self._add_to_origins(micro.spans, [arrays[name] for name in MISMATCH_FIGURES])
+        if not micro.empty:
+            self._add_to_origins(micro.spans, [arrays[name] for name in MISMATCH_FIGURES])
+
+    def join(self, ranks: Ranks, samples: Sequence[TrainSample]) -> None:
+        """Have the figures of all ranks, once; `samples`: whose they are, each of one rank."""
+        if ranks.size == 1 or not samples:
+            return
+        row_of = {s.sample_id: row for row, s in enumerate(samples)}
+        own = [row_of[sample_id] for sample_id in self.sample_ids]
+        for columns in (self._sums, self._maxima):  # other ranks' rows of a maximum are 0, too
+            table = np.zeros((len(columns), len(samples)))
+            for column, name in zip(table, columns, strict=True):
+                column[own] = np.concatenate(columns[name])
+            ranks.sum(torch.from_numpy(table))
+            columns.update((name, [column]) for name, column in zip(columns, table, strict=True))
+        self.sample_ids = [s.sample_id for s in samples]
+        origins = dict.fromkeys(origin_of(span) for s in samples for span in s.spans)
+        none = np.zeros(len(MISMATCH_FIGURES) + 1)
+        sums = np.stack([self._origins.get(origin, none) for origin in origins])
+        ranks.sum(torch.from_numpy(sums))
+        self._origins = dict(zip(origins, sums, strict=True))
 
     def _add_to_origins(self, spans: Sequence[Span], figures: Sequence[Column]) -> None:
         """`figures`: per token of these spans."""
@@ -116,7 +141,7 @@ def token_metrics(figures: TokenFigures) -> dict[str, float]:
     }
     if not figures.sample_ids:
         return found
-    shortest_first = np.argsort(figures.sums("tokens"), kind="stable")
+    shortest_first = np.lexsort((np.array(figures.sample_ids), figures.sums("tokens")))
     for quarter, rows in enumerate(np.array_split(shortest_first, 4), start=1):
         for key in BY_LENGTH:
             if TOKEN_MEANS[key] in figures and len(rows):

@@ -63,6 +63,14 @@ class LoadedPolicy:
     def device(self) -> torch.device:
         return self.model.device
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of its tensors."""
+        return tensor
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold what autocast would cast in each pass; for a model that is not trained."""
+        cast_linear(self.model, dtype)
+
     def log_probs(
         self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
     ) -> TokenScores:
@@ -167,14 +175,14 @@ def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -
     `tokenizer_size` is one more than the tokenizer's largest id; models pad their vocabulary.
     """
     model, info = _from_pretrained(name)
-    _check_loaded(name, info)
+    check_loaded(name, info)
     width = model.get_output_embeddings().weight.shape[0]
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
-    once = not why_padded(model)
+    once = not why_padded(model, model.device)
     if once:
         read_prompts_once(model)
     policy = LoadedPolicy(model.eval(), min(width, tokenizer_size), once)
-    _check_head(name, policy)
+    check_head(name, policy)
     return policy
 
 
@@ -194,7 +202,7 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     return model, info
 
 
-def _check_loaded(name: str, info: Mapping[str, Any]) -> None:
+def check_loaded(name: str, info: Mapping[str, Any]) -> None:
     """Every tensor of the model from the checkpoint, and none left over."""
     for kind, what in (
         ("missing_keys", "lacks tensors of the model"),
@@ -209,7 +217,7 @@ def _check_loaded(name: str, info: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _check_head(name: str, policy: LoadedPolicy) -> None:
+def check_head(name: str, policy: LoadedPolicy) -> None:
     """One row in chunks against the model's own logits: it may scale them, cap them or more."""
     ids = np.arange(CHECKED_TOKENS, dtype=np.int32) % policy.vocab_limit
     rows = token_rows([ids], [1], policy.device)
@@ -231,11 +239,13 @@ def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
     Tied tensors come once, under the first name: a model with a tied head has no lm_head.weight.
     """
-    seen: set[tuple[int, torch.Size]] = set()
-    found = []
-    for name, tensor in model.state_dict().items():
-        identity = (tensor.data_ptr(), tensor.shape)
-        if identity not in seen:
-            seen.add(identity)
-            found.append((name, tensor))
+    found = by_identity(model.state_dict(keep_vars=True))
+    return [(names[0], tensor.detach()) for names, tensor in found.values()]
+
+
+def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:
+    """Each tensor once, with all its names. What is sharded has no address to tell it by."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return found

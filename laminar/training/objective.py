@@ -81,6 +81,8 @@ def objective(
     coefficients = token_coefficients(
         algorithm.loss_agg_mode, micro.lengths, counts, config.max_response_length
     )
+    if micro.empty:
+        coefficients = torch.zeros_like(coefficients)
     pg_loss = (coefficients * losses).sum()
     loss = pg_loss - algorithm.entropy_coeff * (coefficients * entropy).sum()
     kl_loss = None

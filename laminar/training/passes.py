@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from laminar.training.batching import (
     micro_batch,
     micro_batches,
 )
+from laminar.training.ranks import ONE, Ranks, shares
 from laminar.training.steps import TrainSample
 
 Siblings = list[TrainSample]
@@ -36,13 +39,33 @@ Siblings = list[TrainSample]
 
 
 def passes(
-    samples: Sequence[TrainSample], max_tokens: int, device: torch.device, *, prompts_once: bool
+    samples: Sequence[TrainSample],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    prompts_once: bool,
+    ranks: Ranks = ONE,
 ) -> list[MicroBatch]:
-    """Every sample in one pass; a pass reads `max_tokens`, or one sample."""
-    if prompts_once:
-        return [collate_siblings(found, device) for found in packed(samples, max_tokens)]
-    chosen = micro_batches([s.length for s in samples], max_tokens)
-    return [collate([samples[i] for i in rows], device) for rows in chosen]
+    """Those of this rank. A pass reads `max_tokens`, or one sample; every sample is in one pass of
+    one rank. All ranks have equally many: an empty one has the shortest sample."""
+
+    def cut(own: list[TrainSample]) -> list[Any]:
+        if prompts_once:
+            return packed(own, max_tokens)
+        return [
+            [own[i] for i in rows] for rows in micro_batches([s.length for s in own], max_tokens)
+        ]
+
+    of_ranks = [
+        cut([samples[i] for i in share])
+        for share in shares([s.length for s in samples], ranks.size)
+    ]
+    made = collate_siblings if prompts_once else collate
+    own = [made(chosen, device) for chosen in of_ranks[ranks.rank]]
+    for _ in range(max(map(len, of_ranks)) - len(own)):
+        shortest = min(samples, key=lambda s: s.length)
+        own.append(replace(collate([shortest], device), empty=True))
+    return own
 
 
 def packed(samples: Sequence[TrainSample], max_tokens: int) -> list[list[Siblings]]:

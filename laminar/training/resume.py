@@ -28,6 +28,7 @@ class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     torch: str  #: its version; another one may round otherwise
     threads: int
+    ranks: int = 1
     micro_batch_tokens: int
     logit_chunk_tokens: int = 0  #: 0: all of a pass in one
     prompts_once: bool = False  #: siblings share the tokens of their prompt (training/passes.py)

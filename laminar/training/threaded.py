@@ -75,7 +75,7 @@ class ThreadedLearner:
         self.learner = Learner(config, policy, reference=reference, total_steps=total)
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.weights())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-        padded = why_padded(policy.model)
+        padded = why_padded(policy.model, self._device)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from laminar.config import Config, resolve
 from laminar.storage.rules import Span
 from laminar.training.model import LoadedPolicy
 from laminar.training.steps import TrainSample
+from tests.kit.rank_group import RankGroup
 
 VOCAB = 48
 
@@ -136,3 +137,10 @@ def model_directory(
         return directory
 
     return write
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankGroup]:
+    group = RankGroup()
+    yield group
+    group.close()

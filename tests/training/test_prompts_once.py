@@ -329,7 +329,7 @@ def test_how_a_model_reads_is_chosen_when_it_is_loaded(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path), "cpu", tokenizer_size=VOCAB)
     assert policy.prompts_once == (not why)
-    assert why in why_padded(policy.model)
+    assert why in why_padded(policy.model, policy.device)
 
 
 def test_a_model_with_attention_of_its_own_refuses_rows_with_shared_prompts(

@@ -1,0 +1,76 @@
+"""The processes that train one model together: whose rows are whose, and sums over all of them.
+
+Gives   Ranks; ONE, a trainer of one process
+Raises  what torch.distributed raises when another rank is gone or late
+
+Every rank is given the whole batch and takes whole sequences of it, so that whatever is decided
+from the batch is decided alike everywhere, and what is worked out of the model is added up. Shares
+depend on the lengths alone: each rank knows those of the others without asking. A sharded model
+needs all ranks in every pass, so all have equally many; where a rank has no sequences left, its
+pass is empty. A trainer of one process has all sequences, and nothing here touches
+torch.distributed then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Ranks:
+    """One of them."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: of all `size` ranks; not needed where there is one, without offload."""
+        self.rank, self.size = rank, size
+        self._group = group
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, which has the sum over all ranks now."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        assert self._group is not None
+        return DeviceMesh.from_group(self._group, device.type)
+
+
+ONE = Ranks()
+
+
+def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of the sequences of each rank, ascending: longest first to who has fewest tokens."""
+    found: list[list[int]] = [[] for _ in range(size)]
+    tokens = [0] * size
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = tokens.index(min(tokens))
+        found[rank].append(i)
+        tokens[rank] += lengths[i]
+    return [sorted(share) for share in found]
+
+
+def meet(store: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> Ranks:
+    """Wait for the other ranks at this file, which nobody has used before.
+
+    `timeout_s`: longest wait for another rank, here and in each sum. What passes between them
+    stays on this machine: gloo has no authentication, and listens on loopback.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return Ranks(rank, size, dist.group.WORLD)

@@ -1,0 +1,241 @@
+"""A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
+
+Reads   a model directory, by slices
+Gives   ShardedPolicy, `load_sharded`, `shard`; Rows, `rows_of`, `whole`; ConfigError as model.py
+
+Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
+layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
+cut, and filled from slices of the files. Gradients are summed over the ranks, not averaged:
+coefficients are those of the whole mini-batch already, and a sum is exact for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from laminar.config import ConfigError
+from laminar.training.batching import TokenRows
+from laminar.training.cascade import read_prompts_once, why_padded
+from laminar.training.model import (
+    Compute,
+    Entropy,
+    LoadedPolicy,
+    TokenScores,
+    by_identity,
+    check_head,
+    check_loaded,
+)
+from laminar.training.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a tensor, along its first dimension."""
+
+    shape: tuple[int, ...]  #: of the whole tensor
+    first: int
+    data: Tensor
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """What this rank has of a tensor, not copied; of one that is not sharded, all."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Rows(shape, 0, tensor.detach())
+    mesh = tensor.device_mesh
+    first, _ = bounds(shape[0], mesh.get_local_rank(), mesh.size())
+    return Rows(shape, first, _local(tensor))
+
+
+def _local(tensor: DTensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, end) of the rows of a rank, as FSDP2 cuts them."""
+    each = -(-length // size)
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPolicy(LoadedPolicy):
+    """A policy whose passes all ranks make together."""
+
+    compute_device: torch.device = CPU  #: its parameters may be in host memory
+
+    @property
+    def device(self) -> torch.device:
+        return self.compute_device
+
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        one_process = partial(LoadedPolicy.log_probs, self)
+        model: Any = self.model
+        scores: TokenScores = model.with_parameters(
+            one_process, rows, temperature, compute, entropy
+        )
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return scores
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """From all ranks, which ask together."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Nothing: FSDP2 takes one type in a layer, and norms keep theirs."""
+
+    def reshard(self) -> None:
+        """Give back the tensors of the root, which stay whole after a pass for the backward pass
+        that usually follows: what is published or saved are rows."""
+        model: Any = self.model
+        model.reshard()
+
+
+def shard(
+    model: PreTrainedModel, vocab_limit: int, ranks: Ranks, device: torch.device, *, offload: bool
+) -> ShardedPolicy:
+    """Cut a model, with parameters in memory or on the meta device, into rows of the ranks.
+
+    `offload`: parameters are in host memory, and so are gradients and the optimizer's state.
+    """
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    mesh = ranks.mesh(device)
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    found: Any = model
+    found.with_parameters = MethodType(_call, model)
+    register_fsdp_forward_method(model, "with_parameters")
+    if once := not why_padded(model, device):
+        read_prompts_once(model)
+    return ShardedPolicy(model, vocab_limit, once, device)
+
+
+def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """What runs while the root's parameters are whole: the head is not in the model's `forward`."""
+    return function(*args)
+
+
+def load_sharded(
+    name: str, ranks: Ranks, device: torch.device, *, tokenizer_size: int, offload: bool
+) -> ShardedPolicy:
+    """What `load_policy` loads, in rows of the ranks; raises ConfigError."""
+    model = _without_memory(name)
+    width = model.get_output_embeddings().weight.shape[0]
+    policy = shard(model, min(width, tokenizer_size), ranks, device, offload=offload)
+    model.to_empty(device="cpu" if offload else device)
+    _make_buffers(name, model, device)
+    try:
+        _fill(name, model)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"model {name!r} cannot be loaded: {error}; give model.name the directory of a causal "
+            "LM with safetensors weights"
+        ) from error
+    check_head(name, policy)
+    policy.reshard()
+    return policy
+
+
+def _without_memory(name: str) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model {name!r} cannot be loaded: {reason}; give model.name the directory of a causal "
+            "LM with safetensors weights"
+        ) from error
+    with suppress(OSError):  # a model need not have one
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
+    """Tensors that are in no file are made again by their module: memory without a model has
+    anything in it."""
+    saved = model.state_dict().keys()
+    for path, module in list(model.named_modules()):
+        lost = [key for key, _ in module.named_buffers(path, recurse=False) if key not in saved]
+        if not lost:
+            continue
+        try:
+            made = type(module)(model.config)
+        except TypeError as error:
+            raise ConfigError(
+                f"model {name!r} is a {type(model).__name__}, whose {lost[0]} cannot be made "
+                "again in parts; set trainer.ranks to 1 and trainer.offload to none"
+            ) from error
+        for key, buffer in made.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.to(device), persistent=False)
+
+
+@torch.no_grad()
+def _fill(name: str, model: PreTrainedModel) -> None:
+    """Every tensor of the model from the files, and none left over."""
+    with ExitStack() as files:
+        saved = _slices(Path(name), files)
+        lacking = []
+        for names, tensor in by_identity(model.state_dict(keep_vars=True)).values():
+            found = next((saved[n] for n in names if n in saved), None)
+            for key in names:
+                saved.pop(key, None)  # a tied tensor may be there under each of its names
+            if found is None:
+                lacking.append(names[0])
+            else:
+                copy_rows(names[0], tensor, found)
+    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
+
+
+def _slices(directory: Path, files: ExitStack) -> dict[str, Any]:
+    """By name: what gives rows of a tensor without reading the others."""
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(directory / name, framework="pt"))
+        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def copy_rows(name: str, tensor: Tensor, saved: Any) -> None:
+    """Take this rank's rows of a tensor from a slice of a file; ValueError for another shape."""
+    rows = rows_of(tensor)
+    if tuple(saved.get_shape()) != rows.shape:
+        raise ValueError(f"its {name!r} is {tuple(saved.get_shape())}, and not {rows.shape}")
+    if rows.data.numel():
+        rows.data.copy_(saved[rows.first : rows.first + len(rows.data)])

@@ -1,0 +1,223 @@
+"""What the processes of rank_group.py do: training steps of tiny models, on one process or ranks.
+
+Everything is a function of its arguments, so that a test can run it beside in one process.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from laminar.config import Config, resolve
+from laminar.storage.rules import Span
+from laminar.training import model as model_module
+from laminar.training import sharding
+from laminar.training.cascade import read_prompts_once
+from laminar.training.learner import Learner
+from laminar.training.losses import BatchCounts
+from laminar.training.metrics import TokenFigures
+from laminar.training.model import LoadedPolicy
+from laminar.training.ranks import ONE, Ranks, meet, shares
+from laminar.training.steps import StepResult, TrainSample
+
+VOCAB = 261
+CPU = torch.device("cpu")
+
+
+def serve(rank: int, size: int, store: Path, pipe: Connection) -> None:
+    """Answer the calls of a test, until it is gone."""
+    torch.set_num_threads(1)
+    meet(store, rank, size, CPU, timeout_s=60)
+    parts = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    while True:
+        try:
+            wanted, function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        ranks = Ranks(rank, wanted, parts[wanted])
+        try:
+            pipe.send((True, globals()[function](ranks, *args, **kwargs)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+def make_model(seed: int = 0, *, tied: bool = True) -> Any:
+    """Rows of its tensors: 261, 32, 16, and 2, which three ranks and more do not all get of."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_config(flat: dict[str, Any]) -> Config:
+    return resolve(
+        {
+            "model.name": "unused",
+            "data.dataset": "unused",
+            "data.max_response_length": 80,
+            "optim.lr": 0.0,
+            "optim.weight_decay": 0.0,
+            "optim.clip_grad": 0.0,
+            "algorithm.rollout_correction.mismatch_limit": 1e9,
+            "trainer.micro_batch_tokens": 60,
+        }
+        | flat
+    )
+
+
+def make_samples(
+    lengths: tuple[int, ...] = (9, 3, 12, 7, 1, 5, 8, 2, 14, 6, 4, 10),
+    seed: int = 0,
+    wrong: tuple[str, ...] = (),
+    replicas: int = 2,
+) -> list[TrainSample]:
+    """Groups of four, replicas in turn; `wrong`: those that had other weights."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i, length in enumerate(lengths):
+        replica = f"rollout-{i % replicas}"
+        logprobs = rng.normal(-15.5 if replica in wrong else -5.5, 0.2, length)
+        found.append(
+            TrainSample(
+                sample_id=f"0.{i // 4}.{i % 4}",
+                group_id=f"0.{i // 4}",
+                prompt_ids=rng.integers(0, VOCAB, 3 + i // 4).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                logprobs=logprobs.clip(max=0).astype(np.float32),
+                reward=float(rng.random()),
+                temperature=(0.7, 1.0, 1.3)[i % 3],
+                truncated=i % 4 == 1,
+                spans=(Span(replica, 3, 3, length),),
+            )
+        )
+    return found
+
+
+def make_learner(
+    ranks: Ranks | None, config: Config, *, tied: bool, offload: bool, dtype: torch.dtype
+) -> Learner:
+    """With a reference of its own where there is a KL term; without `ranks` of one process."""
+
+    def policy(seed: int) -> LoadedPolicy:
+        model = make_model(seed, tied=tied).to(dtype)
+        if ranks is None:
+            read_prompts_once(model)
+            return LoadedPolicy(model, VOCAB, prompts_once=True)
+        return sharding.shard(model, VOCAB, ranks, CPU, offload=offload)
+
+    reference = policy(1) if config.algorithm.use_kl_loss else None
+    return Learner(config, policy(0), reference=reference, ranks=ranks or ONE)
+
+
+def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits / temperature[:, None], dim=-1)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """All in the type of the model, where the product has float32."""
+    with (
+        replaced(model_module, "log_softmax_at", double_log_softmax),
+        replaced(model_module, "cast_linear", lambda model, dtype: None),
+    ):
+        yield
+
+
+def gradient(
+    ranks: Ranks | None,
+    settings: dict[str, Any],
+    samples: list[TrainSample],
+    *,
+    tied: bool = True,
+    offload: bool = False,
+    planted: str = "",
+) -> tuple[StepResult, dict[str, Any]]:
+    """One step in float64, and the gradient of its last mini-batch."""
+    with in_double(), PLANTED[planted]():
+        config = make_config(settings)
+        learner = make_learner(ranks, config, tied=tied, offload=offload, dtype=torch.float64)
+        result = learner.train_step(samples, 3)
+        policy = learner.policy
+        grads = {
+            name: policy.whole(p.grad).numpy().copy()
+            for name, p in policy.model.named_parameters()
+            if p.grad is not None
+        }
+    return result, grads
+
+
+# --- bugs that a test must see ----------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def averaged() -> Iterator[None]:
+    """The gradient is the mean over the ranks, as FSDP2 has it if it is not told."""
+    with (
+        replaced(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+        replaced(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, enable: None),
+    ):
+        yield
+
+
+@contextmanager
+def counts_of_a_rank() -> Iterator[None]:
+    """Tokens and sequences are counted over a rank's share."""
+    usual = Learner._prepare
+
+    def prepare(self: Learner, samples: list[TrainSample]) -> Any:
+        own = shares([s.length for s in samples], self.ranks.size)[self.ranks.rank]
+        tokens = sum(len(samples[i].response_ids) for i in own)
+        return replace(usual(self, samples), counts=BatchCounts(tokens, len(own)))
+
+    with replaced(Learner, "_prepare", prepare):
+        yield
+
+
+def suspects_of_a_rank() -> Any:
+    """Each rank leaves out what its own rows make it suspect."""
+    return replaced(TokenFigures, "join", lambda self, ranks, samples: None)
+
+
+PLANTED: dict[str, Callable[[], Any]] = {
+    "": nothing,
+    "averaged": averaged,
+    "counts of a rank": counts_of_a_rank,
+    "suspects of a rank": suspects_of_a_rank,
+}

@@ -1,0 +1,61 @@
+"""Four processes of torch.distributed, started once, of which a test uses as many as it wants.
+
+Gives   RankGroup: its processes run functions of tests/kit/rank_cases.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+ANSWER_S = 120.0
+
+
+class RankGroup:
+    """Its processes are forked from one that has imported torch: the imports are made once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.kit.rank_cases"])
+        self._stack = ExitStack()
+        store = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "meeting"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """What `function(ranks, ...)` gives on each of the first `size` ranks."""
+        for pipe in self._pipes[:size]:
+            pipe.send((size, function, args, kwargs))
+        answers = []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            assert pipe.poll(ANSWER_S), f"rank {rank} of {size} does not end {function}"
+            answers.append(pipe.recv())
+        for rank, (ok, answer) in enumerate(answers):
+            assert ok, f"rank {rank} of {size}:\n{answer}"
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._stack.close()
+
+
+def _serve(rank: int, store: Path, pipe: Connection) -> None:
+    from tests.kit import rank_cases
+
+    rank_cases.serve(rank, SIZE, store, pipe)

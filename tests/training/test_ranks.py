@@ -1,0 +1,118 @@
+"""Several processes train as one does: the same gradient, the same decisions, the same figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laminar.training.passes import passes
+from laminar.training.ranks import Ranks, shares
+from tests.kit import rank_cases
+from tests.kit.rank_cases import CPU, make_samples
+from tests.kit.rank_group import RankGroup
+
+LIMIT = 1e-12
+"""Of two ways to add up the same numbers in float64."""
+LONG = (70, 4, 3, 5, 4, 6, 3, 5)
+"""The first is one rank's only sequence, while others need several passes for theirs."""
+SUSPECT = {"algorithm.rollout_correction.mismatch_limit": 1.5}
+MINI = {"data.train_batch_size": 3, "algorithm.ppo_mini_batch_size": 1}
+KL = {"algorithm.use_kl_loss": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "tied": ({}, {}, {}),
+    "untied, KL": (KL, {}, {"tied": False}),
+    "mini-batches": (MINI | {"algorithm.entropy_coeff": 0.01}, {}, {}),
+    "empty passes": ({"trainer.micro_batch_tokens": 20}, {"lengths": LONG}, {}),
+    "masked, a suspect": (
+        SUSPECT | {"algorithm.truncated": "mask"},
+        {"wrong": ("rollout-1",)},
+        {},
+    ),
+    "recomputed": (
+        {"trainer.activation_checkpointing": "on", "trainer.logit_chunk_tokens": 7},
+        {},
+        {"tied": False},
+    ),
+    "offload": (KL | {"trainer.activation_checkpointing": "on"}, {}, {"offload": True}),
+}
+
+
+def flat(gradient: dict[str, Any]) -> Any:
+    return np.concatenate([gradient[name].ravel() for name in sorted(gradient)])
+
+
+def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Relative distance of two gradients, which have the same names."""
+    assert found.keys() == expected.keys()
+    wanted = flat(expected)
+    return float(np.linalg.norm(flat(found) - wanted) / np.linalg.norm(wanted))
+
+
+def step_of(name: str, ranks: RankGroup | None, size: int = 1, planted: str = "") -> Any:
+    settings, rows, options = CASES[name]
+    samples = make_samples(**rows)
+    if ranks is None:
+        return rank_cases.gradient(None, settings, samples, tied=options.get("tied", True))
+    return ranks.call(size, "gradient", settings, samples, planted=planted, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_have_the_gradient_and_the_figures_of_one_process(
+    name: str, ranks: RankGroup
+) -> None:
+    result, gradient = step_of(name, None)
+    assert result.changed and np.linalg.norm(flat(gradient)) > 0
+    assert bool(result.left_out) == ("suspect" in name)
+    for size in (1, 2, 3, 4):
+        for found, gradient_found in step_of(name, ranks, size):
+            assert apart(gradient_found, gradient) <= LIMIT, size
+            assert (found.left_out, found.digest) == (result.left_out, result.digest)
+            assert found.metrics == pytest.approx(result.metrics, rel=1e-6, abs=1e-9)
+            assert found.mismatch.keys() == result.mismatch.keys()
+            norms = [u.grad_norm for u in result.updates]
+            assert [u.grad_norm for u in found.updates] == pytest.approx(norms, rel=LIMIT)
+
+
+@pytest.mark.parametrize("planted", ["averaged", "counts of a rank"])
+def test_a_gradient_that_depends_on_the_ranks_is_seen(planted: str, ranks: RankGroup) -> None:
+    _, gradient = step_of("tied", None)
+    for _, found in step_of("tied", ranks, 2, planted):
+        assert apart(found, gradient) > 0.01
+
+
+def test_suspects_that_each_rank_finds_for_itself_are_seen(ranks: RankGroup) -> None:
+    """Of four rows, longest first, rank 0 has the first and the last: each rank has one suspect."""
+    settings = SUSPECT | {"trainer.micro_batch_tokens": 1000}
+    samples = make_samples(lengths=(10, 9, 8, 7), wrong=("rollout-0", "rollout-1"), replicas=4)
+    expected, gradient = rank_cases.gradient(None, settings, samples)
+    assert len(expected.left_out) == 2
+    for found, gradient_found in ranks.call(2, "gradient", settings, samples):
+        assert found.left_out == expected.left_out
+        assert apart(gradient_found, gradient) <= LIMIT
+    planted = ranks.call(2, "gradient", settings, samples, planted="suspects of a rank")
+    assert all(apart(found, gradient) > 0.01 for _, found in planted)
+
+
+def test_shares_are_whole_and_balanced_by_tokens() -> None:
+    lengths = [9, 3, 12, 7, 1, 5, 8, 2]
+    found = shares(lengths, 3)
+    assert sorted(i for share in found for i in share) == list(range(8))
+    tokens = [sum(lengths[i] for i in share) for share in found]
+    assert max(tokens) - min(tokens) <= 1
+    assert shares([5], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize("prompts_once", [True, False])
+def test_all_ranks_have_equally_many_passes(prompts_once: bool) -> None:
+    samples = make_samples(lengths=LONG)
+    found = [
+        passes(samples, 20, CPU, prompts_once=prompts_once, ranks=Ranks(rank, 3))
+        for rank in range(3)
+    ]
+    assert len(set(map(len, found))) == 1
+    micros = [micro for own in found for micro in own]
+    assert any(micro.empty for micro in micros)
+    ids = [i for micro in micros if not micro.empty for i in micro.sample_ids]
+    assert sorted(ids) == sorted(s.sample_id for s in samples)
