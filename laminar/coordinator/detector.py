@@ -16,8 +16,12 @@ began.
 
 When most of the machines fall silent together, it is the coordinator that is cut off. As after a
 pause, that is no reason to give up anybody: all have the long lease then, and when enough machines
-are heard again, every lease begins anew. Of a machine that is silent as a whole, and may be cut off
-itself, who is given up is marked as cut off.
+are heard again, every lease begins anew.
+
+A machine that is silent as a whole may be cut off itself. When the first word of it arrives, those
+of its other processes may take seconds more, since each has a connection of its own: so the leases
+of that machine begin anew. Who is given up, and was not heard since its machine was silent, is
+marked as cut off.
 """
 
 from __future__ import annotations
@@ -51,6 +55,9 @@ class FailureDetector:
         self._round_frames = 0  #: read in the present round
         self._next_look_ns = now_ns  #: no lease of the actors known so far ends before
         self._cut_off = False  #: most machines were silent at the last look
+        #: by machine: the last look at which it was silent, and the next one at which it was not
+        self._silent_at_ns: dict[str, int] = {}
+        self._back_at_ns: dict[str, int] = {}
 
     def lease_of_ns(self, role: str) -> int:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
@@ -81,8 +88,8 @@ class FailureDetector:
         """What follows from silence until `now_ns`; `heard_ns` by boot id, absent: not heard yet.
 
         Messages and pauses of our own only put off the end of a lease, and a new actor has a whole
-        lease: so no actor is looked at before the first of the present leases can have ended. A
-        silent node is looked at once in a short lease.
+        lease: so no actor is looked at before the first of the present leases can have ended, or a
+        machine can have fallen silent. A silent node is looked at once in a short lease.
         """
         if now_ns <= self._next_look_ns:
             return []
@@ -90,6 +97,7 @@ class FailureDetector:
         living = [actor for actor in actors.values() if actor.alive]
         silent = self._machines_silent_ns(now_ns, living, heard_ns)
         self._look_whether_cut_off(now_ns, silent)
+        self._look_who_is_back(now_ns, silent)
         heard: list[News] = []
         lost: list[News] = []
         nodes: list[Actor] = []
@@ -101,7 +109,7 @@ class FailureDetector:
                 continue
             silent_ns = self._silent_ns(now_ns, actor, heard_ns)
             if silent_ns > self._lease_now_ns(actor.role):
-                lost.append(_lost(actor, silent_ns, cut_off=self._is_silent(silent[actor.node])))
+                lost.append(_lost(actor, silent_ns, cut_off=self._was_cut_off(actor, heard_ns)))
             else:
                 least_ns = quiet_ns.get(actor.node, silent_ns)
                 quiet_ns[actor.node] = min(least_ns, silent_ns)
@@ -133,6 +141,20 @@ class FailureDetector:
         elif before:
             self._grace_from_ns = now_ns
 
+    def _look_who_is_back(self, now_ns: int, silent: Mapping[str, int]) -> None:
+        """Note which machines are heard again; the silence of none is to be missed."""
+        for machine, silent_ns in silent.items():
+            if self._is_silent(silent_ns):
+                self._silent_at_ns[machine] = now_ns
+                continue
+            self._next_look_ns = min(self._next_look_ns, now_ns - silent_ns + self.lease_ns // 2)
+            if self._silent_at_ns.get(machine, -1) >= self._back_at_ns.get(machine, 0):
+                self._back_at_ns[machine] = now_ns
+
+    def _was_cut_off(self, actor: Actor, heard_ns: Mapping[str, int]) -> bool:
+        """Whether the actor was not heard since its whole machine was silent."""
+        return heard_ns.get(actor.boot_id, 0) <= self._silent_at_ns.get(actor.node, -1)
+
     def _lease_now_ns(self, role: str) -> int:
         return self.node_lease_ns if self._cut_off else self.lease_of_ns(role)
 
@@ -141,7 +163,8 @@ class FailureDetector:
 
         A node may live on after it.
         """
-        last_ns = max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
+        grace_ns = max(self._grace_from_ns, self._back_at_ns.get(actor.node, 0))
+        last_ns = max(heard_ns.get(actor.boot_id, 0), grace_ns)
         ends_ns = last_ns + self._lease_now_ns(actor.role)
         if actor.role != Role.NODE or ends_ns >= now_ns:
             self._next_look_ns = min(self._next_look_ns, ends_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -153,14 +153,16 @@ def test_actors_of_another_machine_and_dead_ones_do_not_speak_for_a_node() -> No
 
 def test_machine_that_may_be_lost_as_a_whole_is_waited_for() -> None:
     """Its trainer has been silent for longer than a short lease, and for less than its own: it may
-    have gone with the node, or it may speak again."""
+    have gone with the node, or it may speak again; then the node has its lease anew."""
     actors, detector = machine("trainer"), FailureDetector(LEASE, NODE_LEASE, 0)
-    run(detector, 0, AFTER + LEASE)
     heard = {"trainer": AFTER - LEASE - 1}
     assert detector.judge(AFTER, actors, heard) == []
     assert detector.judge(AFTER + LEASE, actors, heard) == []
-    heard["trainer"] = AFTER + 2 * LEASE
-    assert isinstance(detector.judge(AFTER + 2 * LEASE + 1, actors, heard)[0], NodeSilent)
+    back = AFTER + 2 * LEASE
+    assert detector.judge(back, actors, {"trainer": back}) == []
+    assert detector.judge(back + NODE_LEASE, actors, {"trainer": back + NODE_LEASE}) == []
+    after = back + NODE_LEASE + LEASE
+    assert isinstance(detector.judge(after, actors, {"trainer": after})[0], NodeSilent)
 
 
 def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
@@ -237,3 +239,37 @@ def test_every_lease_begins_anew_when_enough_machines_are_heard_again() -> None:
         assert detector.judge(now, actors, spoke(now, 0, 1)) == []
     later = back + 2 * LEASE
     assert names(detector.judge(later, actors, spoke(later, 0, 1))) == [("replica-2", True)]
+
+
+def judged_often(end: int, heard: Callable[[int], dict[str, int]]) -> list[tuple[str, bool]]:
+    """Who is lost by then on two machines, looked at as often as a loop would."""
+    detector, actors = FailureDetector(LEASE, NODE_LEASE, 0), machines(2)
+    for now in range(0, end, 100):
+        detector.turn(now, 0, True, 4)
+        if lost := names(detector.judge(now, actors, heard(now))):
+            return lost
+    return []
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_leases_of_a_machine_begin_anew_when_it_is_heard_again(later: bool) -> None:
+    """Its replica is heard 2.5 s after its node, when its own lease would have been over; or never,
+    and then it counts as cut off."""
+    back = LEASE - 100
+
+    def heard(now: int) -> dict[str, int]:
+        again = {"node-0": now} if now > back else {}
+        return spoke(now, 1) | again | ({"replica-0": now} if later and now > back + 2_500 else {})
+
+    assert judged_often(back + LEASE, heard) == []
+    assert judged_often(3 * LEASE, heard) == ([] if later else [("replica-0", True)])
+
+
+def test_who_was_heard_since_its_machine_was_silent_is_not_cut_off() -> None:
+    back = LEASE - 100
+
+    def heard(now: int) -> dict[str, int]:
+        again = {"node-0": now, "replica-0": back + 1} if now > back else {}
+        return spoke(now, 1) | again
+
+    assert judged_often(3 * LEASE, heard) == [("replica-0", False)]

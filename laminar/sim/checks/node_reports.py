@@ -103,8 +103,7 @@ class NodeReports:
     def _is_given_up_for_a_reason(self, event: ev.ProcessExited) -> None:
         """cuts_are_not_counted: no process is given up that nothing but cuts has struck."""
         process, faults = self._world.processes[event.actor], self._world.faults
-        uneven = event.actor in faults.uneven  # its machine was not silent as a whole
-        if event.reason and faults.only_cut_off(process) and not uneven:
+        if event.reason and faults.only_cut_off(process):
             what = f"{event.boot_id} was only cut off; {event.reason}"
             raise Violation("cuts_are_not_counted", what, event.actor)
 

@@ -129,11 +129,9 @@ class Recoveries:
         for ending in command.endings:
             if ending.reason != DropReason.QUARANTINED:
                 continue
-            faults = self._world.faults
+            faults, processes = self._world.faults, self._world.processes
             names = [entry.replica for entry in self._placed.get(ending.trajectory_id, [])]
-            if faults.uneven.isdisjoint(names) and all(
-                faults.only_cut_off(self._world.processes[name]) for name in names
-            ):
+            if all(faults.only_cut_off(processes[name]) for name in names):
                 what = f"{ending.trajectory_id} is quarantined, and its replicas were only cut off"
                 self._uncaused(what, ending.trajectory_id)
 

@@ -30,8 +30,9 @@ HOLDS = 0.5
 FLAPS = 5
 FLAP = 0.25
 """Part of the short lease for which a line that flaps is cut, then whole, so often."""
-BACKOFF_S = 2.0
-"""By how much a line that held what was sent may go on later than others."""
+BACKOFF_S = 3.0
+"""By how much a line that held what was sent may go on later than others, and no more than by the
+length of the cut: TCP waits about as long again as it has waited."""
 
 Line = tuple[str, str]  #: source and target
 
@@ -97,8 +98,6 @@ class Cut:
         for name in [n for n in self._place if self._is_inside(n) != here and n != COORDINATOR]:
             faults.cuts[name] += 1
             faults.harm(name, CUT_OFF)
-            if self._holds:
-                faults.uneven.add(name)
             if duration_s > faults.lease_of_s("node"):
                 faults.harm(name, LOST)
 
@@ -115,7 +114,8 @@ class Cut:
             network.clog(source, target)
             name = target if source == COORDINATOR else source
             if name not in goes_on_s:
-                goes_on_s[name] = duration_s + self._chance.uniform(0, BACKOFF_S)
+                later_s = self._chance.uniform(0, min(BACKOFF_S, duration_s))
+                goes_on_s[name] = duration_s + later_s
             faults.later(goes_on_s[name], network.unclog, source, target)
 
     def _is_inside(self, name: str) -> bool:

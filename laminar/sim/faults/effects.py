@@ -70,8 +70,6 @@ class Effects:
         #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY
         self.harmed: dict[str, set[str]] = {}
         self.cuts: Counter[str] = Counter()  #: that have cut off a process, by its name
-        #: who was heard again earlier or later than others of its machine: that was not silent then
-        self.uneven: set[str] = set()
 
     def harm(self, who: str, how: str = HELD_UP) -> None:
         """A fault strikes: what checks hold a loss against."""
