@@ -20,6 +20,7 @@ import msgspec
 
 from laminar.cli.job_scripts import ROLLOUT, scripts_of
 from laminar.config import Config, ConfigError
+from laminar.config.rules import MACHINES_MAX
 from laminar.names import exit_codes
 from laminar.run.directory import run_config
 from laminar.run.program import typed
@@ -33,9 +34,6 @@ from laminar.run.slurm import (
     read_jobs,
     write_jobs,
 )
-
-TASKS_MAX = 253
-"""The highest number of a node of a run."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,10 +92,10 @@ def _jobs_of(run_dir: Path) -> Jobs:
 def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jobs:
     """Queue tasks with numbers that none had; as many may run as there are."""
     last = jobs.tasks or config.slurm.rollouts + config.slurm.spares
-    if last + count > TASKS_MAX:
+    if last + count > MACHINES_MAX:
         raise ConfigError(
             f"{count} machines more would be node-{last + 1} to node-{last + count}, and a run has "
-            f"{TASKS_MAX} at most beside the first: `{typed('submit', '--resume', run_dir)} "
+            f"{MACHINES_MAX} at most beside the first: `{typed('submit', '--resume', run_dir)} "
             "slurm.rollouts=N` numbers them anew"
         )
     script = scripts_of(config, run_dir).path(ROLLOUT)

@@ -31,6 +31,7 @@ from laminar.net.asking import ask
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
 from laminar.run.program import typed
+from laminar.run.slurm import going_on
 from laminar.run.stop_requests import END, answers_ms
 from laminar.weights.arena.arena import sweep_arenas
 
@@ -196,7 +197,7 @@ def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
     if ended:
         print(f"{run_dir} has stopped{_progress(run_dir)}")
         if arguments.pause:
-            print(f"`{typed('train', '--resume', run_dir)}` goes on with it")
+            print(f"`{going_on(run_dir)}` goes on with it")
         return exit_codes.COMPLETE
     again = "" if arguments.now else f"; `{typed('stop', run_dir, '--now')}` ends it at once"
     print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)

@@ -212,7 +212,8 @@ def _refusing(scripts: Scripts, kind: str) -> Iterator[None]:
         yield
     except Refused as error:
         slurm = scripts.config.slurm
-        keys = ("partition", "account", "time", "gpus", "cpus", "mem", "extra")
+        tasks = ("rollouts", "spares") if kind == ROLLOUT else ()
+        keys = ("partition", "account", "time", "gpus", "cpus", "mem", "extra", *tasks)
         asked = {key: value for key in keys if (value := getattr(slurm, key))}
         said = ", ".join(f"slurm.{key} = {value!r}" for key, value in asked.items())
         raise ConfigError(

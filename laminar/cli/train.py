@@ -49,6 +49,7 @@ from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
+from laminar.run.slurm import going_on
 
 LOST_SHOWN = 4
 """Reasons for which processes were lost; summary.json has all."""
@@ -318,7 +319,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         ]
     lines += _lost(summary["lost_by"])
     if summary["resumable"]:
-        lines.append(f"resume with      {typed('train', '--resume', run_dir)}")
+        lines.append(f"resume with      {going_on(run_dir)}")
     lines += _held_out(summary["evaluations"])
     if len(summary["evaluations"]) > 1:
         ranges = summary["eval_by_prompt_length"]

@@ -19,6 +19,8 @@ QUESTION_BYTES_MAX = 14 << 20
 BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
 EMULATED_TOKENS_MAX = 1 << 16
 """Of a prompt or a response: so many are made up before they begin again."""
+MACHINES_MAX = 253
+"""Of a run, beside the first: the highest number of a node."""
 CONFIG_CHARS_MAX = 1 << 20
 """Of the whole configuration: every coordinator of a run writes it into the event log."""
 
@@ -52,6 +54,7 @@ def check_together(c: Config) -> None:
         )
     _check_leases(c)
     _check_machines(c)
+    _check_slurm(c)
 
 
 def _check_group(c: Config) -> None:
@@ -81,7 +84,7 @@ def _check_leases(c: Config) -> None:
 
 
 def _check_machines(c: Config) -> None:
-    """Some machine has replicas, and what is asked of Slurm can be told to it."""
+    """Some machine has replicas, and those of Slurm are as many as there may be."""
     asked = c.slurm
     if not (c.total_replicas or asked.rollouts):
         raise ConfigError(
@@ -98,6 +101,16 @@ def _check_machines(c: Config) -> None:
             f"trainer.ranks = {c.trainer.ranks} are more than slurm.gpus = {asked.gpus}, and all "
             "ranks are on one machine, each with a GPU of its own: raise one or lower the other"
         )
+    if (tasks := asked.rollouts + asked.spares) > MACHINES_MAX:
+        raise ConfigError(
+            f"slurm.rollouts + slurm.spares = {tasks}, and a run has {MACHINES_MAX} machines at "
+            "most beside the first: lower one of them"
+        )
+
+
+def _check_slurm(c: Config) -> None:
+    """What is asked of Slurm can be told to it."""
+    asked = c.slurm
     limit_s = slurm_seconds(asked.time) if asked.time else math.inf
     if limit_s is None:
         raise ConfigError(

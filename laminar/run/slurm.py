@@ -3,8 +3,9 @@
 Reads   what sbatch, squeue, scontrol and scancel say; RUN/slurm/jobs.json
 Writes  RUN/slurm/jobs.json
 Gives   ask; would_take, enqueue, at_a_time, cancel, of a batch script and its job; queued, those of
-        some jobs that have not ended; Jobs of a run, read_jobs, write_jobs
-Raises  Refused with one sentence that has Slurm's own words; ConfigError where there is no Slurm
+        some jobs that have not ended; Jobs of a run, read_jobs, write_jobs; going_on with one
+Raises  Refused with one sentence that has Slurm's own words; ConfigError where there is no Slurm,
+        or none that answers
 
 Only what every version since 22.05 prints alike is read: `squeue -o`, and no JSON.
 """
@@ -22,12 +23,17 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.run.directory import SLURM_DIR
+from laminar.run.program import typed
 from laminar.run.renames import write_whole
 
 JOBS_FILE = "jobs.json"
 ASK_S = 60.0
 """A controller that is busy answers late; the commands themselves give up after their own time."""
-_NOISE = re.compile(r"^(\w+: )?(error|fatal): |^\w+: (?=unrecognized)|^allocation failure: ")
+_UNANSWERED = "Unable to contact slurm controller"
+_NOISE = re.compile(
+    r"^(\w+: )?(error|fatal): |^\w+: (?=unrecognized)|^allocation failure: |^\w+ error: "
+    r"|Batch job submission failed: "
+)
 
 
 class Refused(ConfigError):
@@ -61,7 +67,10 @@ def ask(program: str, *words: str, text: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{program} has not answered within {ASK_S:g} s; try again") from None
     if done.returncode != 0:
-        raise Refused(f"Slurm refuses {program}: {_words(done.stderr)}")
+        said = _words(done.stderr)
+        if _UNANSWERED in said:
+            raise ConfigError(f"Slurm does not answer {program}: {said}; try again when it does")
+        raise Refused(f"Slurm refuses {program}: {said}")
     return done.stdout
 
 
@@ -117,6 +126,11 @@ def read_jobs(run_dir: Path) -> Jobs | None:
 
 def write_jobs(run_dir: Path, jobs: Jobs) -> None:
     write_whole(run_dir / SLURM_DIR / JOBS_FILE, msgspec.json.encode(jobs), durable=True)
+
+
+def going_on(run_dir: Path) -> str:
+    """The command that goes on with a run, where its machines are."""
+    return typed("submit" if read_jobs(run_dir) else "train", "--resume", run_dir)
 
 
 def _words(stderr: str) -> str:

@@ -20,7 +20,7 @@ from laminar.config import ConfigError, load
 from laminar.names import exit_codes
 from laminar.run import slurm
 from laminar.run.directory import run_config
-from laminar.run.slurm import Jobs, read_jobs, write_jobs
+from laminar.run.slurm import Jobs, going_on, read_jobs, write_jobs
 from tests.cli.test_resume import run_of
 from tests.kit import golden_pages
 
@@ -29,6 +29,7 @@ EMULATED = ["rollout.engine=emulated", "data.dataset_size=100", "data.val_size=2
 SBATCH = """\
 case "$*" in
 *--test-only*)
+  [ -z "$SAYS" ] || { echo "$SAYS" >&2; exit 1; }
   grep -q nowhere && { echo "sbatch: error: invalid partition" >&2; exit 1; }
   exit 0 ;;
 *rollout.sbatch) [ -z "$NO_ARRAY" ] || { echo "sbatch: error: no more jobs" >&2; exit 1; } ;;
@@ -185,6 +186,40 @@ def test_where_one_job_is_refused_none_is_queued(
     assert "no more jobs; the rollout job asks for" in refused(submit, "-c", CLUSTER)
     assert calls.read_text().splitlines()[-1] == "scancel 103"
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_controller_that_does_not_answer_refuses_nothing(
+    submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So there is nothing to correct."""
+    lost = "Unable to contact slurm controller (connect failure)"
+    monkeypatch.setenv("SAYS", f"sbatch: error: Batch job submission failed: {lost}")
+    said = refused(submit, "-c", CLUSTER)
+    assert "does not answer sbatch: Unable to contact" in said and "try again" in said
+    assert "correct" not in said
+
+
+@pytest.mark.usefixtures("calls")
+def test_the_rollout_job_asks_for_its_tasks_too(
+    submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_ARRAY", "1")
+    assert "slurm.rollouts = 4, slurm.spares = 2" in refused(
+        submit, "-c", CLUSTER, "slurm.spares=2"
+    )
+
+
+def test_no_task_has_a_higher_number_than_a_machine_may(submit: Submit) -> None:
+    said = refused(submit, "-c", CLUSTER, "slurm.rollouts=200", "slurm.spares=54")
+    assert "slurm.rollouts + slurm.spares = 254" in said and "has 253 machines at most" in said
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    assert "train --resume" in going_on(tmp_path)
+    write_jobs(tmp_path, Jobs(service="7"))
+    assert "submit --resume" in going_on(tmp_path)
 
 
 def test_without_slurm_there_is_nothing_to_submit_to(
