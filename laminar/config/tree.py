@@ -364,6 +364,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         Meta(le=64),
         says("processes that the model is divided among, each with a GPU where there are any"),
     ] = 1
+    offload: Annotated[
+        Literal["none", "all"],
+        says("all: parameters, gradients and optimizer are in host memory, and a layer on the GPU"),
+    ] = "none"
     collective_timeout_s: Annotated[
         Seconds, says("the trainer ends when a rank has not come to a collective after this")
     ] = 600.0

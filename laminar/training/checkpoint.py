@@ -12,19 +12,17 @@ type than the parameters have, so every byte that training goes on from is check
 
 from __future__ import annotations
 
-import errno
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from laminar.config import ConfigError
 from laminar.run.directory import RESUME_FILE
-from laminar.training import resume
+from laminar.training import resume, tensor_file
 from laminar.training.file_digests import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -34,6 +32,8 @@ from laminar.training.file_digests import (
 from laminar.training.learner import Learner
 from laminar.training.model import named_weights
 from laminar.training.resume import CheckpointError, ForeignError, Resume
+from laminar.training.sharding import rows_of
+from laminar.training.tensor_file import DTYPES, Rows
 
 KINDS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
@@ -48,16 +48,28 @@ def save(directory: Path, moments: Mapping[str, Tensor]) -> None:
 
 def load(directory: Path, learner: Learner) -> Resume:
     """Have the learner as it was."""
+    check(directory)
+    return take(directory, learner)
+
+
+def check(directory: Path) -> None:
+    """Every byte that training goes on from is as it was written."""
     try:
         check_digests(directory)
+    except (OSError, CheckpointError) as error:
+        raise _damaged(directory, error) from error
+
+
+def take(directory: Path, learner: Learner) -> Resume:
+    """Have the learner, or this rank of it, as it was; of the files, only its rows are read."""
+    try:
         found = resume.decode((directory / RESUME_FILE).read_bytes())
         _load_weights(directory / MODEL_FILE, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
-            moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        restore_moments(learner.policy.model, learner.optimizer, moments)
+            restore_moments(learner.policy.model, learner.optimizer, file)
         learner.restore(found.learner)
     except (OSError, SafetensorError, CheckpointError) as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be trained on: {error}") from error
+        raise _damaged(directory, error) from error
     except ForeignError as error:
         raise ConfigError(
             f"checkpoint {directory} cannot be trained on: {error}; give model.name the model that "
@@ -66,15 +78,18 @@ def load(directory: Path, learner: Learner) -> Resume:
     return found
 
 
+def _damaged(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """OSError from the disk: the library has a name of its own for it."""
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, f"{path}: {error}") from error
+    """Whole tensors of one process; OSError from the disk."""
+    rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
+    tensor_file.create(path, rows)
+    tensor_file.write(path, rows)
 
 
+@torch.no_grad()
 def _load_weights(path: Path, learner: Learner) -> None:
     weights = dict(named_weights(learner.policy.model))
     with safe_open(path, framework="pt") as file:
@@ -83,14 +98,15 @@ def _load_weights(path: Path, learner: Learner) -> None:
         if other:
             raise ForeignError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
         for name, tensor in weights.items():
-            saved = file.get_tensor(name)
-            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            saved, (shape, first, data) = file.get_slice(name), rows_of(tensor)
+            dtype = DTYPES[tensor.dtype]
+            if tuple(saved.get_shape()) != shape or saved.get_dtype() != dtype:
                 raise ForeignError(
-                    f"its {MODEL_FILE} is of another model: {name!r} is {saved.dtype} "
-                    f"{tuple(saved.shape)}, and not {tensor.dtype} {tuple(tensor.shape)}"
+                    f"its {MODEL_FILE} is of another model: {name!r} is {saved.get_dtype()} "
+                    f"{tuple(saved.get_shape())}, and not {dtype} {shape}"
                 )
-            with torch.no_grad():
-                tensor.copy_(saved)
+            if data.numel():
+                data.copy_(saved[first : first + len(data)])
 
 
 def named_moments(
@@ -103,23 +119,30 @@ def named_moments(
                 yield f"{kind}.{name}", state[kind]
 
 
-def restore_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
+@torch.no_grad()
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: Any) -> None:
     """Give the optimizer the state of the file; a parameter that is not in it has had no update."""
     parameters = dict(model.named_parameters())
     found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key in file.keys():  # noqa: SIM118
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)
         if kind not in KINDS or parameter is None:
             raise ForeignError(f"its optimizer has {key!r}, which this model does not")
-        if kind != "step" and tensor.shape != parameter.shape:
+        state = found.setdefault(name, {})
+        if kind == "step":
+            state[kind] = file.get_tensor(key).to(parameter.device)
+            continue
+        saved = file.get_slice(key)
+        if tuple(saved.get_shape()) != tuple(parameter.shape):
             raise ForeignError(
-                f"its optimizer has {key!r} of shape {tuple(tensor.shape)}, and this model's "
+                f"its optimizer has {key!r} of shape {tuple(saved.get_shape())}, and this model's "
                 f"parameter has {tuple(parameter.shape)}"
             )
-        found.setdefault(name, {})[kind] = tensor.to(parameter.device, copy=True)
+        state[kind] = torch.empty_like(parameter)
+        _, first, data = rows_of(state[kind])
+        if data.numel():
+            data.copy_(saved[first : first + len(data)])
     torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")

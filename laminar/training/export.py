@@ -43,9 +43,18 @@ def write_model(
     `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` take
     the place of the model's own, by the same names; `extra` are further files.
     """
+    write_all_but_weights(model, tokenizer_source, directory, extra or {})
+    save_tensors(directory / MODEL_FILE, dict(named_weights(model)) if tensors is None else tensors)
+
+
+def write_all_but_weights(
+    model: PreTrainedModel, tokenizer_source: str, directory: Path, extra: Mapping[str, bytes]
+) -> None:
     _copy_tokenizer(Path(tokenizer_source), directory)
-    _save_model(model, dict(named_weights(model)) if tensors is None else tensors, directory)
-    for name, content in (extra or {}).items():
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.to_json_file(directory / "generation_config.json")
+    for name, content in extra.items():
         (directory / name).write_bytes(content)
 
 
@@ -54,14 +63,3 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for path in sorted(source.glob(pattern)):
             shutil.copyfile(path, directory / path.name)
-
-
-def _save_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Config, generation config and weights; a tied tensor once."""
-    model.config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.to_json_file(directory / "generation_config.json")
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    path = directory / MODEL_FILE
-    save_tensors(path, contiguous)
-    path.chmod((directory / "config.json").stat().st_mode)  # it is written for its owner alone

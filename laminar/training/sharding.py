@@ -1,7 +1,7 @@
 """A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
 
 Reads   a model directory, by slices
-Gives   ShardedPolicy, `load_sharded`, `shard`; Rows, `rows_of`, `whole`; ConfigError as model.py
+Gives   ShardedPolicy, `load_sharded`, `shard`, `rows_of`; ConfigError as model.py
 
 Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
 layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,16 +47,9 @@ from laminar.training.model import (
     check_loaded,
 )
 from laminar.training.ranks import Ranks
+from laminar.training.tensor_file import Rows
 
 CPU = torch.device("cpu")
-
-
-class Rows(NamedTuple):
-    """Consecutive rows of a tensor, along its first dimension."""
-
-    shape: tuple[int, ...]  #: of the whole tensor
-    first: int
-    data: Tensor
 
 
 def rows_of(tensor: Tensor) -> Rows:

@@ -51,7 +51,7 @@ class ThreadedLearner:
         """`tokenizer_size`: one more than the largest id, read from the model's directory."""
         self._config = config
         self._tokenizer_size = tokenizer_size
-        self._device = torch.device(_device(config.trainer.device))
+        self._device = device_of(config.trainer.device)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -138,10 +138,11 @@ class ThreadedFiles(ThreadedDirectories):
             checkpoint.save(directory, copied.moments)
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(name: str) -> torch.device:
+    """trainer.device, where auto is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 class KeptCopies:

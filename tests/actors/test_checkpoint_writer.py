@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
@@ -202,15 +201,13 @@ async def test_a_disk_that_fails_ends_nothing(
     assert not trainer.host.failures
 
 
-async def test_a_file_that_the_library_cannot_write_is_a_failed_checkpoint(
+async def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error is not an OSError."""
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
 
-    def full(*args: object, **named: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device")
-
-    monkeypatch.setattr("laminar.training.checkpoint.save_file", full)
+    monkeypatch.setattr("laminar.training.tensor_file.os.pwrite", full)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     with capture_logs() as lines:
         await trainer.step(1)

@@ -5,8 +5,9 @@ Everything is a function of its arguments, so that a test can run it beside in o
 
 from __future__ import annotations
 
+import asyncio
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -20,7 +21,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from laminar.actors.trainer import NO_PROBE
 from laminar.config import Config, resolve
+from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
 from laminar.training import model as model_module
 from laminar.training import sharding
@@ -29,10 +32,18 @@ from laminar.training.learner import Learner
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import TokenFigures
 from laminar.training.model import LoadedPolicy
+from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker
 from laminar.training.ranks import ONE, Ranks, meet, shares
+from laminar.training.resume import Resume, encode
+from laminar.training.sharding import ShardedPolicy
 from laminar.training.steps import StepResult, TrainSample
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.shared_rows import RowWriter, describe_rows
+from laminar.weights.version.slot_writer import Target
+from laminar.weights.version.slot_writer import encode as encode_target
 
 VOCAB = 261
+PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
 CPU = torch.device("cpu")
 
 
@@ -221,3 +232,138 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
 }
+
+
+# --- the orders of rank 0 ---------------------------------------------------------------------
+
+
+class GroupGang:
+    """The other ranks of a group, which get orders by a broadcast."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.size, self._group = ranks.size, ranks._group
+
+    async def start(self) -> None:
+        pass
+
+    async def together(self, body: bytes, own: Awaitable[Any]) -> tuple[Any, list[bytes]]:
+        _broadcast(self._group, body)
+        result = await own
+        await asyncio.to_thread(dist.barrier, self._group)
+        return result, []
+
+
+def _broadcast(group: Any, body: bytes = b"") -> bytes:
+    """What rank 0 says, to all."""
+    length = torch.tensor([len(body)])
+    dist.broadcast(length, 0, group=group)
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
+    if data is None:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    if len(data):
+        dist.broadcast(data, 0, group=group)
+    return data.numpy().tobytes()
+
+
+class GroupWorker(RankWorker):
+    """A worker of ranks that have met; its model may be in float64."""
+
+    def __init__(self, ranks: Ranks, config: Config, double: bool) -> None:
+        super().__init__(config, ranks.rank, Path(), lambda: VOCAB, RowWriter())
+        self._ranks, self.double = ranks, double
+
+    def _meet(self) -> Ranks:
+        return self._ranks
+
+    def _policy(self, name: str) -> ShardedPolicy:
+        policy = super()._policy(name)
+        if self.double:
+            policy.model.double()
+        return policy
+
+
+class OnRanks:
+    """What a trainer actor has on rank 0."""
+
+    def __init__(self, worker: GroupWorker, gang: GroupGang, source: str) -> None:
+        self.learner = RankedLearner(worker, gang)
+        self.files = RankedFiles(worker, gang, source, describe_rows)
+
+    async def load(self) -> None:
+        layout = await self.learner.load()
+        self.specs = mf.layout(layout.shapes, "float32")
+
+    async def save(self, directory: Path) -> None:
+        facts = self.learner.facts()
+        found = Resume(version=2, step=1, before="", batches=(), learner=facts)
+        copied = await self.files.copy()
+        directory.mkdir()
+        await self.files.write(directory, copied, {RESUME_FILE: encode(found)})
+
+    async def digest(self) -> str:
+        facts = {"version": 2, "step": 1, "specs": self.specs, "probe": NO_PROBE}
+        manifest: mf.Manifest = await self.files.describe(await self.files.copy(), **facts)
+        return manifest.digest
+
+
+def on_ranks(
+    ranks: Ranks,
+    script: str,
+    settings: dict[str, Any],
+    *args: Any,
+    double: bool = False,
+    planted: str = "",
+) -> Any:
+    """Rank 0 runs a script of this file, the others do what it orders."""
+    config = make_config(settings)
+    worker, gang = GroupWorker(ranks, config, double), GroupGang(ranks)
+    with in_double() if double else nothing(), PLANTED[planted]():
+        if ranks.rank == 0:
+            try:
+                found = OnRanks(worker, gang, config.model.name)
+                return asyncio.run(globals()[script](found, *args))
+            finally:
+                _broadcast(ranks._group)
+        while order := _broadcast(ranks._group):
+            asyncio.run(worker.handle(order))
+            dist.barrier(ranks._group)
+        return None
+
+
+async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> Any:
+    """Load, score, train a step, and put the weights into a file as into a slot."""
+    await trainer.load()
+    before = await trainer.learner.score(PROBE)
+    result = await trainer.learner.train_step(samples, 3)
+    after = await trainer.learner.score(PROBE)
+    nbytes = mf.check_tensors(trainer.specs)
+    Path(path).write_bytes(b"\1" * nbytes)
+    target = Target(path=path, offset=0, nbytes=nbytes, specs=trainer.specs, kept=True)
+    await trainer.learner.fill(encode_target(target))
+    return result, before, after, await trainer.digest()
+
+
+async def save_again(trainer: OnRanks, source: str, target: str) -> str:
+    """Be as a checkpoint is, and write another one of it."""
+    await trainer.load()
+    await trainer.learner.score(PROBE)
+    await trainer.learner.restore(Path(source))
+    await trainer.save(Path(target))
+    return await trainer.digest()
+
+
+async def step_after(trainer: OnRanks, source: str, samples: list[TrainSample]) -> Any:
+    """The next step after a checkpoint, and the gradient that rank 0 has rows of."""
+    await trainer.load()
+    await trainer.learner.restore(Path(source))
+    result = await trainer.learner.train_step(samples, 4)
+    return result
+
+
+async def export(trainer: OnRanks, target: str) -> Any:
+    """Write the model and read it back, as at the end of a run."""
+    await trainer.load()
+    Path(target).mkdir()
+    await trainer.files.write(Path(target), None, {})
+    await trainer.learner.reload(Path(target))
+    return await trainer.learner.score(PROBE)

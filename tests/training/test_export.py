@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar.actors.model_files import save_model
@@ -84,13 +84,12 @@ async def test_an_export_takes_the_place_of_the_one_of_a_trainer_that_died(
 async def test_an_export_without_room_leaves_the_room_it_took(
     tmp_path: Path, make_model: Make, model_directory: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says so as any file does, though the library's error is one of its own."""
     target = tmp_path / "out" / "export"
 
-    def full(*_: object, **__: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("laminar.training.checkpoint.save_file", full)
+    monkeypatch.setattr("laminar.training.tensor_file.os.pwrite", full)
     with pytest.raises(OSError, match="No space left") as failed:
         await export(make_model(), str(model_directory()), target)
     assert failed.value.errno == errno.ENOSPC
@@ -106,7 +105,7 @@ async def test_an_export_that_dies_leaves_nothing_under_the_name(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr("laminar.training.checkpoint.save_file", die)
+        patch.setattr("laminar.training.tensor_file.create", die)
         await export(make_model(), source, target)
     assert not target.exists()
     await export(make_model(), source, target)

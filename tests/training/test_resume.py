@@ -179,5 +179,5 @@ async def test_another_model_is_refused(
     trained = run()
     directory = await trained.save(tmp_path / "step_2")
     make_model(7, intermediate_size=32).save_pretrained(trained.source)
-    with pytest.raises(ConfigError, match=r"of another model: .* is torch.float32 \(64, 32\)"):
+    with pytest.raises(ConfigError, match=r"of another model: .* is F32 \(64, 32\)"):
         checkpoint.load(directory, trained.fresh(trained.source))

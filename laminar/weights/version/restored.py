@@ -24,23 +24,29 @@ class CheckpointError(RuntimeError):
     """This directory does not hold the version that was asked for, or not any more."""
 
 
-class Restored:
-    """A version in memory of its own, which this process and its children can open by a path."""
+class SharedBytes:
+    """Memory that this process and its children can open by a path."""
 
-    def __init__(self, manifest: mf.Manifest) -> None:
-        self.manifest = manifest
-        self._fd = os.memfd_create(f"version-{manifest.version}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, manifest.total_bytes)
-        #: uint8 [total_bytes], as in a slot
-        self.view: Bytes = np.frombuffer(mmap.mmap(self._fd, manifest.total_bytes), dtype=np.uint8)
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        self.view: Bytes = np.frombuffer(mmap.mmap(self._fd, nbytes), dtype=np.uint8)
 
     @property
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Close the version; its memory is freed when no process has it mapped any more."""
+        """The memory is freed when no process has it mapped any more."""
         os.close(self._fd)
+
+
+class Restored(SharedBytes):
+    """A version in memory of its own; `view` is as in a slot."""
+
+    def __init__(self, manifest: mf.Manifest) -> None:
+        super().__init__(f"version-{manifest.version}", manifest.total_bytes)
+        self.manifest = manifest
 
 
 def restore(directory: Path, version: int, fill: Callable[[Bytes, mf.Manifest], None]) -> Restored:

@@ -2,15 +2,17 @@
 
 Reads   a relay's arena, by its path; the trainer's weights
 Writes  slots of that arena
-Gives   SlotWriter: what actors/weight_publisher.py asks for
+Gives   SlotWriter, SharedSlotWriter: what actors/weight_publisher.py asks for; Target
 Raises  ArenaError
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import msgspec
 
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version.hashes import Bytes
@@ -19,22 +21,56 @@ from laminar.weights.version.manifest import TensorSpec
 Fill = Callable[[Bytes, tuple[TensorSpec, ...]], None]
 
 
-class SlotWriter:
+class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a version is to be written."""
+
+    path: str  #: of the file that all map
+    offset: int  #: of the version in it, a multiple of the page size
+    nbytes: int
+    specs: tuple[TensorSpec, ...]
+    kept: bool  #: the file is written again, under the same path
+
+
+encode = msgspec.msgpack.encode
+
+
+class _Slots:
     """One arena that this process has mapped."""
 
-    def __init__(self, fill: Fill, path: str):
-        """`fill` puts the present weights into the bytes of a slot. ArenaError if the file is no
-        arena."""
+    def __init__(self, path: str):
+        """ArenaError if the file is no arena."""
         self.path = path
-        self._fill = fill
         self._arena = Arena.attach(Path(path))
 
     async def prepare(self, slot: int) -> None:
         await asyncio.to_thread(self._arena.prepare, slot)
 
+    def close(self) -> None:
+        self._arena.close()
+
+
+class SlotWriter(_Slots):
+    """For a trainer of one process."""
+
+    def __init__(self, fill: Fill, path: str):
+        """`fill` puts the present weights into the bytes of a slot."""
+        super().__init__(path)
+        self._fill = fill
+
     async def write(self, slot: int, specs: tuple[TensorSpec, ...]) -> None:
         view = self._arena.slot(slot)
         await asyncio.to_thread(self._fill, view, specs)
 
-    def close(self) -> None:
-        self._arena.close()
+
+class SharedSlotWriter(_Slots):
+    """For one of several processes, each of which has rows of the weights."""
+
+    def __init__(self, fill: Callable[[bytes], Awaitable[None]], path: str):
+        """`fill` has every process put its rows into the Target in these bytes."""
+        super().__init__(path)
+        self._fill = fill
+
+    async def write(self, slot: int, specs: tuple[TensorSpec, ...]) -> None:
+        offset, nbytes = self._arena.offset(slot), self._arena.slot_bytes
+        target = Target(path=self.path, offset=offset, nbytes=nbytes, specs=specs, kept=True)
+        await self._fill(encode(target))

@@ -12,7 +12,8 @@ cache, which no tensor reaches on a large machine; GLIBC_TUNABLES can lower it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,39 +29,82 @@ from laminar.weights.version.manifest import (
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
+NamedRows = tuple[str, int, torch.Tensor]
+"""Name, first row and rows of a tensor, along its first dimension."""
+
 
 def write_tensors(
     view: Bytes, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Fill a slot with a whole version; every tensor of `specs` once, in any order.
 
-    Tensors of another type or device are converted on the way; padding becomes zero, so that equal
-    weights have equal digests in every slot. Raises ManifestError for a name or shape that is not
-    in `specs`, a repeated or missing tensor, or a slot that is too small. The slot is then partly
-    written.
+    Raises ManifestError also for a tensor of another shape.
+    """
+    shapes = {spec.name: spec.shape for spec in specs}
+
+    def whole() -> Iterator[NamedRows]:
+        for name, tensor in tensors:
+            shape = tuple(tensor.shape)
+            if shape != shapes.get(name, shape):
+                raise ManifestError(
+                    f"tensor {name!r} has shape {shape}, the layout says {shapes[name]}"
+                )
+            yield name, 0, tensor
+
+    write_rows(view, specs, whole())
+
+
+def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRows]) -> None:
+    """Fill the part of a slot that these rows take; of every tensor of `specs` some, or none.
+
+    Rows of another type or device are converted on the way; padding becomes zero, so that equal
+    weights have equal digests in every slot. Raises ManifestError for rows that are not in `specs`,
+    a repeated or missing tensor, or a slot that is too small. The slot is then partly written.
     """
     check_room(view, check_tensors(specs))
     missing = {spec.name: spec for spec in specs}
-    for name, tensor in tensors:
+    for name, first, tensor in rows:
         spec = missing.pop(name, None)
         if spec is None:
             raise ManifestError(f"tensor {name!r} is not in the layout, or was written before")
-        if tuple(tensor.shape) != spec.shape:
-            shape = tuple(tensor.shape)
-            raise ManifestError(f"tensor {name!r} has shape {shape}, the layout says {spec.shape}")
-        _write(view, spec, tensor.detach())
+        if spec.shape:
+            _write(view, _rows_of(spec, first, tensor), tensor.detach())
+        else:
+            _write(view, spec, tensor.detach())
+        end = spec.offset + spec.nbytes
+        view[end : aligned(end)] = 0
     if missing:
         raise ManifestError(f"{len(missing)} tensors were not written: {sorted(missing)[:5]}")
 
 
-def _write(view: Bytes, spec: TensorSpec, tensor: torch.Tensor) -> None:
-    end = spec.offset + spec.nbytes
-    if tensor.dtype == TORCH_DTYPES[spec.dtype] and _plain(tensor):
+class _Place(NamedTuple):
+    """Where some rows are in a version; as of a TensorSpec."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def _rows_of(spec: TensorSpec, first: int, rows: torch.Tensor) -> _Place:
+    shape = tuple(rows.shape)
+    if shape[1:] != spec.shape[1:] or first + shape[0] > spec.shape[0]:
+        raise ManifestError(
+            f"rows {first} on of tensor {spec.name!r} have shape {shape}, the layout says "
+            f"{spec.shape}"
+        )
+    row_bytes = spec.nbytes // spec.shape[0]
+    return _Place(spec.dtype, shape, spec.offset + first * row_bytes, shape[0] * row_bytes)
+
+
+def _write(view: Bytes, place: TensorSpec | _Place, tensor: torch.Tensor) -> None:
+    if not place.nbytes:
+        return
+    if tensor.dtype == TORCH_DTYPES[place.dtype] and _plain(tensor):
         source = tensor.view(-1).view(torch.uint8).numpy()
-        np.copyto(view[spec.offset : end], source)
+        np.copyto(view[place.offset : place.offset + place.nbytes], source)
     else:
-        tensor_view(view, spec).copy_(tensor)
-    view[end : aligned(end)] = 0
+        tensor_view(view, place).copy_(tensor)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -68,7 +112,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def tensor_view(view: Bytes, spec: TensorSpec) -> torch.Tensor:
+def tensor_view(view: Bytes, spec: TensorSpec | _Place) -> torch.Tensor:
     """One tensor of a slot, without a copy."""
     data = view[spec.offset : spec.offset + spec.nbytes]
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)

@@ -1,0 +1,323 @@
+"""A trainer of several ranks: each has a learner of its own, with its rows of the model.
+
+Reads   the model's directory, by slices; samples, one step at a time
+Writes  rows of slots and of files; directories of models, below the run's directory
+Gives   RankedLearner, RankedFiles: what the trainer actor asks for on rank 0, with the faces of
+        ThreadedLearner and ThreadedFiles; RankWorker, what every rank does
+Raises  what they raise, and RankError
+
+Rank 0 carries out every order itself and has the others do so at the same time: all are alike in
+it, and a pass needs them all. An order is the whole batch, as it came from the store. A trainer of
+one rank whose state is in host memory (trainer.offload) is the same with nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from laminar.config import Config
+from laminar.training import checkpoint, export, tensor_file
+from laminar.training.cascade import why_padded
+from laminar.training.checkpoint import named_moments
+from laminar.training.directories import ThreadedDirectories
+from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
+from laminar.training.learner import Learner
+from laminar.training.model import named_weights
+from laminar.training.ranks import Ranks, meet
+from laminar.training.resume import LearnerFacts, Resume
+from laminar.training.sharding import ShardedPolicy, load_sharded, rows_of
+from laminar.training.steps import ModelLayout, StepResult, TrainSample
+from laminar.training.tensor_file import Rows
+from laminar.training.threaded import KeptCopies, device_of
+
+Result = TypeVar("Result")
+PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
+"""Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What all ranks are to do."""
+
+
+class Load(_Order, tag="load", frozen=True):
+    """Meet, and read the model."""
+
+
+class TrainStep(_Order, tag="train", frozen=True):
+    samples: tuple[TrainSample, ...]
+    step: int
+
+
+class Score(_Order, tag="score", frozen=True):
+    sequences: tuple[tuple[int, ...], ...]
+
+
+class Copy(_Order, tag="copy", frozen=True):
+    """Keep a copy of weights and optimizer, in the place of the one before."""
+
+
+class PutWeights(_Order, tag="put", frozen=True):
+    target: bytes
+    copied: bool  #: those that were copied, not the present ones
+
+
+class WriteFiles(_Order, tag="write", frozen=True):
+    """Write rows into the files of a directory, which rank 0 has created."""
+
+    directory: str
+    copied: bool  #: what was copied, optimizer included; else the present weights alone
+
+
+class Restore(_Order, tag="restore", frozen=True):
+    directory: str
+
+
+class Reload(_Order, tag="reload", frozen=True):
+    directory: str
+
+
+Order = Load | TrainStep | Score | Copy | PutWeights | WriteFiles | Restore | Reload
+
+
+def _array_as_bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise NotImplementedError(type(value))
+
+
+def _bytes_as_array(kind: Any, data: bytes) -> Any:
+    """`kind`: numpy.typing.NDArray of something."""
+    (item,) = get_args(get_args(kind)[1])
+    return np.frombuffer(data, item)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_array_as_bytes)
+_decoder = msgspec.msgpack.Decoder(Order, dec_hook=_bytes_as_array)
+
+
+class Gang(Protocol):
+    """The other ranks (gang.py)."""
+
+    size: int
+
+    async def start(self) -> None:
+        """All take orders on return; RankError."""
+
+    async def together(self, body: bytes, own: Awaitable[Result]) -> tuple[Result, list[bytes]]:
+        """Have them carry out an order, while `own` does the same here."""
+
+
+class RankWorker:
+    """One rank: a learner, and where its rows go."""
+
+    learner: Learner
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        meeting: Path,
+        tokenizer_size: Callable[[], int],
+        put: PutRows,
+    ) -> None:
+        """`meeting`: the file where all ranks meet. `tokenizer_size`: one more than the largest id,
+        read from the model's directory."""
+        self._config, self._rank, self._meeting = config, rank, meeting
+        self._tokenizer_size, self._put = tokenizer_size, put
+        self._weights, self._moments = KeptCopies(), KeptCopies()
+        self._copied: tuple[dict[str, Rows], dict[str, Rows]] = {}, {}
+
+    async def handle(self, order: bytes) -> bytes:
+        """Carry out an order of rank 0, which has the result itself."""
+        await asyncio.to_thread(self.carry_out, _decoder.decode(order))
+        return b""
+
+    def carry_out(self, order: Order) -> Any:
+        match order:
+            case Load():
+                return self._load()
+            case TrainStep(samples, step):
+                return self.learner.train_step(samples, step)
+            case Score(sequences):
+                return self.learner.score(sequences)
+            case Copy():
+                return self._copy()
+            case PutWeights(target, copied):
+                rows = self._copied[0] if copied else self._present()
+                return self._put(target, ((name, r.first, r.data) for name, r in rows.items()))
+            case WriteFiles(directory, copied):
+                for path, rows in self.files(Path(directory), copied=copied).items():
+                    tensor_file.write(path, rows)
+                return None
+            case Restore(directory):
+                return checkpoint.take(Path(directory), self.learner)
+            case Reload(directory):
+                return self._reload(directory)
+
+    def files(self, directory: Path, *, copied: bool) -> dict[Path, dict[str, Rows]]:
+        """What rows of this rank each file of a directory has."""
+        if not copied:
+            return {directory / MODEL_FILE: self._present()}
+        weights, moments = self._copied
+        return {directory / MODEL_FILE: weights, directory / OPTIMIZER_FILE: moments}
+
+    def _present(self) -> dict[str, Rows]:
+        return _rows(named_weights(self.learner.policy.model))
+
+    def _load(self) -> ModelLayout:
+        config = self._config
+        torch.set_num_threads(config.trainer.threads)
+        transformers.utils.logging.disable_progress_bar()
+        self._device = device_of(config.trainer.device)
+        if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
+            self._device = torch.device("cuda", self._rank)
+            torch.cuda.set_device(self._device)
+        self._ranks = self._meet()
+        self._size = self._tokenizer_size()
+        policy = self._policy(config.model.name)
+        reference = self._policy(config.model.name) if config.algorithm.use_kl_loss else None
+        total = config.trainer.total_training_steps
+        self.learner = Learner(
+            config, policy, reference=reference, total_steps=total, ranks=self._ranks
+        )
+        shapes = tuple((name, tuple(t.shape)) for name, t in named_weights(policy.model))
+        dtype = "bfloat16" if self._device.type == "cuda" else "float32"
+        padded = why_padded(policy.model, self._device)
+        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
+
+    def _meet(self) -> Ranks:
+        trainer = self._config.trainer
+        return meet(
+            self._meeting, self._rank, trainer.ranks, self._device, trainer.collective_timeout_s
+        )
+
+    def _policy(self, name: str) -> ShardedPolicy:
+        offload = self._config.trainer.offload == "all"
+        return load_sharded(
+            name, self._ranks, self._device, tokenizer_size=self._size, offload=offload
+        )
+
+    def _copy(self) -> None:
+        learner = self.learner
+        model = learner.policy.model
+        self._copied = (
+            _kept(self._weights, _rows(named_weights(model))),
+            _kept(self._moments, _rows(named_moments(model, learner.optimizer))),
+        )
+
+    def _reload(self, directory: str) -> None:
+        reloaded = self._policy(directory)
+        self.learner.policy.model.load_state_dict(reloaded.model.state_dict())
+
+
+def _rows(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
+    return {name: rows_of(tensor) for name, tensor in tensors}
+
+
+def _kept(copies: KeptCopies, rows: Mapping[str, Rows]) -> dict[str, Rows]:
+    found = copies.copy((name, each.data) for name, each in rows.items())
+    return {name: each._replace(data=found[name]) for name, each in rows.items()}
+
+
+class _Together:
+    """Rank 0's own worker, and those of the others."""
+
+    def __init__(self, worker: RankWorker, gang: Gang) -> None:
+        self.worker, self.gang = worker, gang
+
+    async def __call__(self, order: Order) -> Any:
+        """What came of it on rank 0, when all ranks have done it."""
+        own = asyncio.to_thread(self.worker.carry_out, order)
+        result, _ = await self.gang.together(_encoder.encode(order), own)
+        return result
+
+
+class RankedLearner:
+    """The learners of all ranks, once they are loaded."""
+
+    def __init__(self, worker: RankWorker, gang: Gang) -> None:
+        """`worker`: of rank 0. `gang`: the others, not yet started."""
+        self._worker, self._gang = worker, gang
+        self._all = _Together(worker, gang)
+
+    async def load(self) -> ModelLayout:
+        """Start the other ranks, and read the model; ConfigError."""
+        await self._gang.start()
+        layout: ModelLayout = await self._all(Load())
+        return layout
+
+    async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
+        result: StepResult = await self._all(TrainStep(tuple(samples), step))
+        return result
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        scores: list[list[float]] = await self._all(Score(tuple(map(tuple, sequences))))
+        return scores
+
+    async def fill(self, target: bytes) -> None:
+        """Put the present weights into the Target in these bytes."""
+        await self._all(PutWeights(target, False))
+
+    async def reload(self, directory: Path) -> None:
+        """Take the weights of an export in the place of the present ones."""
+        await self._all(Reload(os.fspath(directory)))
+
+    def facts(self) -> LearnerFacts:
+        return self._worker.learner.facts()
+
+    async def restore(self, directory: Path) -> Resume:
+        """Take parameters and optimizer of a checkpoint in the place of the present ones;
+        CheckpointError."""
+        await asyncio.to_thread(checkpoint.check, directory)
+        resume: Resume = await self._all(Restore(os.fspath(directory)))
+        return resume
+
+
+class RankedFiles(ThreadedDirectories):
+    """The directories of models of one run, of which each rank writes its rows."""
+
+    def __init__(
+        self,
+        worker: RankWorker,
+        gang: Gang,
+        source: str,
+        describe: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """`source`: the directory that the run's tokenizer came from. `describe`:
+        weights/version/shared_rows.py: describe_rows."""
+        self._worker, self._source, self._describe = worker, source, describe
+        self._all = _Together(worker, gang)
+
+    async def copy(self) -> bool:
+        """The ranks have what was copied: there is one copy."""
+        await self._all(Copy())
+        return True
+
+    async def describe(self, copied: bool, **facts: Any) -> Any:
+        async def fill(target: bytes) -> None:
+            await self._all(PutWeights(target, copied))
+
+        return await self._describe(fill=fill, **facts)
+
+    async def write(self, directory: Path, copied: bool | None, extra: Mapping[str, bytes]) -> None:
+        await asyncio.to_thread(self._create, directory, bool(copied), extra)
+        await self._all(WriteFiles(os.fspath(directory), bool(copied)))
+        if copied:
+            await asyncio.to_thread(write_digests, directory)
+
+    def _create(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
+        """All but the rows."""
+        model = self._worker.learner.policy.model
+        export.write_all_but_weights(model, self._source, directory, extra)
+        for path, rows in self._worker.files(directory, copied=copied).items():
+            tensor_file.create(path, rows)

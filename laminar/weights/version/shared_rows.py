@@ -1,0 +1,74 @@
+"""One version that several processes write, each its rows.
+
+Reads   rows of tensors, as each process has them
+Writes  a slot of an arena, or memory of its own, which all map
+Gives   RowWriter, `describe_rows`; ManifestError
+
+Who commits a slot, or works out a digest, does so when every process has said that it is done. So
+readers and the manifest know nothing of it: the bytes are those of one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+import numpy as np
+
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.restored import SharedBytes
+from laminar.weights.version.slot_writer import Target, encode
+from laminar.weights.version.tensors import NamedRows, write_rows
+
+_decoder = msgspec.msgpack.Decoder(Target)
+
+
+class RowWriter:
+    """Writes the rows of this process. An arena stays mapped until there is another one."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[str, Bytes] | None = None
+
+    def __call__(self, target: bytes, rows: Iterable[NamedRows]) -> None:
+        found = _decoder.decode(target)
+        view = self._mapped(found)[found.offset : found.offset + found.nbytes]
+        write_rows(view, found.specs, rows)
+
+    def _mapped(self, target: Target) -> Bytes:
+        """All of the file."""
+        if self._kept is not None and self._kept[0] == target.path:
+            return self._kept[1]
+        fd = os.open(target.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            view: Bytes = np.frombuffer(mmap.mmap(fd, 0), dtype=np.uint8)
+        finally:
+            os.close(fd)
+        if target.kept:
+            self._kept = target.path, view
+        return view
+
+
+async def describe_rows(
+    *,
+    version: int,
+    step: int,
+    specs: tuple[mf.TensorSpec, ...],
+    fill: Callable[[bytes], Awaitable[None]],
+    probe: mf.Probe,
+) -> mf.Manifest:
+    """The manifest of a version, as a relay would make it. `fill` has every process write its rows
+    into the Target in these bytes."""
+    shared = SharedBytes(f"describe-{version}", mf.check_tensors(specs))
+    try:
+        nbytes = shared.view.nbytes
+        target = Target(path=shared.path, offset=0, nbytes=nbytes, specs=specs, kept=False)
+        await fill(encode(target))
+        return await asyncio.to_thread(
+            manifest_of, shared.view, version=version, step=step, tensors=specs, probe=probe
+        )
+    finally:
+        shared.close()
