@@ -1,22 +1,21 @@
-"""What a run holds in memory at the least, beside what this machine has: before anything starts.
+"""What a run holds in memory, beside what this machine has: before anything starts.
 
 Reads   the config; config.json and the headers of the weight files; the machine's memory, /dev/shm
         and GPUs
 Gives   Place: the lines of the plan
 Raises  ConfigError with the figures and the fix, where it cannot fit
 
-Counted is what is there all the time, by the bytes of its numbers: parameters, gradients and Adam's
-moments of the trainer, the reference model of a KL term, the copies that checkpoints are made of,
-the relays' slots, each replica's weights. Activations, caches of keys and values, and processes
-come on top, so what is refused would not run, and what is let through may still be too much.
+Counted are the trainer (training/footprint.py: its state, a pass, the copies that checkpoints are
+made of), the relays' slots, each replica's weights, and with vLLM the share of a GPU that it takes.
+Other caches of keys and values, and processes, come on top, so what is refused would not run, and
+what is let through may still be too much.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,14 +28,29 @@ from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
 from laminar.run.memory_limit import memory_limit
+from laminar.training.footprint import (
+    BYTES,
+    ModelSizes,
+    footprint,
+    longest_row,
+    pass_tokens,
+    sizes_of,
+    way_of,
+)
 from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
-HEAD = "lm_head.weight"
-FLOAT32 = 4  #: bytes of each parameter, gradient and moment of the trainer
-BYTES = {"float32": 4, "bfloat16": 2}
 ASK_S = 20.0
 """The time for nvidia-smi, which is slow on a machine whose GPUs sleep."""
+GPU = "GPU "
+VLLM_CPU_CACHE = 1 << 30
+"""What it takes on a CPU where nothing else is set (engines/vllm_start.py)."""
+ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
+TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
+VLLM_SHARE = "rollout.vllm.gpu_memory_utilization"
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+CACHE = 0.2
+"""What vLLM has to have for its cache, at the least, beside the weights: a part of their bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,159 +93,222 @@ def check_memory(config: Config, machines: int, machine: Machine | None = None) 
     """Every place has room; ConfigError. `machines`: how many of the run's are this one."""
     if config.is_emulated:
         return []
-    machine = machine or this_machine()
-    parameters = _parameters(config.model.name)
-    places = list(_places(config, parameters, machines, machine))
+    directory, machine = config.model.name, machine or this_machine()
+    model = sizes_of(read_hf_config(directory), weight_shapes(directory))
+    run = Run(model, machines, machine)
+    places = run.places(config)
     short = [place for place in places if not place.fits]
     if not short:
-        _check_slots(config, _version_bytes(config, parameters, machine), machine)
+        run.check_slots(config)
         return places
     worst = max(short, key=lambda place: place.want / place.have)
     raise ConfigError(
-        f"{config.model.name} has {_count(parameters)} parameters, and the run would take more "
-        f"memory than there is: {worst}; activations, caches and processes come on top; "
-        f"{_fix(config, parameters, machines, machine)}"
+        f"{directory} has {_count(model.parameters)} parameters, and the run would take more "
+        f"memory than there is: {worst}; {ON_TOP}; {_fix(config, run)}"
     )
 
 
 def memory_lines(places: Sequence[Place]) -> list[str]:
-    """The lines of the plan about memory."""
+    """The table of the plan: what lies where."""
     if not places:
         return []
-    first, *others = map(str, places)
-    rest = "activations, caches of keys and values, and processes come on top"
-    return [f"memory     {first}", *(f"           {text}" for text in (*others, rest))]
+    columns = _columns(places)
+    names = dict.fromkeys(chain.from_iterable(place.parts for place in columns.values()))
+    rows = [["memory, 10^9 bytes", *columns]]
+    for name in names:
+        sizes = [place.parts.get(name, 0) for place in columns.values()]
+        rows.append([f"  {name}", *(_gb(size) if size else "" for size in sizes)])
+    rows.append(["  all", *(_gb(place.want) for place in columns.values())])
+    rows.append(["  there is", *(_gb(p.have) if p.have else "?" for p in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in rows
+    ]
+    return [*lines, f"  {ON_TOP}"]
 
 
-def _parameters(directory: str) -> int:
-    """A head that is the embedding counts once."""
-    tied = bool(read_hf_config(directory).get("tie_word_embeddings"))
-    shapes = weight_shapes(directory)
-    return sum(math.prod(shape) for name, shape in shapes.items() if not (tied and name == HEAD))
+def _columns(places: Iterable[Place]) -> dict[str, Place]:
+    """The places by their names; GPUs that have and take the same are one column."""
+    alike: dict[Any, list[Place]] = {}
+    for place in places:
+        on_gpu = place.name.startswith(GPU)
+        alike.setdefault((on_gpu, place.have, tuple(place.parts.items())), []).append(place)
+    return {
+        GPU + ",".join(p.name.removeprefix(GPU) for p in same) if on_gpu else same[0].name: same[0]
+        for (on_gpu, *_), same in alike.items()
+    }
 
 
-def _places(config: Config, parameters: int, machines: int, machine: Machine) -> Iterator[Place]:
-    names, trainer_gpus = list(machine.gpus), _trainer_gpus(config, machine)
-    version = _version_bytes(config, parameters, machine)
-    slots = _slots(config, version, machine)
-    relays = {f"{slots} weight slots" + _times(machines): machines * slots * version}
-    host: dict[str, int] = {}
-    gpus: dict[str, dict[str, int]] = {name: {} for name in names}
-    trainer = gpus[trainer_gpus[0]] if trainer_gpus else host
-    reference = parameters * BYTES[_type(config.trainer.dtype, trainer_gpus)]
-    _add_trainer(config, parameters, reference, trainer, host)
-    _add_replicas(config, parameters, machines, host, gpus)
-    yield Place("this machine", machine.memory, host | relays)
-    yield Place(str(SHARED_MEMORY), machine.shared, relays)
-    yield from (Place(f"GPU {name}", machine.gpus[name], parts) for name, parts in gpus.items())
+@dataclass(frozen=True)
+class Run:
+    """A model on so many machines of a run, all of which are this one."""
+
+    model: ModelSizes
+    machines: int
+    machine: Machine
+
+    def places(self, config: Config) -> list[Place]:
+        machine, trainer_gpus = self.machine, self._trainer_gpus(config)
+        way = way_of(config, gpu=bool(trainer_gpus))
+        trained = footprint(self.model, way)
+        gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
+        host: dict[str, int] = {}
+        for name in trainer_gpus:
+            gpus[name] |= trained.device
+        if not trainer_gpus:
+            host |= {name: way.ranks * size for name, size in trained.device.items()}
+        host |= trained.host
+        self._add_replicas(config, host, gpus)
+        slots = self._slots(config)
+        relays = {
+            f"{slots} weight slots" + _times(self.machines): (
+                self.machines * slots * self._version(config)
+            )
+        }
+        return [
+            *(Place(GPU + name, machine.gpus[name], parts) for name, parts in gpus.items()),
+            Place("this machine", machine.memory, host | relays),
+            Place(str(SHARED_MEMORY), machine.shared, relays),
+        ]
+
+    def over(self, config: Config) -> int:
+        """Bytes for which there is no room."""
+        return sum(place.want - place.have for place in self.places(config) if not place.fits)
+
+    def check_slots(self, config: Config) -> None:
+        version = self._version(config)
+        limit, least = self._slot_limit(config), MIN_SLOTS * version
+        if limit < least:
+            what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
+            raise ConfigError(
+                f"weights.max_bytes = {config.weights.max_bytes} ({_gb(limit)} GB{what}) has no "
+                f"room for {MIN_SLOTS} versions of {_gb(version)} GB: set it to {least} or more, "
+                "or take a smaller model"
+            )
+
+    def _trainer_gpus(self, config: Config) -> list[str]:
+        if config.trainer.device == "cpu":
+            return []
+        return gpus_of("trainer", "", list(self.machine.gpus), ranks=config.trainer.ranks)
+
+    def _version(self, config: Config) -> int:
+        """The bytes of one version, as it is published."""
+        way = way_of(config, gpu=bool(self._trainer_gpus(config)))
+        return way.published * self.model.parameters
+
+    def _slots(self, config: Config) -> int:
+        """How many slots the relay makes; a limit that is too low for any does not count."""
+        most = self._slot_limit(config) // max(self._version(config), 1)
+        return max(MIN_SLOTS, min(config.weights.slots, most))
+
+    def _slot_limit(self, config: Config) -> int:
+        return config.weights.max_bytes or self.machine.memory // 2
+
+    def _add_replicas(
+        self, config: Config, host: dict[str, int], gpus: dict[str, dict[str, int]]
+    ) -> None:
+        """Each engine has a copy of the weights, over all its GPUs."""
+        names = list(gpus) if config.rollout.device != "cpu" else []
+        copies: dict[str, int] = {}
+        counts = [config.replicas_on(machine) for machine in range(self.machines)]
+        for index in chain.from_iterable(map(range, counts)):
+            per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
+            for name in gpus_of("rollout", f"rollout-{index}", names, per_replica, ranks):
+                copies[name] = copies.get(name, 0) + 1
+        for name, count in copies.items():
+            what, size = _replica(config, self.model, self.machine.gpus[name])
+            gpus[name][_times_of(count, what)] = count * size
+        if not names:
+            what, size = _replica(config, self.model, 0, on_gpu=False)
+            host[_times_of(sum(counts), what)] = sum(counts) * size
 
 
-def _trainer_gpus(config: Config, machine: Machine) -> list[str]:
-    if config.trainer.device == "cpu":
-        return []
-    return gpus_of("trainer", "", list(machine.gpus), ranks=config.trainer.ranks)
+def _replica(
+    config: Config, model: ModelSizes, gpu: int, *, on_gpu: bool = True
+) -> tuple[str, int]:
+    """What a replica takes of each of its GPUs, or of the host.
+
+    vLLM fills its share of a GPU with keys and values; a replica with `kv_cache_bytes` does not
+    measure.
+    """
+    vllm = config.rollout.vllm
+    dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
+    one = model.parameters * BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
+    weights = one // gpus_per_replica(config)
+    if config.rollout.engine != "vllm":
+        return "replica's weights", weights
+    if vllm.kv_cache_bytes or not on_gpu:
+        return "vLLM replica", weights + (vllm.kv_cache_bytes or VLLM_CPU_CACHE)
+    return "vLLM replica", max(int(vllm.gpu_memory_utilization * gpu), weights)
 
 
-def _version_bytes(config: Config, parameters: int, machine: Machine) -> int:
-    """The bytes of one version, as it is published."""
-    return parameters * BYTES[_type(config.weights.dtype, _trainer_gpus(config, machine))]
-
-
-def _add_trainer(
-    config: Config, parameters: int, reference: int, device: dict[str, int], host: dict[str, int]
-) -> None:
-    device["parameters"] = device["gradients"] = FLOAT32 * parameters
-    device["Adam's moments"] = 2 * FLOAT32 * parameters
-    if config.algorithm.use_kl_loss:
-        device["reference model"] = reference  # at the least: embeddings stay float32
-    if config.trainer.save_freq:
-        host["checkpoint copies"] = 3 * FLOAT32 * parameters
-
-
-def _add_replicas(
-    config: Config,
-    parameters: int,
-    machines: int,
-    host: dict[str, int],
-    gpus: dict[str, dict[str, int]],
-) -> None:
-    """Each engine has a copy of the weights, over all its GPUs."""
-    names = list(gpus) if config.rollout.device != "cpu" else []
-    copies: dict[str, int] = {}
-    counts = [config.replicas_on(machine) for machine in range(machines)]
-    for index in chain.from_iterable(map(range, counts)):
-        per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
-        for name in gpus_of("rollout", f"rollout-{index}", names, per_replica, ranks):
-            copies[name] = copies.get(name, 0) + 1
-    one = parameters * BYTES[_type(config.rollout.dtype, names, config.weights.dtype)]
-    for name, count in copies.items():
-        gpus[name][_replicas(count)] = count * one // gpus_per_replica(config)
-    if not names:
-        host[_replicas(sum(counts))] = sum(counts) * one
-
-
-def _slots(config: Config, version: int, machine: Machine) -> int:
-    """How many slots the relay makes; a limit that is too low for any does not count."""
-    most = _slot_limit(config, machine) // max(version, 1)
-    return max(MIN_SLOTS, min(config.weights.slots, most))
-
-
-def _check_slots(config: Config, version: int, machine: Machine) -> None:
-    limit, least = _slot_limit(config, machine), MIN_SLOTS * version
-    if limit < least:
-        what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
-        raise ConfigError(
-            f"weights.max_bytes = {config.weights.max_bytes} ({_gb(limit)} GB{what}) has no room "
-            f"for {MIN_SLOTS} versions of {_gb(version)} GB: set it to {least} or more, or take a "
-            "smaller model"
-        )
-
-
-def _slot_limit(config: Config, machine: Machine) -> int:
-    return config.weights.max_bytes or machine.memory // 2
-
-
-def _fix(config: Config, parameters: int, machines: int, machine: Machine) -> str:
-    """Settings that make it fit, each of which takes less where there is too little; or none do."""
-    least, words = config, []
-    over = _over(_places(config, parameters, machines, machine))
-    for section, key, value in _smaller(config):
-        changed = msgspec.structs.replace(getattr(least, section), **{key: value})
-        tried = msgspec.structs.replace(least, **{section: changed})
-        left = _over(_places(tried, parameters, machines, machine))
+def _fix(config: Config, run: Run) -> str:
+    """The mildest settings that make it fit, and no more of them than it takes; or none do."""
+    ways = dict(_smaller(config, run))
+    chosen: dict[str, Any] = {}
+    over = run.over(config)
+    for key, values in ways.items():
+        left = run.over(_with(config, chosen | {key: values[-1]}))
         if left < over:
-            least, over = tried, left
-            words.append(f"{section}.{key} = {str(value).lower()}")
-        if not over:
-            return f"set {', '.join(words)}, or take a smaller model"
-    return "no setting makes it fit: take a smaller model, or a machine with more memory"
+            chosen[key], over = values[-1], left
+    if over:
+        return "no setting makes it fit: take a smaller model, or a machine with more memory"
+    for key in list(chosen):
+        others = {name: value for name, value in chosen.items() if name != key}
+        milder = [others, *(others | {key: value} for value in ways[key])]
+        chosen = next(tried for tried in milder if not run.over(_with(config, tried)))
+    words = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
+    return f"set {words}, or take a smaller model"
 
 
-def _over(places: Iterable[Place]) -> int:
-    """Bytes for which there is no room."""
-    return sum(place.want - place.have for place in places if not place.fits)
-
-
-def _smaller(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """(section, key, value) of settings that are not at their smallest."""
+def _smaller(config: Config, run: Run) -> Iterator[tuple[str, list[Any]]]:
+    """Settings that are not at their smallest, with the values that take less, from the mildest."""
+    if config.trainer.activation_checkpointing != "on":
+        yield CHECKPOINTING, ["on"]
+    budget, row = pass_tokens(config), longest_row(config)
+    if budget > row:
+        halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
+        yield TOKENS, [*halves, row]
+    if gpus := len(run.machine.gpus) if config.trainer.device != "cpu" else 0:
+        more = [n for n in (2, 4, 8, 16) if config.trainer.ranks < n <= gpus]
+        yield from [("trainer.ranks", more)] if more else []
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
+        yield from _smaller_share(config, run)
     if config.weights.slots > MIN_SLOTS:
-        yield "weights", "slots", MIN_SLOTS
+        yield "weights.slots", [MIN_SLOTS]
     if config.rollout.replicas > 1:
-        yield "rollout", "replicas", 1
+        yield "rollout.replicas", [1]
     if config.weights.dtype != "bfloat16":
-        yield "weights", "dtype", "bfloat16"
+        yield "weights.dtype", ["bfloat16"]
     if config.rollout.dtype == "float32":
-        yield "rollout", "dtype", "bfloat16"
+        yield "rollout.dtype", ["bfloat16"]
     if config.algorithm.use_kl_loss:
-        yield "algorithm", "use_kl_loss", False
+        yield "algorithm.use_kl_loss", [False]
     if config.trainer.save_freq:
-        yield "trainer", "save_freq", 0
+        yield "trainer.save_freq", [0]
 
 
-def _type(name: str, gpus: Sequence[str], other: str = "auto") -> str:
-    """What "auto" means on this device."""
-    given = next((each for each in (name, other) if each != "auto"), "")
-    return given or ("bfloat16" if gpus else "float32")
+def _smaller_share(config: Config, run: Run) -> Iterator[tuple[str, list[float]]]:
+    """Shares of a GPU with which vLLM still has room for its weights, and for some cache."""
+    gpu = min((size for size in run.machine.gpus.values() if size), default=0)
+    one = run.model.parameters * BYTES["bfloat16"] // gpus_per_replica(config)
+    present = config.rollout.vllm.gpu_memory_utilization
+    if shares := [s for s in SHARES if s < present and s * gpu >= (1 + CACHE) * one]:
+        yield VLLM_SHARE, shares
+
+
+def _with(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The settings with others in their place, by dotted keys; no rule is checked."""
+    for key, value in changes.items():
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+    first, *rest = path
+    new = _replaced(getattr(section, first), rest, value) if rest else value
+    return msgspec.structs.replace(section, **{first: new})
 
 
 def _gpu_bytes(name: str) -> int:
@@ -244,8 +321,9 @@ def _gpu_bytes(name: str) -> int:
         return 0
 
 
-def _replicas(count: int) -> str:
-    return f"{count} replicas' weights" if count > 1 else "a replica's weights"
+def _times_of(count: int, what: str) -> str:
+    plural = what.replace("replica's", "replicas'") if "'" in what else f"{what}s"
+    return f"{count} {plural}" if count > 1 else f"a {what}"
 
 
 def _times(machines: int) -> str:

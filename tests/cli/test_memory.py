@@ -98,32 +98,111 @@ def test_a_large_model_on_a_small_machine_by_the_command(
     assert "take a smaller model" in said.err and not (tmp_path / "runs").exists()
 
 
+SMALL_PASS = {"trainer__micro_batch_tokens": 1024}
+
+
 def test_every_part_is_counted(large: Path) -> None:
-    places = check_memory(config(large, algorithm__use_kl_loss=True), 1, host(1000))
+    asked = config(large, algorithm__use_kl_loss=True, **SMALL_PASS)
+    places = check_memory(asked, 1, host(1000))
     assert parts(places, "this machine") == {
         "parameters": 32.8, "gradients": 32.8, "Adam's moments": 65.5, "reference model": 32.8,
-        "checkpoint copies": 98.3, "2 replicas' weights": 65.5, "3 weight slots": 98.3,
+        "activations": 12.5, "head and logits": 2.5, "checkpoint copies": 98.3,
+        "a version for its digest": 32.8, "2 replicas' weights": 65.5, "3 weight slots": 98.3,
     }  # fmt: skip
     assert parts(places, "/dev/shm") == {"3 weight slots": 98.3}
-    short = config(large, algorithm__use_kl_loss=True, trainer__dtype="bfloat16")
+    short = config(large, algorithm__use_kl_loss=True, trainer__dtype="bfloat16", **SMALL_PASS)
     found = parts(check_memory(short, 1, host(1000)), "this machine")
-    assert (found["parameters"], found["reference model"]) == (32.8, 16.4)
-    first, *others = memory_lines(places)
-    assert first.startswith("memory     425.9 of 1000.0 GB of this machine (parameters 32.8")
-    assert len(others) == 2 and "come on top" in others[-1]
+    assert (found["parameters"], found["reference model"]) == (32.8, 17.6)
+    assert found["casts of the weights"] == 13.9
 
 
 def test_a_gpu_has_the_trainer_and_others_the_replicas(large: Path) -> None:
     machine = host(400, gpu0=192, gpu1=80, gpu2=80)
     places = check_memory(config(large, rollout__replicas=3), 1, machine)
-    assert parts(places, "GPU 0") == {"parameters": 32.8, "gradients": 32.8, "Adam's moments": 65.5}
+    assert parts(places, "GPU 0") == {
+        "parameters": 32.8, "gradients": 32.8, "Adam's moments": 65.5, "activations": 10.8,
+        "head and logits": 7.5,
+    }  # fmt: skip
     assert parts(places, "GPU 1") == {"2 replicas' weights": 32.8}
     assert parts(places, "GPU 2") == {"a replica's weights": 16.4}
     assert parts(places, "this machine") == {
-        "checkpoint copies": 98.3, "3 weight slots": 49.1,
+        "checkpoint copies": 98.3, "a version for its digest": 16.4, "3 weight slots": 49.1,
     }  # fmt: skip
     said = refused(config(large), host(400, gpu0=80, gpu1=80))
-    assert "131.0 of 80.0 GB of GPU 0 (parameters 32.8" in said and "smaller model" in said
+    assert "149.3 of 80.0 GB of GPU 0 (parameters 32.8" in said and "smaller model" in said
+
+
+def test_ranks_share_the_state_and_have_a_pass_each(large: Path) -> None:
+    machine = host(400, **{f"gpu{index}": 80 for index in range(8)})
+    asked = config(large, trainer__ranks=4, rollout__replicas=4, algorithm__use_kl_loss=True)
+    places = check_memory(asked, 1, machine)
+    assert len({tuple(parts(places, f"GPU {index}").items()) for index in range(4)}) == 1
+    found = parts(places, "GPU 3")
+    assert (found["parameters"], found["Adam's moments"]) == (8.2, 16.4)
+    assert (found["reference model"], found["activations"]) == (8.2, 10.8)
+    assert parts(places, "GPU 4") == {"a replica's weights": 16.4}
+    on_cpu = check_memory(config(large, trainer__ranks=2, **SMALL_PASS), 1, host(1000))
+    alone = check_memory(config(large, **SMALL_PASS), 1, host(1000))
+    both, one = (parts(places, "this machine") for places in (on_cpu, alone))
+    assert both["parameters"] == one["parameters"]
+    assert both["activations"] == pytest.approx(2 * one["activations"], rel=0.01)
+
+
+def test_the_table_has_a_column_for_each_place(large: Path) -> None:
+    """What is alike is one column; a column's sizes add up to what it takes."""
+    machine = host(400, gpu0=192, gpu1=80, gpu2=80)
+    lines = memory_lines(check_memory(config(large), 1, machine))
+    words = [line.split("  ") for line in lines]
+    assert [word.strip() for word in words[0] if word] == [
+        "memory, 10^9 bytes", "GPU 0", "GPU 1,2", "this machine", "/dev/shm",
+    ]  # fmt: skip
+    assert "  Adam's moments             65.5" in lines
+    assert lines[-3].split() == ["all", "149.3", "16.4", "163.8", "49.1"]
+    assert lines[-2].split() == ["there", "is", "192.0", "80.0", "400.0", "400.0"]
+    assert "come on top" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "fix"),
+    [
+        ({}, {"gpu0": 145, "gpu1": 80}, "trainer.micro_batch_tokens = 8192"),
+        ({}, {f"gpu{index}": 80 for index in range(8)}, "trainer.ranks = 4"),
+        (
+            {"trainer__activation_checkpointing": "off"},
+            {"gpu0": 192, "gpu1": 80},
+            "trainer.activation_checkpointing = on",
+        ),
+        (
+            {"rollout__engine": "vllm", "rollout__replicas": 1},
+            {"gpu0": 192},
+            "rollout.vllm.gpu_memory_utilization = 0.2",
+        ),
+    ],
+)
+def test_the_mildest_fix_for_a_gpu(
+    settings: dict[str, Any], machine: dict[str, int], fix: str, large: Path
+) -> None:
+    said = refused(config(large, **settings), host(400, **machine))
+    assert said.endswith(f"; set {fix}, or take a smaller model")
+    key, value = fix.split(" = ")
+    fixed = config(large, **settings | {key.replace(".", "__"): type_of(value)})
+    assert check_memory(fixed, 1, host(400, **machine))
+
+
+def type_of(value: str) -> Any:
+    return value if value == "on" else json.loads(value)
+
+
+def test_vllm_takes_its_share_of_a_gpu_or_what_its_cache_is_given(large: Path) -> None:
+    """On the trainer's GPU where there is no other; on a CPU it has a cache of its own size."""
+    vllm = {"rollout__engine": "vllm", "rollout__replicas": 1}
+    said = refused(config(large, **vllm), host(400, gpu0=192))
+    assert "312.5 of 192.0 GB of GPU 0" in said and "a vLLM replica 163.2" in said
+    given = config(large, rollout__vllm__kv_cache_bytes=2 * GB, **vllm)
+    found = parts(check_memory(given, 1, host(400, gpu0=192)), "GPU 0")
+    assert found["a vLLM replica"] == 18.4
+    on_cpu = check_memory(config(large, **vllm, **SMALL_PASS), 1, host(1000))
+    assert parts(on_cpu, "this machine")["a vLLM replica"] == 33.8
 
 
 def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
@@ -131,15 +210,19 @@ def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
     settings = {"weights__slots": 5, "rollout__replicas": 4}
     said = refused(config(large, **settings), host(250))
     assert said.endswith(
-        "; set rollout.replicas = 1, weights.dtype = bfloat16, trainer.save_freq = 0, "
-        "or take a smaller model"
+        "; set trainer.micro_batch_tokens = 1024, rollout.replicas = 1, weights.dtype = bfloat16, "
+        "trainer.save_freq = 0, or take a smaller model"
     )
-    said = refused(config(large, **settings), host(500))
+    said = refused(config(large, **settings, **SMALL_PASS), host(550))
     assert said.endswith("; set weights.slots = 3, or take a smaller model")
-    said = refused(config(large), Machine(1000 * GB, 64 * GB, {}))
+    said = refused(config(large, **SMALL_PASS), Machine(1000 * GB, 64 * GB, {}))
     assert said.endswith("; set weights.dtype = bfloat16, or take a smaller model")
+    said = refused(config(large), host(150))
+    assert said.endswith(
+        "; no setting makes it fit: take a smaller model, or a machine with more memory"
+    )
     least = {"weights__dtype": "bfloat16", "rollout__replicas": 1, "trainer__save_freq": 0}
-    assert check_memory(config(large, **least), 1, host(250))
+    assert check_memory(config(large, **least, **SMALL_PASS), 1, host(250))
 
 
 def test_slots_are_in_shared_memory(large: Path) -> None:
@@ -156,7 +239,7 @@ def test_slots_are_in_shared_memory(large: Path) -> None:
 
 
 def test_several_machines_played_on_one(large: Path) -> None:
-    places = check_memory(config(large, run__nodes=2), 2, host(1000))
+    places = check_memory(config(large, run__nodes=2, **SMALL_PASS), 2, host(1000))
     found = parts(places, "this machine")
     assert found["4 replicas' weights"] == 131.0
     assert found["3 weight slots on each of 2 machines"] == 196.6

@@ -7,31 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from laminar.config import ConfigError
 from laminar.training.checkpoint import named_moments
 from laminar.training.learner import Learner
 from laminar.training.model import recompute_layers
+from tests.kit import live_bytes as saved
 
 Make = Callable[..., Any]
 
 
 def saved_bytes(model: Any, tokens: int) -> int:
     """Bytes that a forward pass keeps for its backward pass, without parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, Any] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
     ids = torch.zeros(1, tokens, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+    return saved.saved_bytes(
+        model.parameters(), lambda: model.base_model(input_ids=ids, use_cache=False)
+    )
 
 
 def per_token_and_layer(make_model: Make, change: Callable[[Any], None]) -> float:

@@ -1,0 +1,249 @@
+"""Bytes that training takes of its device and of the host, from shapes alone.
+
+Reads   config.json and the shapes of the weights, the settings
+Gives   Footprint: bytes by what they are, those of the device where a pass takes the most
+
+Pure, and without torch: it is asked before anything starts, by the command and by the trainer,
+which reports it beside what was measured. State is exact. The bytes of a pass are sums over the
+tensors that transformers' decoder layers keep for the backward pass and that the head works with;
+tests hold them against those of real layers. Not counted are CUDA's own memory, fragmentation and
+what kernels take while they run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from laminar.config import Config
+
+FLOAT32 = 4  #: bytes of each parameter, gradient and moment
+BYTES = {"float32": 4, "bfloat16": 2}
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+NORMS = 2  #: of a layer, over the hidden size
+UNITS, UNITS_WITH_BONUS = 4, 5
+"""Tensors [tokens of a chunk, vocabulary] float32 that are there at a time, at the most; with an
+entropy bonus the entropy is differentiated, too."""
+HEAD_SUMS = 3
+"""Gradients of a head that are there while two of them are added: both, and their sum."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+Offload = Literal["none", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What decides the bytes of a model; 0 for what config.json does not say."""
+
+    parameters: int  #: a head that is the embedding counts once
+    layers: int
+    hidden: int
+    inner: int  #: of the MLP
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool  #: the head is the embedding
+    qk_norm: bool
+    products: int  #: parameters of the matrices of all layers
+    biases: int  #: of those matrices
+    largest_layer: int  #: its parameters
+    largest_matrix: int  #: of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a model is trained."""
+
+    tokens: int  #: of the largest pass, padding included
+    chunk_tokens: int
+    compute: int  #: bytes of a number in matrix products
+    recomputes: bool  #: activation checkpointing
+    entropy_bonus: bool
+    reference: bool
+    copies: bool  #: for checkpoints
+    published: int  #: bytes of a number in the published weights
+    ranks: int = 1
+    offload: Offload = "none"
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranks > 1 or self.offload != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    device: dict[str, int] = field(default_factory=dict)  #: of each rank's GPU, or of its process
+    host: dict[str, int] = field(default_factory=dict)  #: of all ranks together
+
+
+def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
+    """`shapes`: of all tensors, by the names of the weight files."""
+    tied = bool(hf_config.get("tie_word_embeddings")) or HEAD not in shapes
+    own = {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
+    layers: dict[str, int] = {}
+    matrices = []
+    for name, shape in own.items():
+        if found := LAYER.search(name):
+            layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+            matrices += [math.prod(shape)] if len(shape) > 1 else []
+    embedding = next((s for name, s in own.items() if name.endswith(EMBEDDING)), (0, 0))
+    heads = hf_config.get("num_attention_heads") or 0
+    return ModelSizes(
+        parameters=sum(map(math.prod, own.values())),
+        layers=len(layers),
+        hidden=embedding[1],
+        inner=hf_config.get("intermediate_size") or 0,
+        heads=heads,
+        kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or (embedding[1] // heads if heads else 0),
+        vocabulary=embedding[0],
+        tied=tied,
+        qk_norm=any(name.endswith("q_norm.weight") for name in own),
+        products=sum(matrices),
+        biases=sum(math.prod(s) for name, s in own.items() if name.endswith(".bias")),
+        largest_layer=max(layers.values(), default=0),
+        largest_matrix=max(matrices, default=0),
+    )
+
+
+def way_of(config: Config, *, gpu: bool) -> Way:
+    """How the settings have a model trained, on a GPU or a CPU."""
+    trainer, algorithm = config.trainer, config.algorithm
+    automatic = "bfloat16" if gpu else "float32"
+    types = (trainer.dtype, config.weights.dtype)
+    compute, published = (automatic if name == "auto" else name for name in types)
+    recomputes = {"auto": gpu, "on": True, "off": False}[trainer.activation_checkpointing]
+    return Way(
+        tokens=pass_tokens(config),
+        chunk_tokens=trainer.logit_chunk_tokens,
+        compute=BYTES[compute],
+        recomputes=recomputes,
+        entropy_bonus=bool(algorithm.entropy_coeff),
+        reference=algorithm.use_kl_loss,
+        copies=bool(trainer.save_freq),
+        published=BYTES[published],
+        ranks=trainer.ranks,
+    )
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest sequence, which is never split."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def pass_tokens(config: Config) -> int:
+    """Tokens of the largest pass of a rank: the budget, but one whole row, and no more than there
+    are."""
+    row = longest_row(config)
+    rows = -(-config.mini_batch_groups * config.rollout.group_size // config.trainer.ranks)
+    return min(max(config.trainer.micro_batch_tokens, row), rows * row)
+
+
+def footprint(model: ModelSizes, way: Way) -> Footprint:
+    """What is there when a pass takes the most."""
+    state = {
+        "parameters": FLOAT32 * model.parameters,
+        "gradients": FLOAT32 * model.parameters,
+        "Adam's moments": 2 * FLOAT32 * model.parameters,
+    }
+    offloaded = way.offload != "none"
+    device = {} if offloaded else {name: -(-size // way.ranks) for name, size in state.items()}
+    host = {f"{name}, offloaded": size for name, size in state.items()} if offloaded else {}
+    if way.reference:
+        device["reference model"] = -(-_reference_bytes(model, way) // way.ranks)
+    if way.sharded:
+        device["layers gathered whole"] = _gathered_bytes(model)
+    if way.copies:
+        host["checkpoint copies"] = 3 * FLOAT32 * model.parameters
+        host["a version for its digest"] = way.published * model.parameters
+    return Footprint(_there(device | _pass_bytes(model, way)), _there(host))
+
+
+def total(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _there(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
+def _reference_bytes(model: ModelSizes, way: Way) -> int:
+    """Linear layers are of the compute type; embedding and norms, and a head that is the
+    embedding, stay float32. In rows of ranks all is float32."""
+    if way.sharded:
+        return FLOAT32 * model.parameters
+    linear = model.products + model.biases
+    linear += 0 if model.tied else model.vocabulary * model.hidden
+    return way.compute * linear + FLOAT32 * (model.parameters - linear)
+
+
+def _gathered_bytes(model: ModelSizes) -> int:
+    """What no rank holds in parts while it is used: a layer with its gradients and the layer
+    fetched next; embedding, head and last norm, which are of no layer, with theirs."""
+    outside = (1 if model.tied else 2) * model.vocabulary * model.hidden + model.hidden
+    return FLOAT32 * (3 * model.largest_layer + 2 * outside)
+
+
+def _pass_bytes(model: ModelSizes, way: Way) -> dict[str, int]:
+    """The larger of two moments: the first backward step, through the head, when the activations
+    of all layers are there; and the backward step through a layer, which may compute its own
+    again."""
+    casts = way.compute if way.compute < FLOAT32 else 0
+    of_layer = activation_bytes(model, way.compute)
+    kept = model.layers * (FLOAT32 * model.hidden if way.recomputes else of_layer)
+    kept = way.tokens * (kept + _end_bytes(model))
+    again = way.tokens * of_layer if way.recomputes else 0
+    gradients = way.compute * way.tokens * model.inner + FLOAT32 * model.largest_matrix
+    names = ("activations", "casts of the weights", "head and logits")
+    products = model.products
+    in_use = products // max(model.layers, 1) if way.recomputes else products
+    moments = (
+        (kept, 0 if way.recomputes else casts * products, _head_bytes(model, way)),
+        (
+            kept + again + gradients,
+            casts * in_use,
+            FLOAT32 * model.vocabulary * model.hidden if model.tied else 0,
+        ),
+    )
+    return dict(zip(names, max(moments, key=sum), strict=True))
+
+
+def activation_bytes(model: ModelSizes, compute: int) -> int:
+    """Bytes that a layer keeps of a token for its backward pass, without activation checkpointing.
+
+    Of a norm its input and the normalised input, float32. Of products their inputs in the compute
+    type: those of q, k, v and of gate and up are one tensor each in float32, and one cast for
+    each product in bfloat16. Of attention q, k, v, its output and a float32 for each head. Of the
+    MLP gate, its activation, up and the product of both.
+    """
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    inputs = 2 if compute == FLOAT32 else 5
+    numbers = inputs * model.hidden + 2 * (q + kv) + 4 * model.inner
+    size = compute * numbers + FLOAT32 * (NORMS * (2 * model.hidden + 1) + model.heads)
+    if model.qk_norm:
+        size += (FLOAT32 + compute) * (q + kv) + FLOAT32 * (model.heads + model.kv_heads)
+    return size
+
+
+def _end_bytes(model: ModelSizes) -> int:
+    """Of a token outside of all layers: last norm, the hidden states that are scored, rotary
+    embedding."""
+    return FLOAT32 * (4 * model.hidden + 2 * model.head_dim + 3)
+
+
+def _head_bytes(model: ModelSizes, way: Way) -> int:
+    """Of one chunk; gradients of the head are added up over the chunks, and where it is the
+    embedding with the embedding's."""
+    head = model.vocabulary * model.hidden
+    tokens = min(way.chunk_tokens, way.tokens)
+    chunks = -(-way.tokens // tokens)
+    units = UNITS_WITH_BONUS if way.entropy_bonus else UNITS
+    logits = FLOAT32 * units * tokens * model.vocabulary
+    cast = way.compute * head if way.compute < FLOAT32 else 0
+    added = FLOAT32 * head * (HEAD_SUMS if chunks > 1 or model.tied else 1)
+    return max(logits + cast + (FLOAT32 * head if chunks > 1 else 0), added)
