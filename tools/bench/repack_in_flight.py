@@ -1,25 +1,31 @@
-"""The ceiling: replicas that take new weights in the middle of trajectories and keep their cache.
+"""Weights in flight: replicas that take new weights in the middle of trajectories.
 
 Reads   Setup
 Gives   InFlight: the same measures as RepackWorld's
 
-Modelled only, and without the core: nothing drains, so there is nothing to repack. A replica with
-room takes the next group at once, as long as the groups begun so far are at most G x (steps
-trained + staleness + 1); the trainer takes the oldest that have ended. What a trajectory of several
-versions costs in quality, and the pause of a load, are not in it.
+A model without the core, which has no such setting. It keeps the core's staleness bound: a group
+begins, and a batch is chosen, only as long as core/admission.py's inequality holds for the
+deadline of each group's oldest token; else replicas and the trainer wait. Nothing drains, so there
+is nothing to repack: a replica with room takes the next group at once.
+
+Each new version costs every replica the pause of a load. Then it goes on with the cache that it has
+("keep"), or first prefills all that it runs ("recompute").
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from bisect import insort
 from heapq import heapify, heappop, heappush, heapreplace
 
+from laminar.core.admission import bound_holds
 from laminar.engines.timed_batch import TimedBatch
 from laminar.names import ids
 from tools.bench.repack_measures import (
     GROUP_SIZE,
+    LOAD_S,
+    PUBLISH_S,
     SAMPLE_S,
     SECOND,
     Meter,
@@ -27,28 +33,60 @@ from tools.bench.repack_measures import (
     Setup,
 )
 
-SAMPLE, TRAINED = -1, -2  #: what happens; a number from 0: the batch of a replica changes
+SAMPLE, TRAINED, PUBLISHED = -1, -2, -3
+"""What happens; a number from 0: the batch of a replica changes."""
+
+
+class Batch(TimedBatch):
+    """An engine whose weights change while it runs."""
+
+    def load(self, now: float, pause_s: float, recompute: bool) -> dict[str, int]:
+        """The step that has begun ends later; gives the tokens of all that is unfinished."""
+        self.advance(now)
+        self._end_stretch()
+        if self._length:
+            self._first_ns += pause_s * SECOND
+        else:
+            self._start = now + pause_s * SECOND
+        done = self.unfinished()
+        if recompute and self._running:
+            ready = self._start + self._first_ns
+            for sequence in reversed([*self._running.values()]):
+                self._leave(sequence)
+                self._waiting.appendleft(sequence)
+            self._start, self._length = ready, 0
+        return done
+
+    def unfinished(self) -> dict[str, int]:
+        """Tokens so far of what runs or waits."""
+        return {name: self.tokens(name) for name in self._sequences}
 
 
 class Group:
     """Siblings of one prompt."""
 
-    def __init__(self, issued: int, tokens: int) -> None:
-        self.issued, self.tokens, self.unfinished = issued, tokens, GROUP_SIZE
+    def __init__(self, issued: int, step: int) -> None:
+        self.issued, self.step, self.unfinished = issued, step, GROUP_SIZE
+        self.tokens = 0  #: of all siblings, once they are finished
+        self.steps = 0  #: the sum over tokens of the step of their weights
 
 
 class InFlight:
     """A run from its start until enough steps are measured."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.now, self.meter = setup, 0, Meter()
-        self.batches = [TimedBatch(setup.timing, setup.slots) for _ in range(setup.replicas)]
-        self._chance = random.Random(f"repack/{setup.seed}")
-        self._begins = [self._chance.uniform(0, setup.start_s) * SECOND for _ in self.batches]
+    def __init__(self, setup: Setup, recompute: bool = False, pause_s: float = LOAD_S) -> None:
+        self.setup, self.now, self.meter = setup, 0, Meter(setup)
+        self._recompute, self._pause_s = recompute, pause_s
+        self.batches = [Batch(setup.timing, setup.slots) for _ in range(setup.replicas)]
+        chance = random.Random(f"repack/{setup.seed}")
+        self._begins = [chance.uniform(0, setup.start_s) * SECOND for _ in self.batches]
         self._groups: dict[int, Group] = {}
-        self._begun = self._completed = 0
-        self._ready: list[int] = []
-        self._training = 0  #: tokens of the batch; 0: the trainer waits
+        self._deadlines: dict[int, int] = {}  #: groups that are not chosen
+        self._begun = self._chosen = self._completed = 0
+        self._step = 0  #: of the weights that replicas have
+        self._ready: list[int] = []  #: oldest first
+        self._refused = (0, 0)  #: chosen and ready when a batch would have broken the bound
+        self._training: list[Group] = []  #: empty: the trainer waits
         self._plans = [0] * setup.replicas
         self._heap: list[tuple[int, int, int]] = []
 
@@ -64,10 +102,12 @@ class InFlight:
                 self._at(self.now + SAMPLE_S * SECOND, SAMPLE)
             elif what == TRAINED:
                 self._trained()
+            elif what == PUBLISHED:
+                self._load()
             elif plan == self._plans[what]:
                 self._change(what)
             self._train()
-        return self.meter.seen(self.now, self.batches)
+        return self.meter.seen(self.now, self.batches, self._live())
 
     def _at(self, when: float, what: int, plan: int = 0) -> None:
         heappush(self._heap, (math.ceil(when), what, plan))
@@ -75,42 +115,50 @@ class InFlight:
     # --- replicas -------------------------------------------------------------------------------
 
     def _change(self, number: int) -> None:
-        batch = self.batches[number]
-        batch.advance(float(self.now))
-        ended = deque(batch.finished)
-        batch.finished.clear()
-        for name in ended:
-            order = int(name.partition(".")[0])
-            group = self._groups[order]
-            self.meter.latency(self.now - group.issued)
-            group.unfinished -= 1
-            if not group.unfinished:
-                heappush(self._ready, order)
+        self._end(self.batches[number])
         self._fill([number])
         self._plan(number)
 
+    def _end(self, batch: Batch) -> None:
+        """What is finished, its last tokens by the weights of now."""
+        batch.advance(float(self.now))
+        ended, batch.finished = batch.finished, []
+        for name in ended:
+            order, _, tokens = map(int, name.split("."))
+            group = self._groups[order]
+            self.meter.latency(self.now - group.issued)
+            group.tokens += tokens
+            group.steps += tokens * self._step
+            group.unfinished -= 1
+            if not group.unfinished:
+                insort(self._ready, order)
+
     def _fill(self, numbers: list[int]) -> None:
         """New groups, one at a time, to the emptiest of these replicas with room."""
-        limit = self.setup.groups_per_step * (self._completed + self.setup.staleness + 1)
-        loads = [(self._load(number), number) for number in numbers]
+        loads = [(self._load_of(number), number) for number in numbers]
         heapify(loads)
-        while loads and loads[0][0] <= self.setup.slots and self._begun < limit:
+        while loads and loads[0][0] + GROUP_SIZE <= self.setup.slots and self._admits():
             load, number = loads[0]
             self._begin(self.batches[number])
             heapreplace(loads, (load + GROUP_SIZE, number))
 
-    def _load(self, number: int) -> int:
+    def _admits(self) -> bool:
+        deadline = self._step + self.setup.staleness
+        more = self._deadlines | {deadline: self._deadlines.get(deadline, 0) + 1}
+        return bound_holds(more, self._chosen, self.setup.groups_per_step)
+
+    def _load_of(self, number: int) -> int:
         return self.batches[number].running + self.batches[number].waiting
 
-    def _begin(self, batch: TimedBatch) -> None:
-        order, tokens = self._begun, 0
+    def _begin(self, batch: Batch) -> None:
+        order, deadline = self._begun, self._step + self.setup.staleness
+        group_id = ids.train_group(0, order)
         for sibling in range(GROUP_SIZE):
-            group_id = ids.train_group(0, order)
             seed = ids.trajectory_seed(self.setup.seed, group_id, sibling, 1)
             total = self.setup.lengths.of(seed)
-            batch.add(f"{order}.{sibling}", 0, 0, total, float(self.now))
-            tokens += total
-        self._groups[order] = Group(self.now, tokens)
+            batch.add(f"{order}.{sibling}.{total}", 0, 0, total, float(self.now))
+        self._groups[order] = Group(self.now, self._step)
+        self._deadlines[deadline] = self._deadlines.get(deadline, 0) + 1
         self._begun += 1
 
     def _plan(self, number: int) -> None:
@@ -121,23 +169,56 @@ class InFlight:
         if when < math.inf:
             self._at(when, number, self._plans[number])
 
-    # --- the trainer ----------------------------------------------------------------------------
-
-    def _train(self) -> None:
-        if self._training or len(self._ready) < self.setup.groups_per_step:
-            return
-        chosen = [heappop(self._ready) for _ in range(self.setup.groups_per_step)]
-        self._training = sum(self._groups.pop(order).tokens for order in chosen)
-        self.meter.train_begins(self.now)
-        duration_s = self.setup.trains_for_s(self._chance)
-        self._at(self.now + duration_s * SECOND, TRAINED)
-
-    def _trained(self) -> None:
-        self.meter.trained(self.now, self._training)
-        self._completed, self._training = self._completed + 1, 0
-        if self._completed == self.setup.warm_steps:
-            self.meter.begin(self.now, self.batches)
+    def _load(self) -> None:
+        """All replicas change to the newest weights, which are one step newer."""
+        for batch in self.batches:
+            self._end(batch)
+            done = batch.load(float(self.now), self._pause_s, self._recompute)
+            for name, tokens in done.items():
+                self._groups[int(name.partition(".")[0])].steps -= tokens
+        self._step += 1
         there = [n for n, begins in enumerate(self._begins) if begins <= self.now]
         self._fill(there)
         for number in there:
             self._plan(number)
+
+    # --- the trainer ----------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """The oldest of those that are ready, if that leaves no group that would be too old."""
+        size = self.setup.groups_per_step
+        mark = (self._chosen, len(self._ready))
+        if self._training or len(self._ready) < size or mark == self._refused:
+            return
+        batch = self._ready[:size]
+        rest = dict(self._deadlines)
+        for order in batch:
+            rest[self._groups[order].step + self.setup.staleness] -= 1
+        if not bound_holds(rest, self._chosen + 1, size):
+            self._refused = mark
+            return
+        del self._ready[:size]
+        self._deadlines = {deadline: count for deadline, count in rest.items() if count}
+        self._training = [self._groups.pop(order) for order in batch]
+        tokens = sum(group.tokens for group in self._training)
+        ages = [self._chosen - group.step for group in self._training]
+        steps = sum(group.steps for group in self._training)
+        self.meter.chosen(ages, tokens, self._chosen * tokens - steps)
+        self.meter.train_begins(self.now)
+        self._at(self.now + self.setup.trains_for_s(self._chosen) * SECOND, TRAINED)
+        self._chosen += 1
+
+    def _trained(self) -> None:
+        self.meter.trained(self.now, sum(group.tokens for group in self._training))
+        self._completed, self._training = self._completed + 1, []
+        if self._completed == self.setup.warm_steps:
+            self.meter.begin(self.now, self.batches)
+        self._at(self.now + PUBLISH_S * SECOND, PUBLISHED)
+
+    def _live(self) -> int:
+        """Tokens now of what was begun and is not trained."""
+        for batch in self.batches:
+            self._end(batch)
+        groups = [*self._groups.values(), *self._training]
+        unfinished = sum(sum(batch.unfinished().values()) for batch in self.batches)
+        return sum(group.tokens for group in groups) + unfinished

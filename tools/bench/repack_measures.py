@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from laminar.engines.timed_batch import TimedBatch
-from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.engines.timing import EngineTiming
 
 SECOND = 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 16
-TRAINER_OF = 16
+PUBLISH_S, LOAD_S = 1.2, 0.6  #: 32B: the trainer's copy and the chain; a pull
 SAMPLE_S = 5.0
+
+
+class Lengths(Protocol):
+    """How long answers are."""
+
+    def of(self, seed: int) -> int: ...
 
 
 class Setup(NamedTuple):
@@ -27,18 +33,18 @@ class Setup(NamedTuple):
     policy: str  #: of the core: gain, best-fit; empty: off
     max_batch: int  #: the paper's B
     timing: EngineTiming
-    lengths: ResponseLengths
+    lengths: Lengths
     seed: int
     warm_steps: int  #: before anything is measured
     steps: int  #: in which it is
     slots: int = 1_024  #: trajectories of a replica, and those that it gets with a version
     groups_per_step: int = 512
     start_s: float = 600.0  #: within which the replicas begin, or they would do all together
-    train_s: float = 236.0  #: of 32B on as many GPUs as TRAINER_OF replicas have
+    train_s: float = 236.0  #: of a step
 
-    def trains_for_s(self, chance: random.Random) -> float:
-        """The trainer has as many GPUs as the replicas together."""
-        return self.train_s * TRAINER_OF / self.replicas * chance.uniform(0.9, 1.1)
+    def trains_for_s(self, step: int) -> float:
+        """The same for every policy of a seed, so that they can be compared by pairs."""
+        return self.train_s * random.Random(f"train/{self.seed}/{step}").uniform(0.9, 1.1)
 
 
 class Seen(NamedTuple):
@@ -56,6 +62,9 @@ class Seen(NamedTuple):
     preempted: int
     idle: float  #: share of replica time without anything running
     trainer_idle: float  #: share of the time
+    staleness_group_mean: float  #: steps between a group's oldest weights and its batch
+    staleness_group_max: int
+    staleness_token_mean: float  #: the same of each token's own weights
 
     @property
     def trained_per_s(self) -> float:
@@ -67,10 +76,15 @@ class Seen(NamedTuple):
 
 
 class Meter:
-    """What happens between the end of the steps before and that of the last one."""
+    """What happens between the end of the steps before and that of the last one.
 
-    def __init__(self) -> None:
+    Every run is checked: no trained group is older than the bound, and what was sampled is what was
+    trained and what is there.
+    """
+
+    def __init__(self, setup: Setup) -> None:
         self.on = False
+        self._bound, self._trained, self._oldest = setup.staleness, 0, 0
         self._began = self._trainer_free = 0
         self._at_start: tuple[int, ...] = ()
         self._sums: dict[str, float] = {}
@@ -90,8 +104,20 @@ class Meter:
     def train_begins(self, now: int) -> None:
         self.add("trainer_idle", (now - self._trainer_free) / SECOND)
 
+    def chosen(self, groups: Sequence[int], tokens: int, ages: float) -> None:
+        """The staleness of each group of a batch, and the sum of that of all its tokens."""
+        oldest = max(groups)
+        if oldest > self._bound:
+            raise RuntimeError(f"a group of staleness {oldest} is trained, bound {self._bound}")
+        for name, value in (
+            ("groups", len(groups)), ("group_ages", sum(groups)), ("tokens", tokens), ("ages", ages)
+        ):  # fmt: skip
+            self.add(name, value)
+        self._oldest = max(self._oldest, oldest) if self.on else 0
+
     def trained(self, now: int, tokens: int) -> None:
         self.add("trained", tokens)
+        self._trained += tokens
         self._trainer_free = now
 
     def sample(self, now: int, batches: Sequence[TimedBatch]) -> None:
@@ -102,8 +128,11 @@ class Meter:
             self.add("cache", sum(batch.cached for batch in batches) / capacity)
             self.add("idle", sum(not batch.running for batch in batches) / len(batches))
 
-    def seen(self, now: int, batches: Sequence[TimedBatch]) -> Seen:
+    def seen(self, now: int, batches: Sequence[TimedBatch], live: int) -> Seen:
+        """`live`: tokens now of what was begun and not trained."""
         counts = _counts(now, batches)
+        if counts[0] != self._trained + live:
+            raise RuntimeError(f"{counts[0]} tokens sampled, {self._trained} trained, {live} live")
         sampled, prefilled, preempted = (
             there - before for there, before in zip(counts, self._at_start, strict=True)
         )
@@ -121,6 +150,9 @@ class Meter:
             preempted=preempted,
             idle=self._sums["idle"] / samples,
             trainer_idle=self._sums["trainer_idle"] / seconds,
+            staleness_group_mean=self._sums["group_ages"] / self._sums["groups"],
+            staleness_group_max=self._oldest,
+            staleness_token_mean=self._sums["ages"] / self._sums["tokens"],
         )
 
 

@@ -28,6 +28,8 @@ from laminar.names.ids import TrajectoryId
 from tests.kit.world_parts import coordinator_started, settings, step_completed
 from tools.bench.repack_measures import (
     GROUP_SIZE,
+    LOAD_S,
+    PUBLISH_S,
     SAMPLE_S,
     SECOND,
     Meter,
@@ -36,7 +38,6 @@ from tools.bench.repack_measures import (
 )
 
 NODE, STORE, RELAY, TRAINER = "node-0", "store-0", "relay-0", "trainer-0"
-PUBLISH_S, LOAD_S = 1.2, 0.6  #: 32B: the trainer's copy and the chain; a pull
 SCORE_S, STORE_S = 0.1, 0.05
 GAUGE_S = 30.0
 NEVER_MS = 1 << 40
@@ -59,7 +60,7 @@ class RepackWorld:
         self.setup = setup
         self.now = 0
         self.machine = Machine()
-        self.meter = Meter()
+        self.meter = Meter(setup)
         self.completed = 0
         self._chance = random.Random(f"repack/{setup.seed}")
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -69,13 +70,14 @@ class RepackWorld:
         self._tokens: dict[TrajectoryId, int] = {}  #: in the store, of what was handed over
         self._totals: dict[TrajectoryId, int] = {}
         self._issued: dict[TrajectoryId, int] = {}
+        self._untrained: set[TrajectoryId] = set()
         self._step_of: dict[int, int] = {}
 
     def run(self) -> Seen:
         self._begin()
         while self.completed < self.setup.warm_steps + self.setup.steps:
             self._step()
-        return self.meter.seen(self.now, self._batches())
+        return self.meter.seen(self.now, self._batches(), self._live())
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class RepackWorld:
         self._replicas[name] = Replica(name, self.setup)
         self._join(name)
         ready = ev.ReplicaReady(
-            max_num_seqs=self.setup.slots + GROUP_SIZE,
+            max_num_seqs=self.setup.slots,
             kv_capacity_tokens=self.setup.timing.cache_tokens,
             max_batch=self.setup.max_batch,
         )
@@ -202,6 +204,7 @@ class RepackWorld:
         if total is None:
             total = self._totals[trajectory_id] = self.setup.lengths.of(command.seed)
             self._issued[trajectory_id] = self.now
+            self._untrained.add(trajectory_id)
         done = self._tokens.get(trajectory_id, 0)
         replica.batch.add(trajectory_id, 0, done, total, float(self.now))
         replica.placements[trajectory_id] = command.placement
@@ -319,13 +322,18 @@ class RepackWorld:
 
     def _train(self, command: cmd.TrainStep) -> None:
         self.meter.train_begins(self.now)
-        tokens = sum(self._totals[t] for t in command.trajectories)
-        duration_s = self.setup.trains_for_s(self._chance)
-        self._after(duration_s, self._trained, command.step_index, command.version, tokens)
+        rows, step = command.trajectories, command.step_index
+        known = self.machine.state.trajectories
+        ages = [step - known[t].step for t in rows]
+        totals = [self._totals[t] for t in rows]
+        aged = sum(age * tokens for age, tokens in zip(ages, totals, strict=True))
+        self.meter.chosen(ages, sum(totals), aged)
+        self._after(self.setup.trains_for_s(step), self._trained, step, command.version, rows)
 
-    def _trained(self, step: int, version: int, tokens: int) -> None:
+    def _trained(self, step: int, version: int, rows: tuple[TrajectoryId, ...]) -> None:
         self.completed += 1
-        self.meter.trained(self.now, tokens)
+        self.meter.trained(self.now, sum(self._totals[t] for t in rows))
+        self._untrained.difference_update(rows)
         if self.completed == self.setup.warm_steps:
             self.meter.begin(self.now, self._batches())
         self._after(PUBLISH_S, self._publish, version, step + 1)
@@ -346,6 +354,17 @@ class RepackWorld:
 
     def _batches(self) -> list[TimedBatch]:
         return [replica.batch for replica in self._replicas.values()]
+
+    def _live(self) -> int:
+        """Tokens now of what is not trained: in an engine, between two of them, or finished."""
+        tokens = {t: self._totals[t] for t in self._untrained}
+        tokens |= {t: self._tokens.get(t, 0) for t in self._issued}
+        for replica in self._replicas.values():
+            replica.batch.advance(float(self.now))
+            for t in replica.placements:
+                there = replica.batch.has(t)
+                tokens[t] = replica.batch.tokens(t) if there else self._totals[t]
+        return sum(tokens.values())
 
     def _sample(self) -> None:
         self.meter.sample(self.now, self._batches())
