@@ -1,0 +1,335 @@
+"""The Laminar paper's throughput table in virtual time, and this project's policies beside it.
+
+Usage: python tools/bench/paper.py [--quick] [-j 2] [--results FILE]
+Prints one JSON line per run, progress on standard error; then for each cell (model, GPUs) and
+system the prediction with its interval, beside the paper where its table was read (32B), and this
+project's policies by the paper's under the same bound on staleness, each at its better number.
+
+--quick    32B on 32 and 64 GPUs
+--results  runs that this file has are not run again; new ones are added to it
+
+synchronous  colocated (verl): all GPUs generate a batch, then all train it
+one-step     a batch is generated while the one before it is trained
+areal        weights in flight, cache recomputed, everything stops for an update; no bound
+paper        256 or 1,024 trajectories are drained, then the replica pulls; Algorithm 1; no bound
+bounded      the same within the staleness bound
+gain, keep   this project's: drain + repack, and weights in flight with the cache kept; bounded,
+             at most 256 or 1,024 trajectories at a time
+
+Every constant is in paper.toml with its source, and one without is refused. An interval spans what
+the paper leaves open: 256 to 1,024 trajectories, and for other models than the fitted one two ways
+to scale its engine; it is widened by the system's largest error on the 32B rows. The prediction is
+its geometric middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
+
+from laminar.engines.timed_batch import TimedBatch
+from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.names import ids
+from tools.bench.repack import results
+from tools.bench.repack_in_flight import InFlight
+from tools.bench.repack_measures import GROUP_SIZE, LOAD_S, SECOND, Seen, Setup
+from tools.bench.repack_paper import drains
+from tools.bench.repack_world import RepackWorld
+
+CONSTANTS = Path(__file__).with_name("paper.toml")
+SOURCES = ("read", "fitted", "derived", "guessed")
+FITTED_MODEL = "32B"
+NO_BOUND = 1_000
+HEAD, BYTES = 128, 2  #: dimensions of a head; of a number
+
+
+def constants(text: str) -> dict[str, Any]:
+    """Values by name; a constant without a source is refused."""
+    found = {}
+    for name, entry in tomllib.loads(text).items():
+        if entry.get("source") not in SOURCES or not entry.get("note"):
+            known = ", ".join(SOURCES)
+            raise SystemExit(f"paper.toml: {name}: give it a source ({known}) and a note")
+        found[name] = entry["value"]
+    return found
+
+
+K = constants(CONSTANTS.read_text())
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """A mixture of lognormals, cut at a limit."""
+
+    parts: tuple[tuple[float, ResponseLengths], ...]
+
+    def of(self, seed: int) -> int:
+        """Tokens of the response that belongs to a trajectory's seed."""
+        drawn, upto = ids.hash64(seed, "part") / 2**64, 0.0
+        for share, lengths in self.parts[:-1]:
+            upto += share
+            if drawn < upto:
+                return lengths.of(seed)
+        return self.parts[-1][1].of(seed)
+
+
+def lengths_of(model: str) -> Lengths:
+    limit = K["length_limit"]
+    parts = (
+        (share, ResponseLengths(median, limit, ratio))
+        for share, median, ratio in K["lengths"][model]
+    )
+    return Lengths(tuple(parts))
+
+
+def weight_bytes(model: str) -> float:
+    return float(BYTES * K["parameters"][model])
+
+
+def timing(model: str, gpus: int, scaling: str) -> EngineTiming:
+    """A replica on so many GPUs: Figure 4's engine, slowed down to that of Figure 9."""
+    layers, traffic = K["layers"][model], K["bytes_per_s"] * gpus
+    token_bytes = 2 * layers * K["kv_heads"][model] * HEAD * BYTES
+    step_us = K["step_us"] + 1e6 * weight_bytes(model) / traffic
+    step_us += K["all_reduce_us"] * layers * (gpus > 1)
+    step_us += K["overhead_us"] * (
+        layers / K["layers"][FITTED_MODEL] if scaling == "layers" else 1.0
+    )
+    flop = K["parameters"][FITTED_MODEL] / K["gpus_per_replica"][FITTED_MODEL]
+    return EngineTiming(
+        step_us=step_us,
+        sequence_us=K["sequence_us"],
+        prefill_tokens_per_s=K["prefill_tokens_per_s"] * flop * gpus / K["parameters"][model],
+        token_us=K["token_share"] * 1e6 * token_bytes / traffic,
+        cache_tokens=int((K["cache_share"] * 80e9 * gpus - weight_bytes(model)) / token_bytes),
+    )
+
+
+@cache
+def totals(model: str, seed: int) -> tuple[int, ...]:
+    """The answers of a step, sibling by sibling."""
+    lengths = lengths_of(model)
+    return tuple(
+        lengths.of(ids.trajectory_seed(seed, ids.train_group(0, order), sibling, 1))
+        for order in range(K["batch"] // GROUP_SIZE)
+        for sibling in range(GROUP_SIZE)
+    )
+
+
+def train_s(model: str, gpus: int) -> float:
+    """A step on so many GPUs."""
+    work = [K["parameters"][m] * sum(totals(m, 1)) for m in (model, FITTED_MODEL)]
+    return float(K["train_gpu_s"] / gpus * work[0] / work[1])
+
+
+# --- systems --------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """One run of one system."""
+
+    model: str
+    gpus: int
+    system: str
+    scaling: str = "layers"
+    per_pull: int = 1_024
+
+    @property
+    def trainer_gpus(self) -> int:
+        if self.system == "areal":
+            return int(K["split_areal"].get(str(self.gpus), self.gpus // 2))
+        return int(K["split"][self.model][str(self.gpus)])
+
+    def setup(self, staleness: int, policy: str = "", pause_s: float = 0.0) -> Setup:
+        """`pause_s`: of the trainer after each step."""
+        gpus = K["gpus_per_replica"][self.model]
+        return Setup(
+            replicas=(self.gpus - self.trainer_gpus) // gpus,
+            staleness=staleness,
+            policy=policy,
+            max_batch=K["max_batch"],
+            timing=timing(self.model, gpus, self.scaling),
+            lengths=lengths_of(self.model),
+            seed=1,
+            warm_steps=K["warm_steps"],
+            steps=K["steps"],
+            slots=self.per_pull,
+            train_s=train_s(self.model, self.trainer_gpus) + pause_s,
+        )
+
+    def seen(self) -> Seen:
+        if self.system == "areal":
+            ratio = weight_bytes(self.model) / weight_bytes(FITTED_MODEL)
+            pause_s = K["areal_update_s"] * ratio
+            setup = self.setup(NO_BOUND, pause_s=pause_s)
+            return InFlight(setup, recompute=True, pause_s=pause_s).run()
+        if self.system == "keep":
+            return InFlight(self.setup(K["bound"]), pause_s=LOAD_S).run()
+        if self.system == "gain":
+            return RepackWorld(self.setup(K["bound"], "gain")).run()
+        with drains():
+            bound = K["bound"] if self.system == "bounded" else NO_BOUND
+            return RepackWorld(self.setup(bound, "best-fit")).run()
+
+    def batches(self) -> dict[str, float]:
+        """A system that generates batch by batch: tokens/s and staleness."""
+        speeds = [
+            self._synchronous(seed) if self.system == "synchronous" else self._one_step(seed)
+            for seed in (1, 2, 3)
+        ]
+        staleness = float(self.system == "one-step")
+        return {
+            "trained_per_s": sum(speeds) / len(speeds),
+            "staleness_group_mean": staleness,
+            "staleness_group_max": staleness,
+            "staleness_token_mean": staleness,
+        }
+
+    def _synchronous(self, seed: int) -> float:
+        seconds = self._generates_s(self.gpus, seed) + train_s(self.model, self.gpus)
+        return sum(totals(self.model, seed)) / seconds
+
+    def _one_step(self, seed: int) -> float:
+        """With the split of GPUs that the paper names, or the fastest."""
+        unit, named = K["trainer_unit"][self.model], K["split_one_step"][self.model]
+        splits = range(unit, self.gpus - unit + 1, unit * max(1, self.gpus // (8 * unit)))
+        trainers = [named[str(self.gpus)]] if str(self.gpus) in named else splits
+        seconds = min(
+            max(self._generates_s(self.gpus - gpus, seed), train_s(self.model, gpus))
+            for gpus in trainers
+        )
+        return sum(totals(self.model, seed)) / seconds
+
+    def _generates_s(self, gpus: int, seed: int) -> float:
+        """Until the last replica has drained its part of a batch."""
+        size = K["gpus_per_replica_verl"][self.model]
+        replicas, engine = gpus // size, timing(self.model, size, self.scaling)
+        last = 0.0
+        for replica in range(replicas):
+            batch = TimedBatch(engine, K["concurrency"])
+            for number, total in enumerate(totals(self.model, seed)):
+                if number // GROUP_SIZE % replicas == replica:
+                    batch.add(str(number), 0, 0, total, 0.0)
+            batch.advance(0.0)
+            while batch.next_ns < math.inf:
+                last = max(last, batch.next_ns)
+                batch.advance(batch.next_ns)
+        return last / SECOND
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """Its line."""
+    begun = time.process_time()
+    if run.system in ("synchronous", "one-step"):
+        found = run.batches()
+    else:
+        seen = run.seen()
+        found = {"trained_per_s": seen.trained_per_s} | seen._asdict()
+    rounded = {name: round(value, 3) for name, value in found.items()}
+    return run._asdict() | rounded | {"cpu_s": round(time.process_time() - begun, 1)}
+
+
+def runs_of(model: str, gpus: int) -> list[Run]:
+    """Of one cell. The fitted model has one engine; who is faster is asked of the first."""
+    scalings = ("layers",) if model == FITTED_MODEL else ("layers", "constant")
+    pulls = tuple(K["per_pull"])
+    predicted = [
+        Run(model, gpus, system, scaling, pull)
+        for system in ("synchronous", "one-step", "areal", "paper")
+        for scaling in scalings
+        for pull in (pulls if system == "paper" else pulls[-1:])
+    ]
+    systems = ("bounded", "gain", "keep")
+    return predicted + [Run(model, gpus, s, per_pull=pull) for s in systems for pull in pulls]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def predicted(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A line for each cell and system, then what is compared in the cell."""
+    cells: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for line in lines:
+        cell = cells.setdefault((line["model"], line["gpus"]), {})
+        cell.setdefault(line["system"], []).append(line)
+    for (model, gpus), systems in cells.items():
+        for system, found in systems.items():
+            yield _prediction(model, gpus, system, found)
+        if model == FITTED_MODEL:
+            verl = _middle(systems["synchronous"])
+            low, high = (edge / verl for edge in _edges(systems["paper"]))
+            table = [K["table"][system][str(gpus)] for system in ("paper", "synchronous")]
+            name = f"paper / synchronous: {model}, {gpus} GPUs"
+            yield {"name": name, "low": round(low, 2), "high": round(high, 2)} | {
+                "paper": round(table[0] / table[1], 2)
+            }
+        best = {name: _edges(systems[name])[1] for name in ("bounded", "gain", "keep")}
+        ratios = {name: round(best[name] / best["bounded"], 3) for name in ("gain", "keep")}
+        yield {"name": f"ours / the paper's, bounded: {model}, {gpus} GPUs"} | ratios
+
+
+def _edges(runs: list[dict[str, Any]]) -> tuple[float, float]:
+    speeds = [run["trained_per_s"] for run in runs]
+    return min(speeds), max(speeds)
+
+
+def _middle(runs: list[dict[str, Any]]) -> float:
+    return math.sqrt(math.prod(_edges(runs)))
+
+
+def _prediction(model: str, gpus: int, system: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    low, high = _edges(runs)
+    wider = K["error"].get(system, 1.0)
+    line: dict[str, Any] = {
+        "name": f"{system}: {model}, {gpus} GPUs",
+        "tokens_per_s": round(_middle(runs)),
+        "low": round(low / wider),
+        "high": round(high * wider),
+    }
+    for name in ("staleness_group_mean", "staleness_group_max", "staleness_token_mean"):
+        line[name] = round(max(run[name] for run in runs), 2)
+    if model == FITTED_MODEL and system in K["table"]:
+        paper = K["table"][system][str(gpus)]
+        line |= {"paper": paper, "ratio": round(_middle(runs) / paper, 2)}
+        line["inside"] = (
+            line["low"] <= paper <= line["high"] <= 2 * line["low"]
+        )  # a wider one is none
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("-j", "--jobs", type=int, default=2)
+    parser.add_argument("--results", type=Path)
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    cells = [(model, int(gpus)) for model, by_gpus in K["split"].items() for gpus in by_gpus]
+    if arguments.quick:
+        cells = [(FITTED_MODEL, 32), (FITTED_MODEL, 64)]
+    runs = [run for cell in cells for run in runs_of(*cell)]
+    lines = []
+    for line in results(runs, measured, arguments.jobs, arguments.results):
+        print(json.dumps(line), flush=True)
+        lines.append(line)
+    order = {run: number for number, run in enumerate(runs)}
+    lines.sort(key=lambda line: order[Run(*(line[name] for name in Run._fields))])
+    for line in predicted(lines):
+        print(json.dumps(line), flush=True)
+    print(json.dumps({"name": "duration", "value": round(time.monotonic() - begun), "unit": "s"}))
+
+
+if __name__ == "__main__":
+    main()
