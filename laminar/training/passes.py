@@ -48,18 +48,8 @@ def passes(
 ) -> list[MicroBatch]:
     """Those of this rank. A pass reads `max_tokens`, or one sample; every sample is in one pass of
     one rank. All ranks have equally many: an empty one has the shortest sample."""
-
-    def cut(own: list[TrainSample]) -> list[Any]:
-        if prompts_once:
-            return packed(own, max_tokens)
-        return [
-            [own[i] for i in rows] for rows in micro_batches([s.length for s in own], max_tokens)
-        ]
-
-    of_ranks = [
-        cut([samples[i] for i in share])
-        for share in shares([s.length for s in samples], ranks.size)
-    ]
+    cut = _once if prompts_once else _padded
+    of_ranks = cut(samples, max_tokens, ranks.size)
     made = collate_siblings if prompts_once else collate
     own = [made(chosen, device) for chosen in of_ranks[ranks.rank]]
     for _ in range(max(map(len, of_ranks)) - len(own)):
@@ -68,16 +58,36 @@ def passes(
     return own
 
 
-def packed(samples: Sequence[TrainSample], max_tokens: int) -> list[list[Siblings]]:
-    """Siblings that share a pass, by first fit, largest first.
+def _padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
+    """By rank: the samples of each pass."""
+    found = []
+    for share in shares([s.length for s in samples], ranks):
+        own = [samples[i] for i in share]
+        rows = micro_batches([s.length for s in own], max_tokens)
+        found.append([[own[i] for i in chosen] for chosen in rows])
+    return found
 
-    Those of one prompt stay together unless they alone are more than a pass: each part of them
-    reads the prompt for itself.
+
+def _once(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
+    """By rank: the siblings of each pass.
+
+    Those of one prompt stay together, unless they alone are more than a pass, or more than the
+    share of a rank: each part of them reads the prompt for itself.
     """
     by_prompt: dict[bytes, Siblings] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt_ids.tobytes(), []).append(sample)
-    parts = [part for all_of in by_prompt.values() for part in _parts(all_of, max_tokens)]
+    fair = -(-sum(map(_tokens, by_prompt.values())) // ranks)
+    limit = min(max_tokens, fair)
+    parts = [part for siblings in by_prompt.values() for part in _parts(siblings, limit)]
+    return [
+        _first_fit([parts[i] for i in share], max_tokens)
+        for share in shares(list(map(_tokens, parts)), ranks)
+    ]
+
+
+def _first_fit(parts: Sequence[Siblings], max_tokens: int) -> list[list[Siblings]]:
+    """Largest first: what may run out of memory does so at once."""
     found: list[list[Siblings]] = []
     room: list[int] = []
     for part in sorted(parts, key=_tokens, reverse=True):

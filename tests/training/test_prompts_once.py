@@ -32,6 +32,7 @@ from laminar.training.losses import BatchCounts
 from laminar.training.model import Compute, LoadedPolicy, load_policy
 from laminar.training.objective import ObjectiveConfig, objective, score
 from laminar.training.passes import passes
+from laminar.training.ranks import Ranks
 from laminar.training.steps import TrainSample
 
 Make = Callable[..., Any]
@@ -282,6 +283,25 @@ def test_every_sample_is_in_one_pass_within_the_budget(max_tokens: int) -> None:
     apart = sum(s.length for s in samples)
     if max_tokens == 4096:
         assert sum(micro.rows.input_ids.numel() for micro in found) < 0.5 * apart
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_reads_whole_groups_unless_there_are_too_few(size: int, make_samples: Make) -> None:
+    many = make_samples(groups=16, siblings=8)
+    read = {}
+    for count in (1, size):
+        of_ranks = [
+            passes(many, 4096, CPU, prompts_once=True, ranks=Ranks(rank, count))
+            for rank in range(count)
+        ]
+        read[count] = [sum(m.rows.input_ids.numel() for m in own) for own in of_ranks]
+    assert sum(read[size]) == sum(read[1])
+    assert max(read[size]) <= 1.25 * sum(read[1]) / size
+    few = many[:8]
+    of_ranks = [
+        passes(few, 4096, CPU, prompts_once=True, ranks=Ranks(rank, size)) for rank in range(size)
+    ]
+    assert all(not micro.empty for own in of_ranks for micro in own)
 
 
 def test_a_pass_is_one_row_with_positions_that_restart(make_samples: Make) -> None:
