@@ -41,6 +41,12 @@ class Chain:
         """The job that goes on after this one; empty: none does."""
         return self._next[0] if self._next else ""
 
+    @property
+    def follows(self) -> bool:
+        """Whether it is the turn of this job after another one."""
+        jobs = read_jobs(self._run_dir)
+        return jobs is not None and jobs.next[:1] == [self._own]
+
     def begins(self) -> None:
         """Take the turn, and queue who has the next one."""
         jobs = self._taken()

@@ -51,6 +51,11 @@ class Job:
         chained = config.slurm.chain and self._id
         self._chain = Chain(config, run_dir, self._id, note) if chained else None
 
+    @property
+    def again(self) -> bool:
+        """Whether Slurm has started it in the place of one whose end it has seen, or supposes."""
+        return self._restarts > 0 or (self._chain is not None and self._chain.follows)
+
     def begins(self) -> None:
         """The service has started: again, so may the nodes whose tasks are held."""
         if self._chain is not None:

@@ -9,10 +9,11 @@ Starts  without --node the coordinator and node-0, by way of the supervisor; wit
     laminar serve RUN --node K    node-K of it, which may be started before and after the service
 
 It leaves after everything that it has started. In a Slurm job it puts that job back into the queue
-after a pause (requeue.py). Exit codes of the service: those of its last coordinator. Of a node: 0
-the run is over, or a signal asked it to leave; 85 the run is paused; 2 a mistake of the user; 3
-it had no coordinator, or was refused, as often as recovery.max_restarts allows; other codes: its
-node died as often.
+after a pause (requeue.py), and one that was put back stands by while the run is still served.
+
+Exit codes of the service: those of its last coordinator. Of a node: 0 the run is over, or a signal
+asked it to leave; 85 the run is paused; 2 a mistake of the user; 3 it had no coordinator, or was
+refused, as often as recovery.max_restarts allows; other codes: its node died as often.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.machines import Machines
+from laminar.cli.ps import read_status
 from laminar.cli.requeue import Job
 from laminar.cli.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
 from laminar.cli.terminal import Terminal
@@ -37,12 +39,17 @@ from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
 from laminar.observe.logs import new_attempt
 from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
-from laminar.run.lock import RunLock, holders, in_use
+from laminar.run.lock import AlreadyServed, RunLock, holders, in_use
 from laminar.run.secret import read_secret
+from laminar.run.slurm import going_on
 from laminar.weights.arena.arena import sweep_arenas
 
 SERVICE = 0
 """The machine of the service, which has the store and the trainer."""
+STAND_BY_S = 3600.0
+"""How long a job of Slurm holds its machine for a run that its former copy still serves."""
+STAND_BY_POLL_S = 1.0
+"""Well below the time for which nodes wait for a coordinator."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,7 +93,7 @@ def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console
     job = Job(config, run_dir, lambda text: console.lines([text]))
     code = exit_codes.USER_ERROR
     try:
-        with contextlib.closing(_take(run_dir, keys)) as lock:
+        with contextlib.closing(_take_in_turn(run_dir, keys, job, asked, console)) as lock:
             console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
             job.begins()
             over = Supervisor(
@@ -100,12 +107,34 @@ def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console
     return code
 
 
+def _take_in_turn(
+    run_dir: Path, keys: RunKeys, job: Job, asked: Asked, console: Terminal
+) -> RunLock:
+    """Our share of a run, at once or, if Slurm has started this job in the place of another one,
+    once that has gone. It lives on where only Slurm's daemon has died, and is killed by that when
+    it is back; nobody would be left then, had we ended."""
+    deadline, stood_by = time.monotonic() + STAND_BY_S, False
+    while True:
+        if stood_by and read_status(run_dir).get("pause") == "paused":
+            going = going_on(run_dir)
+            raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
+        try:
+            return _take(run_dir, keys)
+        except AlreadyServed as error:
+            if not job.again or asked.level or time.monotonic() > deadline:
+                raise
+            if not stood_by:
+                console.lines([f"stands by, for {STAND_BY_S / 60:g} min at most: {error}"])
+            stood_by = True
+        time.sleep(STAND_BY_POLL_S)
+
+
 def _take(run_dir: Path, keys: RunKeys) -> RunLock:
     """Our share of a run that nobody serves; logs of their own, unless it begins."""
     lock = RunLock.join(run_dir, "serve")
     try:
         if any(each.name in ("train", "coordinator") for each in holders(run_dir)):
-            raise ConfigError(in_use(run_dir))
+            raise AlreadyServed(in_use(run_dir))
         check_unserved(run_dir, keys)
         if (run_dir / EVENTS_DIR).is_dir():
             new_attempt(run_dir)

@@ -24,7 +24,7 @@ from laminar.net.asking import answers
 from laminar.net.auth import RunKeys
 from laminar.net.client import read_address
 from laminar.run.directory import COORDINATOR_FILE
-from laminar.run.lock import holders, in_use
+from laminar.run.lock import AlreadyServed, holders, in_use
 from laminar.run.program import typed
 
 NOT_COMPARED = ("rules", "stall_ms")
@@ -47,13 +47,13 @@ class Asking(StrEnum):
 
 
 def check_unserved(run_dir: Path, keys: RunKeys) -> None:
-    """ConfigError where a coordinator answers: locks of another machine may not be seen here."""
+    """AlreadyServed where a coordinator answers: locks of another machine may not be seen here."""
     try:
         address = read_address(run_dir / COORDINATOR_FILE)
     except ConfigError:  # it cannot be asked from here, and no process of ours can reach it
         return
     if address is not None and answers(address, keys):
-        raise ConfigError(
+        raise AlreadyServed(
             f"{run_dir} has a coordinator, which answers at {address}: it goes on, and this one "
             f"ends; `{typed('stop', run_dir)}` ends the run"
         )

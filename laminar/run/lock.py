@@ -5,7 +5,8 @@ Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process i
         or RUN/processes/NAME for a name that only one process may have
 Gives   RunLock, a process's share; moving, the whole; holders, who has a share; try_lock, of any
         file
-Raises  ConfigError with one sentence for a user
+Raises  ConfigError with one sentence for a user; AlreadyServed, one of them, where the run has a
+        process of a name that only one may have
 
 Whether a process lives is decided by its locks, never by its number, so a directory on a shared
 file system is recognised from any machine. A child inherits the descriptor of its starter's
@@ -52,6 +53,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     def local(self) -> bool:
         """Whether this process can send it a signal."""
         return (self.host, self.pids) == (socket.gethostname(), _pid_namespace())
+
+
+class AlreadyServed(ConfigError):
+    """The run has a process of this kind, and needs no other."""
 
 
 class RunLock:
@@ -146,7 +151,7 @@ class RunLock:
             if sole and not ours:
                 os.close(fd)
                 os.close(self.fd)
-                raise ConfigError(_served(self.run_dir, path))
+                raise AlreadyServed(_served(self.run_dir, path))
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode(holder), 0)
             self._card = (path, fd)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from laminar.events import events as ev
@@ -45,11 +46,15 @@ class Served:
         done = laminar("train", "--prepare", *SETTINGS, "rollout.replicas=1", *settings, *where)
         assert done.returncode == 0, done.stderr
 
-    def serve(self, *options: str) -> subprocess.Popen[bytes]:
+    def serve(self, *options: str, **environment: str) -> subprocess.Popen[bytes]:
         output = (self._output / str(len(self._started))).open("wb")
         with output:
             process = subprocess.Popen(
-                command("serve", str(self.run), *options), cwd=ROOT, stdout=output, stderr=output
+                command("serve", str(self.run), *options),
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment},
             )
         self._started.append(process)
         return process
@@ -172,6 +177,50 @@ def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served)
     assert "coordinator ended" not in served.ends(service)
     assert sum(isinstance(e, ev.CoordinatorStarted) for e in history(served.run)) == 1
     served.check()
+
+
+STARTED_AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+
+
+def test_a_service_that_slurm_starts_again_stands_by_while_its_former_copy_lives(
+    served: Served,
+) -> None:
+    """The daemon of that machine had died alone; once it is back, it kills the copy."""
+    served.prepare(ENDLESS)
+    former = served.serve()
+    served.trains()
+    newcomer = served.serve(**STARTED_AGAIN)
+    until(lambda: "stands by" in served.output_of(newcomer), "it waits")
+    assert "is served already, by serve (pid" in served.output_of(newcomer)
+    served.trains()
+    for process in [*psutil.Process(former.pid).children(recursive=True), former]:
+        process.kill()
+    before = served.status()["step"]
+    until(lambda: served.status()["step"] > before, "the newcomer goes on")
+    assert laminar("stop", str(served.run)).returncode == 0
+    served.ends(newcomer)
+    served.check()
+
+
+@pytest.mark.parametrize("end", ["pause", "signal"])
+def test_a_service_that_stands_by_leaves_where_it_is_not_needed(served: Served, end: str) -> None:
+    """The user has paused the run; or it is this job that is to end."""
+    served.prepare(ENDLESS)
+    former = served.serve()
+    served.trains()
+    newcomer = served.serve(**STARTED_AGAIN)
+    until(lambda: "stands by" in served.output_of(newcomer), "it waits")
+    if end == "pause":
+        assert laminar("stop", "--pause", str(served.run)).returncode == 0
+        served.ends(former, exit_codes.PAUSED)
+        assert "was paused" in served.ends(newcomer, exit_codes.USER_ERROR)
+    else:
+        newcomer.send_signal(signal.SIGTERM)
+        assert "is served already" in served.ends(newcomer, exit_codes.USER_ERROR)
+        served.trains()
+        former.send_signal(signal.SIGTERM)
+        served.ends(former)
+    check_books(Finished(served.run, 0, ""))
 
 
 @pytest.mark.long
