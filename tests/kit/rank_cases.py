@@ -26,7 +26,7 @@ from laminar.config import Config, resolve
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
 from laminar.training import model as model_module
-from laminar.training import sharding
+from laminar.training import ranked, sharding
 from laminar.training.cascade import read_prompts_once
 from laminar.training.learner import Learner
 from laminar.training.losses import BatchCounts
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 def serve(rank: int, size: int, store: Path, pipe: Connection) -> None:
     """Answer the calls of a test, until it is gone."""
     torch.set_num_threads(1)
-    meet(store, rank, size, CPU, timeout_s=60)
+    meet(store, rank, size, CPU, timeout_s=30)
     parts = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
     while True:
         try:
@@ -148,8 +148,10 @@ def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """All in the type of the model, where the product has float32."""
+    """All in float64, where the product has float32."""
+    usual = sharding._without_memory
     with (
+        replaced(sharding, "_without_memory", lambda name: usual(name).double()),
         replaced(model_module, "log_softmax_at", double_log_softmax),
         replaced(model_module, "cast_linear", lambda model, dtype: None),
     ):
@@ -226,11 +228,69 @@ def suspects_of_a_rank() -> Any:
     return replaced(TokenFigures, "join", lambda self, ranks, samples: None)
 
 
+def not_resharded() -> Any:
+    """The root's tensors stay whole after a pass without a backward pass."""
+    return replaced(ShardedPolicy, "reshard", lambda self: None)
+
+
+def tied_by_address() -> Any:
+    """Tensors are told apart by their memory, which a sharded one does not show."""
+
+    def named(model: Any) -> list[tuple[str, Tensor]]:
+        tensors = model.state_dict().items()
+        found = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors)}
+        return list(found.values())
+
+    return replaced(ranked, "named_weights", named)
+
+
+def buffers_as_they_are() -> Any:
+    """What no file has is left as the memory was; cleared here, so that it is wrong for sure."""
+
+    def cleared(name: str, model: Any, device: torch.device) -> None:
+        for buffer in model.buffers():
+            buffer.zero_()
+
+    return replaced(sharding, "_make_buffers", cleared)
+
+
+def rows_elsewhere() -> Any:
+    """Rank 1 has its rows where those of rank 0 are."""
+    usual = ranked.rows_of
+
+    def rows_of(tensor: Tensor) -> Any:
+        rows = usual(tensor)
+        return rows._replace(first=0 if dist.get_rank() == 1 else rows.first)
+
+    return replaced(ranked, "rows_of", rows_of)
+
+
+@contextmanager
+def others_write_late() -> Iterator[None]:
+    """Rank 0 goes on before the others have written: they do so with the next order."""
+    usual, late = RankWorker.carry_out, []
+
+    def carry_out(self: RankWorker, order: Any) -> Any:
+        while late:
+            usual(self, late.pop())
+        if dist.get_rank() and isinstance(order, ranked.PutWeights | ranked.WriteFiles):
+            return late.append(order)
+        return usual(self, order)
+
+    with replaced(RankWorker, "carry_out", carry_out):
+        yield
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "": nothing,
     "averaged": averaged,
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
+    "not resharded": not_resharded,
+    "tied by address": tied_by_address,
+    "buffers as they are": buffers_as_they_are,
+    "rows elsewhere": rows_elsewhere,
+    "others write late": others_write_late,
 }
 
 
@@ -266,20 +326,14 @@ def _broadcast(group: Any, body: bytes = b"") -> bytes:
 
 
 class GroupWorker(RankWorker):
-    """A worker of ranks that have met; its model may be in float64."""
+    """A worker of ranks that have met."""
 
-    def __init__(self, ranks: Ranks, config: Config, double: bool) -> None:
+    def __init__(self, ranks: Ranks, config: Config) -> None:
         super().__init__(config, ranks.rank, Path(), lambda: VOCAB, RowWriter())
-        self._ranks, self.double = ranks, double
+        self._ranks = ranks
 
     def _meet(self) -> Ranks:
         return self._ranks
-
-    def _policy(self, name: str) -> ShardedPolicy:
-        policy = super()._policy(name)
-        if self.double:
-            policy.model.double()
-        return policy
 
 
 class OnRanks:
@@ -316,7 +370,7 @@ def on_ranks(
 ) -> Any:
     """Rank 0 runs a script of this file, the others do what it orders."""
     config = make_config(settings)
-    worker, gang = GroupWorker(ranks, config, double), GroupGang(ranks)
+    worker, gang = GroupWorker(ranks, config), GroupGang(ranks)
     with in_double() if double else nothing(), PLANTED[planted]():
         if ranks.rank == 0:
             try:
@@ -324,9 +378,15 @@ def on_ranks(
                 return asyncio.run(globals()[script](found, *args))
             finally:
                 _broadcast(ranks._group)
+        failed: Exception | None = None
         while order := _broadcast(ranks._group):
-            asyncio.run(worker.handle(order))
+            try:
+                asyncio.run(worker.handle(order))
+            except Exception as error:
+                failed = error
             dist.barrier(ranks._group)
+        if failed:
+            raise failed
         return None
 
 
@@ -352,12 +412,12 @@ async def save_again(trainer: OnRanks, source: str, target: str) -> str:
     return await trainer.digest()
 
 
-async def step_after(trainer: OnRanks, source: str, samples: list[TrainSample]) -> Any:
-    """The next step after a checkpoint, and the gradient that rank 0 has rows of."""
-    await trainer.load()
-    await trainer.learner.restore(Path(source))
+async def go_on(trainer: OnRanks, source: str, target: str, samples: list[TrainSample]) -> Any:
+    """The same, and then a step. Its gradient is what AdamW made of it: the norm, the weights."""
+    digest = await save_again(trainer, source, target)
     result = await trainer.learner.train_step(samples, 4)
-    return result
+    await trainer.save(Path(f"{target} and a step"))
+    return digest, result
 
 
 async def export(trainer: OnRanks, target: str) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from laminar.actors.trainer import NO_PROBE
 from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy, named_weights
-from laminar.training.resume import Resume, decode, encode
+from laminar.training.resume import CheckpointError, Resume, decode, encode
 from laminar.training.threaded import ThreadedFiles
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.checkpoint import describe
@@ -30,9 +32,11 @@ SETTINGS = {"optim.lr": 0.01, "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
 class OneProcess:
     """A learner that is not sharded, and what it saves."""
 
-    def __init__(self, source: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, source: Path, settings: dict[str, Any], *, double: bool = False) -> None:
         self.source, self.config = source, make_config(settings)
         policy = load_policy(str(source), "cpu", tokenizer_size=VOCAB)
+        if double:
+            policy.model.double()
         self.learner = Learner(self.config, policy)
         shapes = [(name, tuple(t.shape)) for name, t in self.weights()]
         self.specs = mf.layout(shapes, "float32")
@@ -77,32 +81,31 @@ def flat(scores: list[list[float]]) -> list[float]:
     return [score for row in scores for score in row]
 
 
-@pytest.mark.parametrize("offload", ["none", "all"])
+@pytest.mark.parametrize(("offload", "size"), [("none", 3), ("all", 1)])
 def test_ranks_load_score_train_and_publish_as_one_process(
-    offload: str, source: Path, tmp_path: Path, ranks: RankGroup
+    offload: str, size: int, source: Path, tmp_path: Path, ranks: RankGroup
 ) -> None:
     settings = settings_of(source)
     one, samples = OneProcess(source, settings), make_samples()
     before = one.learner.score(PROBE)
     expected = one.learner.train_step(samples, 3)
-    for size in (1, 3):
-        slot = tmp_path / "slot"
-        result, *scores, digest = run(
-            ranks,
-            size,
-            "publish",
-            settings | {"trainer.offload": offload},
-            str(slot),
-            samples,
-        )
-        assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
-        assert flat(scores[1]) == pytest.approx(flat(one.learner.score(PROBE)), abs=1e-3)
-        assert result.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
-        published = np.frombuffer(slot.read_bytes(), np.float32)
-        assert published == pytest.approx(np.frombuffer(one.version(), np.float32), abs=1e-3)
-        view = np.fromfile(slot, dtype=np.uint8)
-        facts = {"version": 2, "step": 1, "tensors": one.specs, "probe": NO_PROBE}
-        assert digest == manifest_of(view, **facts).digest
+    slot = tmp_path / "slot"
+    result, *scores, digest = run(
+        ranks,
+        size,
+        "publish",
+        settings | {"trainer.offload": offload},
+        str(slot),
+        samples,
+    )
+    assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
+    assert flat(scores[1]) == pytest.approx(flat(one.learner.score(PROBE)), abs=1e-3)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
+    published = np.frombuffer(slot.read_bytes(), np.float32)
+    assert published == pytest.approx(np.frombuffer(one.version(), np.float32), abs=1e-3)
+    view = np.fromfile(slot, dtype=np.uint8)
+    facts = {"version": 2, "step": 1, "tensors": one.specs, "probe": NO_PROBE}
+    assert digest == manifest_of(view, **facts).digest
 
 
 async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
@@ -116,14 +119,85 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
         target = tmp_path / f"by {size}"
         digest = run(ranks, size, "save_again", settings, str(saved), str(target))
         assert digest == one.digest()
-        for name in FILES:
-            assert (target / name).read_bytes() == (saved / name).read_bytes(), (size, name)
+        assert files_of(target) == files_of(saved)
         assert decode((target / RESUME_FILE).read_bytes()).learner.ranks == size
     checkpoint.load(target, one.learner)
 
 
-def test_an_export_is_read_back(source: Path, tmp_path: Path, ranks: RankGroup) -> None:
-    scores = run(ranks, 2, "export", settings_of(source), str(tmp_path / "export"))
-    policy = load_policy(str(tmp_path / "export"), "cpu", tokenizer_size=VOCAB)
-    again = Learner(make_config({}), policy)
-    assert flat(scores) == pytest.approx(flat(again.score(PROBE)), abs=1e-5)
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in FILES}
+
+
+async def test_training_goes_on_with_other_ranks(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    """From one checkpoint, by 2, 1, 3 and 2 ranks in turn, in float64."""
+    settings, samples = settings_of(source), make_samples(seed=1)
+    with rank_cases.in_double():
+        one = OneProcess(source, settings, double=True)
+        one.learner.train_step(make_samples(), 3)
+        saved = before = await one.save(tmp_path / "one")
+        expected = one.learner.train_step(samples, 4)
+        after = await one.save(tmp_path / "one and a step")
+    for turn, size in enumerate((2, 1, 3, 2)):
+        target = tmp_path / f"turn {turn}"
+        args = (settings, str(before), str(target), samples)
+        _, result = run(ranks, size, "go_on", *args, double=True)
+        assert files_of(target) == files_of(saved)
+        norms = [u.grad_norm for u in expected.updates]
+        assert [u.grad_norm for u in result.updates] == pytest.approx(norms, rel=1e-12)
+        assert apart(after, Path(f"{target} and a step")) <= 1e-9
+        before = target
+    target = tmp_path / "planted"
+    args = (settings, str(saved), str(target), samples)
+    run(ranks, 2, "go_on", *args, double=True, planted="not resharded")
+    assert apart(after, Path(f"{target} and a step")) > 1e-3
+
+
+def apart(one: Path, other: Path) -> float:
+    """Largest distance of a tensor of two checkpoints, relative to its largest element."""
+    found = []
+    for name in FILES[:2]:
+        tensors, others = load_file(one / name), load_file(other / name)
+        assert tensors.keys() == others.keys()
+        found += [(t - others[key]).abs().max() / t.abs().max() for key, t in tensors.items()]
+    return float(max(found))
+
+
+async def test_bugs_of_what_is_saved_and_published_are_seen(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    settings = settings_of(source)
+    one = OneProcess(source, settings)
+    one.learner.train_step(make_samples(), 3)
+    saved = await one.save(tmp_path / "one")
+
+    def differs(planted: str) -> set[str]:
+        """What of a checkpoint, and whether its digest, is not as it was."""
+        target = tmp_path / f"by {planted}"
+        args = (settings, str(saved), str(target))
+        digest = run(ranks, 2, "save_again", *args, planted=planted)
+        found, expected = files_of(target), files_of(saved)
+        names = {name for name in FILES if found[name] != expected[name]}
+        try:
+            checkpoint.check(target)
+        except CheckpointError:
+            names.add("damaged")
+        return names | ({"digest"} if digest != one.digest() else set())
+
+    assert differs("") == set()
+    both = {"model.safetensors", "digest"}
+    assert differs("tied by address") == both
+    assert differs("rows elsewhere") == {*both, "optimizer.safetensors"}
+    assert differs("others write late") == {"digest", "damaged"}
+
+
+def test_buffers_that_are_in_no_file_are_made(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    args = ("export", settings_of(source), str(tmp_path / "export"))
+    expected = flat(OneProcess(source, settings_of(source)).learner.score(PROBE))
+    assert flat(run(ranks, 2, *args)) == pytest.approx(expected, abs=1e-5)
+    shutil.rmtree(tmp_path / "export")
+    wrong = flat(run(ranks, 2, *args, planted="buffers as they are"))
+    assert wrong != pytest.approx(expected, abs=1e-2)

@@ -58,14 +58,15 @@ def step_of(name: str, ranks: RankGroup | None, size: int = 1, planted: str = ""
     return ranks.call(size, "gradient", settings, samples, planted=planted, **options)
 
 
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_have_the_gradient_and_the_figures_of_one_process(
-    name: str, ranks: RankGroup
+    name: str, sizes: tuple[int, ...], ranks: RankGroup
 ) -> None:
     result, gradient = step_of(name, None)
     assert result.changed and np.linalg.norm(flat(gradient)) > 0
     assert bool(result.left_out) == ("suspect" in name)
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         for found, gradient_found in step_of(name, ranks, size):
             assert apart(gradient_found, gradient) <= LIMIT, size
             assert (found.left_out, found.digest) == (result.left_out, result.digest)
