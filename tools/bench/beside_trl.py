@@ -1,4 +1,4 @@
-"""The quickstart beside TRL: seconds per step, and seconds until a reward is reached.
+"""The quickstart beside TRL: seconds per step, and seconds until a held-out score is reached.
 
 Reads   configs/quickstart.toml; --venv: a Python environment with TRL 1.16, made by
             python -m venv DIR
@@ -10,11 +10,13 @@ Gives   one JSON line per run, and one with the medians' ratios, Laminar ÷ TRL;
 Both train the same model on the same rows in the same order, with the scorer, the batch and the
 hyper-parameters of the quickstart, in float32. TRL has two processes of one thread, each with half
 of every batch, and generates with transformers; Laminar has its processes. torch and transformers
-are Laminar's own in both. Runs take turns; none evaluates, saves or exports between its steps. A
-reward counts as reached at the end of the first five steps with that mean. CPU seconds of a step:
-of Laminar by process, of TRL by the part of a step, over both processes.
+are Laminar's own in both. Runs take turns. None evaluates; each saves its model every few steps,
+and when both have ended those are evaluated, the same way for both: greedy answers of transformers
+to the held-out prompts. A score is reached at the first of them that has it, at the time when its
+step had ended. CPU seconds of a step: of Laminar by process, of TRL by the part of a step, over
+both processes.
 
-    python tools/bench/beside_trl.py --venv DIR [--rounds 3] [--steps 60] [--reward 0.93]
+    python tools/bench/beside_trl.py --venv DIR [--rounds 3] [--steps 60] [--score 0.93]
 """
 
 from __future__ import annotations
@@ -36,10 +38,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from laminar.config import Config, load
 from laminar.core.dispatch import permutation
 from laminar.tasks.chat import encode_prompt
 from laminar.tasks.prompts import load_prompts
+from laminar.tasks.reward_functions import open_scorer, reward_spec
+from laminar.tasks.rewards import RewardCall
 from laminar.tasks.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +54,37 @@ QUICKSTART = ROOT / "configs/quickstart.toml"
 PROCESSES = 2
 FIRST = 5  #: steps until both are at their pace
 MEAN_OF = 5
+SAVE_EVERY = 4
 LIMIT_S = 900.0
 TICK_S = 0.02
 HERTZ = os.sysconf("SC_CLK_TCK")
 Cpu = dict[str, float]
+
+
+class HeldOut:
+    """The held-out prompts of a config, and how well a model answers them."""
+
+    def __init__(self, config: Config) -> None:
+        self._rows = load_prompts(config.data).held_out
+        self._tokenizer = load_tokenizer(config.model.name)
+        self._ids = [encode_prompt(self._tokenizer, row, config.data) for row in self._rows]
+        self._most = config.data.max_response_length
+        self._scorer = open_scorer(reward_spec(config))
+
+    @torch.no_grad()
+    def score(self, directory: Path) -> float:
+        """Mean over all prompts."""
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        width = max(map(len, self._ids))
+        pad = self._tokenizer.pad_token_id
+        prompts = torch.tensor([[pad] * (width - len(ids)) + ids for ids in self._ids])
+        read = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in self._ids])
+        found = model.generate(
+            input_ids=prompts, attention_mask=read, do_sample=False, max_new_tokens=self._most
+        )
+        texts = self._tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
+        calls = (RewardCall(r, [(text, [])]) for r, text in zip(self._rows, texts, strict=True))
+        return statistics.mean(self._scorer(call)[0].score or 0.0 for call in calls)
 
 
 @dataclass
@@ -60,26 +94,29 @@ class Course:
     seconds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     cpu: list[Cpu] = field(default_factory=list)
+    models: list[tuple[int, Path]] = field(default_factory=list)  #: completed steps, directory
 
     def add(self, seconds: float, reward: float, cpu: Cpu) -> None:
         self.seconds.append(seconds)
         self.rewards.append(reward)
         self.cpu.append(cpu)
 
-    def figures(self, reward: float) -> dict[str, Any]:
+    def figures(self, held_out: HeldOut, score: float) -> dict[str, Any]:
         steps = len(self.seconds) - 1 - FIRST
-        means = (
-            (end, statistics.mean(self.rewards[end - MEAN_OF : end]))
-            for end in range(MEAN_OF, len(self.rewards) + 1)
-        )
-        reached = next((end for end, mean in means if mean >= reward), None)
+        scores: dict[int, float] = {}
+        for step, model in sorted(self.models):
+            scores[step] = held_out.score(model)
+            if scores[step] >= score:
+                break
+        reached = step if scores[step] >= score else None
         first, last = self.cpu[FIRST], sorted(self.cpu[-1].items(), key=lambda part: -part[1])
         return {
             "s_per_step": (self.seconds[-1] - self.seconds[FIRST]) / steps,
             "start_s": self.seconds[0],
             "reached_at_step": reached,
             "reached_s": None if reached is None else self.seconds[reached - 1],
-            "last_reward": statistics.mean(self.rewards[-MEAN_OF:]),
+            "scores": scores,
+            "last_rewards": statistics.mean(self.rewards[-MEAN_OF:]),
             "cpu_s_per_step": {
                 name: (seconds - first.get(name, 0.0)) / steps for name, seconds in last
             },
@@ -97,6 +134,8 @@ def laminar(directory: Path, overrides: list[str]) -> Course:
             if "reward/mean" in line and line["step"] > len(course.rewards):
                 cpu = _cpu_of(process.pid)
                 course.add(time.monotonic() - begun, line["reward/mean"], cpu)
+    for facts in (run / "checkpoints").glob("*/trainer.json"):
+        course.models.append((json.loads(facts.read_text())["step"], facts.parent))
     return course
 
 
@@ -120,6 +159,8 @@ def trl(directory: Path, python: Path, job: Mapping[str, Any]) -> Course:
         for n in range(PROCESSES)
     ]
     course.cpu = [_parts(found) for found in zip(*ranks, strict=True)]
+    for model in directory.glob("step-*"):
+        course.models.append((int(model.name.removeprefix("step-")), model))
     return course
 
 
@@ -212,6 +253,7 @@ def job_of(config: Config, overrides: list[str], steps: int) -> dict[str, Any]:
     optim, algorithm, rollout = config.optim, config.algorithm, config.rollout
     batch = config.data.train_batch_size * rollout.group_size
     return {
+        "save_every": SAVE_EVERY,
         "configs": [str(QUICKSTART)],
         "overrides": overrides,
         "rows": [asdict(row) for row in chosen],
@@ -276,16 +318,19 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--reward", type=float, default=0.93)
+    parser.add_argument("--score", type=float, default=0.93)
     options = parser.parse_args()
     overrides = [
         f"trainer.total_training_steps={options.steps}",
         "trainer.test_freq=0",
         "trainer.val_before_train=false",
-        "trainer.save_freq=0",
+        f"trainer.save_freq={SAVE_EVERY}",
+        "trainer.max_ckpt_to_keep=0",
         "trainer.logger=[]",
     ]
-    job = job_of(load([QUICKSTART], overrides), overrides, options.steps)
+    config = load([QUICKSTART], overrides)
+    job, held_out = job_of(config, overrides, options.steps), HeldOut(config)
+    torch.set_num_threads(1)
     python = (options.venv / "bin/python").absolute()
     found: dict[str, list[dict[str, Any]]] = {"laminar": [], "trl": []}
     for turn in range(options.rounds):
@@ -297,8 +342,8 @@ def main() -> None:
                     if side == "laminar"
                     else trl(directory, python, job)
                 )
-            runs.append(course.figures(options.reward))
-            load_now = os.getloadavg()[0]
+                load_now = os.getloadavg()[0]
+                runs.append(course.figures(held_out, options.score))
             line = {"round": turn + 1, "side": side, "load": load_now, **runs[-1]}
             print(_shown(line), flush=True)
     print(_shown({"laminar / trl": ratios(found), "rounds": options.rounds}), flush=True)

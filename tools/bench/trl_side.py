@@ -2,7 +2,7 @@
 
 Reads   JOB: a JSON file that beside_trl.py has written, with the rows and all settings
 Writes  OUT/rank-N.jsonl: a line after every step, with the reward and the CPU seconds so far of
-        this process and of the parts of its steps
+        this process and of the parts of its steps; OUT/step-N/: the model after every few steps
 
 Runs under torch.distributed.run with the Python of TRL's environment, whose path has Laminar for
 the scorer.
@@ -41,8 +41,9 @@ PARTS = {
 class Lines(TrainerCallback):
     """Rewards by step, and CPU seconds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, save_every: int) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._save_every = save_every
         self._file = path.open("w", buffering=1)
 
     def timed(self, trainer: GRPOTrainer, part: str, method: str) -> None:
@@ -60,6 +61,8 @@ class Lines(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
+        if args.process_index == 0 and not state.global_step % self._save_every:
+            kwargs["model"].save_pretrained(Path(args.output_dir) / f"step-{state.global_step}")
         if "reward" in logs:
             cpu = {"all": time.process_time(), **self.seconds}
             line = {"step": state.global_step, "reward": float(logs["reward"]), "cpu": cpu}
@@ -94,7 +97,7 @@ def main() -> None:
         if list(templated) != ids:
             raise RuntimeError(f"row {example['row_index']} has other token ids in Laminar")
 
-    lines = Lines(Path(job["out"]) / f"rank-{os.environ['RANK']}.jsonl")
+    lines = Lines(Path(job["out"]) / f"rank-{os.environ['RANK']}.jsonl", job["save_every"])
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32),
         reward_funcs=reward,
