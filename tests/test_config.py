@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.config import Config, ConfigError, dumps, known_keys, load
+from laminar.config import Config, ConfigError, dumps, known_keys, load, resolve
 from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
 from laminar.config.rules import slurm_seconds
 from tools import reference_toml
@@ -430,3 +430,22 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
     defaults = {"rollout.replicas": 7, "rollout.group_size": 4, "seed": 5}
     config = load([file], [*GOOD, "seed=6"], defaults=defaults)
     assert (config.rollout.replicas, config.rollout.group_size, config.seed) == (3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("flat", "said"),
+    [
+        (
+            {"algorithm.policy_loss.loss_mode": "gsop"},
+            "loss_mode = 'gsop' is neither one of vanilla, gspo",
+        ),
+        ({"algorithm.adv_estimator": "gae2"}, "adv_estimator = 'gae2' is neither one of grpo"),
+        (
+            {"algorithm.policy_loss.options": {"tau": 1.0}},
+            "has 'tau', but loss_mode = 'vanilla' takes none; remove it",
+        ),
+    ],
+)
+def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve({"model.name": "m", "data.dataset": "d"} | flat)

@@ -400,8 +400,8 @@ class Host:
         if isinstance(error, Ended):
             self.log.info("given-up", reason=str(error))
             return
-        code = exit_codes.USER_ERROR if isinstance(error, ConfigError) else exit_codes.FAILED
-        engine = isinstance(error, EngineError)
-        told = str(error) if engine else f"{type(error).__name__}: {error}"
+        engine, users = isinstance(error, EngineError), isinstance(error, ConfigError)
+        code = exit_codes.USER_ERROR if users else exit_codes.FAILED
+        told = str(error) if engine or users else f"{type(error).__name__}: {error}"
         self.fail(told, code, engine=engine)
         self.log.error(what, exc_info=error)

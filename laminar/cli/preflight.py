@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from laminar.cli.emulated import EMULATED
+from laminar.cli.function_trial import check_functions
 from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
@@ -71,6 +72,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
         )
         for path in dict.fromkeys(entry.path for entry in config.reward.functions):
             check_import(path, "reward.functions.path")
+        check_functions(config.algorithm)
     _check_strategy(config)
     return config
 

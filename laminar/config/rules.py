@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 
+from laminar.config.algorithm_rules import check_algorithm
 from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
 
@@ -41,6 +42,7 @@ def check_together(c: Config) -> None:
     _check_batches(c)
     _check_sizes(c)
     _check_reward(c)
+    check_algorithm(c)
     if c.store.payload_gb and not c.trainer.save_freq:
         raise ConfigError(
             f"store.payload_gb = {c.store.payload_gb:g} with trainer.save_freq = 0: only what a "

@@ -15,39 +15,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from laminar.config.algorithm import AlgorithmConfig
+from laminar.config.declaring import Count, Natural, NonNegative, Section, path, says
 
-def says(text: str) -> Meta:
-    """What a key means, for configs/reference.toml."""
-    return Meta(description=text)
-
-
-def path(form: str) -> Meta:
-    """A path, or a list of them, that paths.py makes absolute; `form`: "file", "file:name", or
-    "model", which may be a name on the hub."""
-    return Meta(extra={"path": form})
-
-
-Natural = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[float, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0.01)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 RepackPolicy = Literal["gain", "best-fit", "off"]
-LossAggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
 GROUP_SIZE_MAX = 4_096
 """A group that is rewarded together is one request to the store."""
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections: immutable, keyword-only, strict."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -254,55 +231,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         True
     )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
-
-
-class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
-    bypass_mode: Annotated[
-        bool, says("true: the PPO ratio is to the behaviour policy, without importance weights")
-    ] = False
-    rollout_is: Annotated[
-        Literal["token", "none"], says("importance weights from engine to trainer")
-    ] = "token"
-    rollout_is_threshold: Annotated[float, says("cap of the importance weight")] = 2.0
-    mismatch_limit: Annotated[
-        NonNegative,
-        says(
-            "samples of a replica and version are masked when their log-probs differ from the "
-            "trainer's by more nats per token, staleness allowed for; 0: 1e-3 for float32, 0.15 "
-            "for bfloat16; see docs/training.md"
-        ),
-    ] = 0.0
-
-
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    adv_estimator: Annotated[Literal["grpo", "rloo"], says("see docs/training.md")] = "grpo"
-    norm_adv_by_std_in_grpo: Annotated[bool, says("false: Dr. GRPO")] = True
-    clip_ratio_low: Annotated[
-        NonNegative, says("the PPO ratio is clipped below 1 - this; needs several mini-batches")
-    ] = 0.2
-    clip_ratio_high: Annotated[NonNegative, says("the same above 1 + this (clip-higher)")] = 0.28
-    clip_ratio_c: Annotated[float, Meta(ge=1), says("dual clip for negative advantages")] = 3.0
-    loss_agg_mode: Annotated[LossAggMode, says("see docs/training.md")] = "token-mean"
-    ppo_mini_batch_size: Annotated[Natural, says("prompts; 0: train_batch_size")] = 0
-    use_kl_loss: Annotated[bool, says("true: a KL penalty towards model.name")] = False
-    kl_loss_coef: Annotated[float, says("weight of the KL penalty")] = 0.001
-    kl_loss_type: Annotated[Literal["low_var_kl", "k2"], says("low_var_kl is k3")] = "low_var_kl"
-    entropy_coeff: Annotated[float, says("weight of the entropy bonus")] = 0.0
-    truncated: Annotated[
-        Literal["train", "mask"], says("what happens to a response cut off at its longest")
-    ] = "train"
-    min_scored: Annotated[
-        int, says("scored responses below which a prompt is dropped; 0: max(2, group_size / 2)")
-    ] = 0
-    batch_strategy: Annotated[
-        str,
-        path("file:name"),
-        says(
-            "deadline | priority | your function as path.py:name: which prompts make a batch; see "
-            "docs/training.md"
-        ),
-    ] = "deadline"
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
 class OptimConfig(Section, frozen=True, kw_only=True):

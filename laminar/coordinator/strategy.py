@@ -13,21 +13,19 @@ not run it again.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from laminar.config import ConfigError
 from laminar.core.buffering import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
+from laminar.run.user_file import users_function
 
 LINE_BYTES_MAX = 16 << 20
 """One answer line of a strategy: group ids only, but a user's print must not break the pipe."""
@@ -36,28 +34,10 @@ DETAIL_CHARS_MAX = 500
 
 def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[str]]:
     """The function named by "path.py:function"; ConfigError when it cannot be had."""
-    path, _, name = reference.rpartition(":")
-    if not path or not Path(path).is_file():
-        names = ", ".join(STRATEGIES)
-        raise ConfigError(
-            f"algorithm.batch_strategy = {reference!r} is neither one of {names} nor an existing "
-            "file as path.py:function"
-        )
-    spec = importlib.util.spec_from_file_location("laminar_user_strategy", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"algorithm.batch_strategy: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        function = getattr(module, name)
-    except Exception as error:
-        raise ConfigError(
-            f"algorithm.batch_strategy: {path}:{name} does not import: {error}"
-        ) from None
-    if not callable(function):
-        raise ConfigError(f"algorithm.batch_strategy: {name} in {path} is not a function")
-    result: Callable[[list[dict[str, Any]], int], list[str]] = function
-    return result
+    key = "algorithm.batch_strategy"
+    function: Callable[[list[dict[str, Any]], int], list[str]]
+    function = users_function(key, reference, STRATEGIES).function
+    return function
 
 
 class StrategyWorker:

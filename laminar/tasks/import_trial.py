@@ -9,7 +9,6 @@ A file that raises has come to an end too: the next import says what it raised.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from laminar.config import ConfigError
 from laminar.names.process_end import how_it_ended
+from laminar.run.apart import said_apart
 from laminar.tasks.user_function import LOAD_S, load_in_silence
 
 ENDED = b"ended"
@@ -27,29 +27,17 @@ def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
     """Import the file that the setting `key` names, if there is one, for at most `limit_s`."""
     if not Path(path).is_file():
         return
-    command = [sys.executable, "-P", "-m", "laminar.tasks.import_trial", path]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
     try:
-        said, _ = child.communicate(timeout=limit_s)
+        said, code = said_apart("laminar.tasks.import_trial", [path], b"", limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{key} = {path!r} is not imported within {limit_s:g} s; move what takes long, or "
             "waits, into the function"
         ) from None
-    finally:
-        with suppress(ProcessLookupError):  # with all that the file has started
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
     if said != ENDED:
         raise ConfigError(
             f"{key} = {path!r} ends the process that imports it "
-            f"({how_it_ended(child.returncode)}); a file of functions must not end its process"
+            f"({how_it_ended(code)}); a file of functions must not end its process"
         )
 
 

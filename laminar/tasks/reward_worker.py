@@ -27,8 +27,9 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.run.fail_points import RUN_VARIABLE, FailPoints
+from laminar.run.user_file import describe
 from laminar.tasks.reward_functions import open_scorer
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec, describe
+from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
 
 LENGTH = struct.Struct("<I")
 STACK_SIGNAL = signal.SIGUSR1

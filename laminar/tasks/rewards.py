@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from laminar.run.user_file import DETAIL_CHARS, describe
 from laminar.tasks.prompts import PromptRow
 
-DETAIL_CHARS = 240
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
 """It raised; ran too long; gave something else than a finite number; as a group function, gave no
 list with an entry for each response. Such a response gets `reward.error_score`."""
@@ -30,9 +28,6 @@ RIGHT = 1.0
 EXTRAS_MAX = 32
 """Names beside one score, the first ones: each is a metric."""
 NAME_CHARS, TEXT_CHARS = 64, 256
-HERE = Path(__file__).parent
-"""What calls a function is not where it went wrong."""
-
 
 Extras = dict[str, float | str]
 
@@ -87,19 +82,6 @@ Scorer = Callable[[RewardCall], list[RewardResult]]
 def is_right(score: float, *, truncated: bool) -> bool:
     """The full score, for an answer that came to its end: one that was cut off is wrong."""
     return score >= RIGHT and not truncated
-
-
-def describe(error: BaseException, path: str) -> str:
-    """One short line: type, message, and the place in the user's file (else the innermost)."""
-    lines = str(error).strip().splitlines()
-    text = type(error).__name__ + (f": {lines[0]}" if lines else "")
-    stack = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in stack if Path(f.filename).parent != HERE]
-    frames = [f for f in frames if f.filename == path] or frames
-    if frames and not isinstance(error, SyntaxError):
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-        return text[: DETAIL_CHARS - len(place)] + place
-    return text[:DETAIL_CHARS]
 
 
 def guarded(score: Callable[[], Any], path: str) -> RewardResult:

@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from laminar.config import ConfigError
+from laminar.run.user_file import describe
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import (
     Extras,
@@ -30,7 +31,6 @@ from laminar.tasks.rewards import (
     RewardCall,
     RewardResult,
     Scorer,
-    describe,
     extras_in,
     guarded,
     listed,

@@ -1,46 +1,183 @@
-"""Group-relative advantages of outcome rewards: GRPO, Dr. GRPO and RLOO.
+"""The advantage estimators by name, and the user's own: functions of AdvantageInputs.
 
-Reads   the rewards of the scored siblings of one group
-Gives   one float64 advantage per sibling, for all tokens of its response
+Reads   [algorithm]; the rewards of a whole batch, and which samples are siblings
+Gives   AdvantageInputs; Estimator, which gives samples their advantages, float64
 
-The baseline is the group itself, so a group that scored alike teaches nothing and must give
-exactly zero. In float32 it does not: the mean of seven times 0.7 is not 0.7, and a tiny rest over
-a tiny standard deviation is a real number of wrong sign as often as not. Hence float64, and a
-spread below which a group counts as constant.
+Of a whole batch, whatever micro-batches and ranks it is split into. Rows that are left out of a
+step are in no baseline, and have 0.
+
+A group that scored alike teaches nothing and must give exactly zero. In float32 it does not: the
+mean of seven times 0.7 is not 0.7, and a tiny rest over a tiny standard deviation is a real number
+of wrong sign as often as not. Hence float64, and a spread below which a group counts as constant.
+A group of one has no baseline: its advantage is 0.
+
+    grpo    (R - mean) / (std + 1e-6) with the sample standard deviation (n - 1), as in verl;
+            R - mean without norm_adv_by_std_in_grpo (Dr. GRPO, Liu et al. 2025)
+    rloo    R - mean of the others (Ahmadian et al. 2024)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar.config import AlgorithmConfig, ConfigError
+from laminar.run.user_file import UserFunction, users_function
+from laminar.training.steps import TrainSample
+
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's
 CONSTANT_SPREAD = 1e-6  #: rewards that differ by no more than this are equal
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-def group_advantages(
-    rewards: Sequence[float], *, estimator: str, norm_by_std: bool
-) -> NDArray[np.float64]:
-    """Advantages [n] of the n siblings of one group, in their order.
 
-    grpo: (R - mean) / (std + 1e-6) with the sample standard deviation (n - 1), as in verl; R - mean
-    when `norm_by_std` is off (Dr. GRPO, Liu et al. 2025). rloo: R minus the mean of the others
-    (Ahmadian et al. 2024), never divided. A group of one has no baseline: its advantage is 0.
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What advantages are made of, [sequences] in the order of the batch."""
 
-    Raises ValueError for a reward that is not finite or an unknown estimator.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError(f"rewards {list(rewards)} are not all finite; the group cannot be scored")
-    if estimator not in ("grpo", "rloo"):
-        raise ValueError(f"advantage estimator {estimator!r} is not one of grpo, rloo")
-    if np.ptp(values) <= CONSTANT_SPREAD:
-        return np.zeros_like(values)
-    centred: NDArray[np.float64] = values - values.mean()
-    if estimator == "rloo":
-        centred *= len(values) / (len(values) - 1)
-    elif norm_by_std:
-        centred /= values.std(ddof=1) + STD_EPSILON
-    return centred
+    rewards: Floats
+    groups: Ints  #: siblings have the same number, from 0
+    lengths: Ints  #: response tokens
+    extras: Mapping[str, Floats]  #: numbers that the reward function gave besides; NaN: it did not
+    options: Mapping[str, Any]  #: norm_adv_by_std_in_grpo
+
+    @cached_property
+    def group_sizes(self) -> Ints:
+        """Siblings of each sequence, itself included."""
+        return np.bincount(self.groups)[self.groups]
+
+    def group_sums(self, values: Floats) -> Floats:
+        """The sum of `values` over the group of each sequence."""
+        sums: Floats = np.bincount(self.groups, weights=values).astype(np.float64)
+        return sums[self.groups]
+
+    def group_means(self, values: Floats) -> Floats:
+        """The mean of `values` over the group of each sequence."""
+        return self.group_sums(values) / self.group_sizes
+
+    @cached_property
+    def constant(self) -> NDArray[np.bool_]:
+        """Whether all of the sequence's group have the same reward."""
+        high = np.full(len(self.rewards), -np.inf)
+        low = np.full(len(self.rewards), np.inf)
+        np.maximum.at(high, self.groups, self.rewards)
+        np.minimum.at(low, self.groups, self.rewards)
+        constant: NDArray[np.bool_] = (high - low) <= CONSTANT_SPREAD
+        return constant[self.groups]
+
+    @property
+    def centred(self) -> Floats:
+        """Rewards minus the mean of their group; exactly 0 where all siblings have the same."""
+        return np.where(self.constant, 0.0, self.rewards - self.group_means(self.rewards))
+
+    def per_token(self, values: Floats) -> Floats:
+        """[tokens]: the value of each sequence at each of its tokens."""
+        return np.repeat(values, self.lengths)
+
+
+Estimate = Callable[[AdvantageInputs], Floats]
+"""One number for each sequence, or for each token of all sequences in order."""
+
+
+def grpo(batch: AdvantageInputs) -> Floats:
+    centred = batch.centred
+    if not batch.options["norm_adv_by_std_in_grpo"]:
+        return centred
+    return centred / (_sample_std(batch) + STD_EPSILON)
+
+
+def rloo(batch: AdvantageInputs) -> Floats:
+    """n / (n - 1) times R - mean is R minus the mean of the others."""
+    return batch.centred * (batch.group_sizes / np.maximum(batch.group_sizes - 1, 1))
+
+
+def _sample_std(batch: AdvantageInputs) -> Floats:
+    """Of the rewards of each sequence's group; 0 for a group of one."""
+    squares = batch.group_sums(batch.centred**2)
+    return np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
+
+
+ESTIMATES: dict[str, Estimate] = {"grpo": grpo, "rloo": rloo}
+
+
+class Estimator:
+    """The advantages that a configuration names."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        """Raises ConfigError for a function of the user that cannot be had."""
+        name = algorithm.adv_estimator
+        self.users: UserFunction | None = None
+        if name not in ESTIMATES:
+            self.users = users_function("algorithm.adv_estimator", name)
+        self._function: Estimate = self.users or ESTIMATES[name]
+        self.options = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
+
+    def with_advantages(
+        self, samples: Sequence[TrainSample], left_out: Container[str] = frozenset()
+    ) -> list[TrainSample]:
+        """The samples in their order, each with its advantage.
+
+        Those that are left out have 0, and are in no baseline. Raises ValueError for a reward that
+        is not finite, ConfigError where a function of the user fails.
+        """
+        trained = [s for s in samples if s.sample_id not in left_out]
+        if not trained:
+            return [replace(s, advantage=0.0) for s in samples]
+        given = iter(self.estimate(self._inputs(trained)))
+        return [
+            replace(s, advantage=0.0 if s.sample_id in left_out else next(given)) for s in samples
+        ]
+
+    def estimate(self, batch: AdvantageInputs) -> Sequence[float | Floats]:
+        """One number for each sequence, or an array with one for each of its tokens."""
+        found = self._function(batch)
+        if self.users is not None:
+            found = _checked(found, batch, self.users)
+        if len(found) == len(batch.rewards):
+            return [float(value) for value in found]
+        return np.split(found, np.cumsum(batch.lengths)[:-1])
+
+    def _inputs(self, samples: Sequence[TrainSample]) -> AdvantageInputs:
+        rewards = np.array([s.reward for s in samples], dtype=np.float64)
+        if not np.isfinite(rewards).all():
+            bad = samples[int(np.argmin(np.isfinite(rewards)))]
+            raise ValueError(f"sample {bad.sample_id} has the reward {bad.reward}, no finite one")
+        numbers: dict[str, int] = {}
+        names = dict.fromkeys(name for s in samples for name in s.extras)
+        return AdvantageInputs(
+            rewards=rewards,
+            groups=np.array([numbers.setdefault(s.group_id, len(numbers)) for s in samples]),
+            lengths=np.array([len(s.response_ids) for s in samples]),
+            extras={
+                name: np.array([s.extras.get(name, np.nan) for s in samples], dtype=np.float64)
+                for name in names
+            },
+            options=self.options,
+        )
+
+
+def _checked(found: object, batch: AdvantageInputs, users: UserFunction) -> Floats:
+    """What a function of the user returned, as an array; ConfigError."""
+    sequences, tokens = len(batch.rewards), int(batch.lengths.sum())
+    try:
+        array = np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    if array.shape not in ((sequences,), (tokens,)):
+        shape = f" of shape {array.shape}" if isinstance(found, np.ndarray) else ""
+        raise ConfigError(
+            f"{users} returned a {type(found).__name__}{shape}; it has to return an array with one "
+            f"number for each sequence, here {sequences}, or for each token, here {tokens}"
+        )
+    if not np.isfinite(array).all():
+        raise ConfigError(
+            f"{users} returned {array[~np.isfinite(array)][0]} among its advantages; they must be "
+            "finite numbers"
+        )
+    return array

@@ -62,6 +62,7 @@ class MicroBatch:
     advantages: Tensor
     temperature: Tensor
     lengths: Tensor  #: response length of the token's sequence
+    sequence_lengths: Tensor  #: [rows] int64: the same, once for each row
     empty: bool = False  #: its rows are another rank's, and count for nothing here
 
 
@@ -134,12 +135,14 @@ def micro_batch(
         return torch.from_numpy(repeated).to(device)
 
     behaviour = np.concatenate([s.logprobs for s in samples]).astype(np.float32)
+    advantages = np.concatenate([s.token_advantages for s in samples]).astype(np.float32)
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         spans=tuple(span for s in samples for span in s.spans),
         rows=rows,
         behaviour=torch.from_numpy(behaviour).to(device),
-        advantages=per_token([s.advantage for s in samples]),
+        advantages=torch.from_numpy(advantages).to(device),
         temperature=per_token([s.temperature for s in samples]),
         lengths=per_token([len(s.response_ids) for s in samples]),
+        sequence_lengths=torch.from_numpy(rows.counts).to(device),
     )

@@ -1,9 +1,9 @@
-"""One training step of GRPO: from consumed trajectories to new weights.
+"""One training step: from consumed trajectories to new weights.
 
 Reads   TrainSamples in the order in which they are to be split, and the step's index
 Gives   StepResult; changes the policy's weights and the optimizer's state in place
 
-A step is one consumed batch: advantages per group, one or more mini-batches of whole groups, one
+A step is one consumed batch: advantages of all of it, one or more mini-batches of whole groups, one
 optimizer update each. Gradients are summed over micro-batches with coefficients of the whole
 mini-batch, so that the memory budget decides how a batch is split and nothing else. An update
 without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
@@ -16,19 +16,18 @@ optimizer state and earlier steps; on a CPU with one thread a redone step gives 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from laminar.config import AlgorithmConfig, Config, ConfigError, OptimConfig
-from laminar.training.advantages import group_advantages
+from laminar.config import Config, ConfigError, OptimConfig
+from laminar.training.advantages import Estimator
 from laminar.training.batching import (
     MicroBatch,
-    by_group,
     micro_batches,
     mini_batches,
     token_rows,
@@ -50,6 +49,7 @@ from laminar.training.model import (
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.passes import passes
+from laminar.training.policy_losses import PolicyLoss
 from laminar.training.ranks import ONE, Ranks
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
@@ -115,8 +115,10 @@ class Learner:
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps = total_steps
         self.ranks = ranks
+        self._estimator = Estimator(config.algorithm)
         self._objective = ObjectiveConfig(
             config.algorithm,
+            PolicyLoss(config.algorithm),
             config.data.max_response_length,
             Compute(_compute_dtype(config, policy.device), config.trainer.logit_chunk_tokens),
         )
@@ -136,7 +138,7 @@ class Learner:
         """
         _check(samples, self.policy.vocab_limit)
         self._set_learning_rate(step)
-        ready = with_advantages(samples, self.config.algorithm)
+        ready = self._estimator.with_advantages(samples)
         batch = self._batch(ready)
         mismatch = batch.figures.mismatch()
         made = {span.weight_version: span.version_step for s in samples for span in s.spans}
@@ -144,7 +146,7 @@ class Learner:
         left_out = sampled_by(samples, suspects)
         trained = ready
         if left_out:
-            ready = with_advantages(samples, self.config.algorithm, left_out)
+            ready = self._estimator.with_advantages(samples, left_out)
             trained = [s for s in ready if s.sample_id not in left_out]
             batch = self._batch(trained)
         updates, figures = self._updates(batch, trained, step)
@@ -226,7 +228,7 @@ class Learner:
         return _MiniBatch(
             sample_ids=tuple(s.sample_id for s in samples),
             counts=counts,
-            has_signal=any(s.advantage != 0 or other_terms for s in trained),
+            has_signal=any(other_terms or np.any(s.advantage) for s in trained),
             trained=trained,
             micros=self._passes(trained),
         )
@@ -352,27 +354,6 @@ def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
             f"{what} has an id outside 0..{vocab_limit - 1}; engine and trainer must use one "
             "tokenizer"
         )
-
-
-def with_advantages(
-    samples: Sequence[TrainSample],
-    algorithm: AlgorithmConfig,
-    left_out: Container[str] = frozenset(),
-) -> list[TrainSample]:
-    """The samples in their order, each with the advantage within its group.
-
-    Those that are left out have 0, and are in no baseline.
-    """
-    found: dict[str, float] = {s.sample_id: 0.0 for s in samples}
-    trained = [s for s in samples if s.sample_id not in left_out]
-    for siblings in by_group(trained).values():
-        advantages = group_advantages(
-            [s.reward for s in siblings],
-            estimator=algorithm.adv_estimator,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        )
-        found |= zip((s.sample_id for s in siblings), advantages.tolist(), strict=True)
-    return [replace(s, advantage=found[s.sample_id]) for s in samples]
 
 
 def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:

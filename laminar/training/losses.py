@@ -27,14 +27,6 @@ class BatchCounts:
     sequences: int
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyTerm:
-    loss: Tensor  #: has the gradient
-    log_ratio: Tensor  #: log(current / proximal), detached
-    clipped: Tensor  #: bool: the clip range decided the loss
-    clipped_lower: Tensor  #: bool: the dual clip decided it
-
-
 def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
     """Log-probs [tokens, vocab] float32 of the distribution that was sampled from.
 
@@ -57,34 +49,13 @@ def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def policy_term(
-    log_probs: Tensor,
-    proximal: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-) -> PolicyTerm:
-    """PPO's clipped surrogate with verl's dual clip, as a loss to minimise.
+def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """The sum over each sequence, at each of its tokens; values [tokens], lengths [sequences].
 
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most -A * dual_clip
-    (Ye et al. 2020). Only `log_probs` is differentiated; `proximal` and `advantages` are data.
+    In the order of the tokens, so that it does not depend on the other sequences.
     """
-    log_ratio = clamped_log_ratio(log_probs, proximal)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate = torch.maximum(plain, bounded)
-    ceiling = -advantages * dual_clip
-    negative = advantages < 0
-    loss = torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
-    return PolicyTerm(
-        loss=loss,
-        log_ratio=log_ratio.detach(),
-        clipped=bounded > plain,
-        clipped_lower=(surrogate > ceiling) & negative,
-    )
+    sums = torch.segment_reduce(values, "sum", lengths=lengths)
+    return sums.repeat_interleave(lengths, output_size=len(values))
 
 
 def importance_ratio(proximal: Tensor, behaviour: Tensor) -> Tensor:

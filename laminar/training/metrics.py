@@ -152,14 +152,14 @@ def token_metrics(figures: TokenFigures) -> dict[str, float]:
 def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
     """Metrics of what was consumed, masked samples included."""
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
-    advantages = np.array([s.advantage for s in samples], dtype=np.float64)
+    advantages = np.concatenate([s.token_advantages for s in samples])
     responses = np.array([len(s.response_ids) for s in samples], dtype=np.float64)
     staleness = [step - s.version_step for s in samples]
     found = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "critic/score/mean": rewards.mean(),
-        "critic/advantages/mean": np.average(advantages, weights=responses),  # over tokens
+        "critic/advantages/mean": advantages.mean(),
         "critic/advantages/max": advantages.max(),
         "critic/advantages/min": advantages.min(),
         "response_length/mean": responses.mean(),

@@ -24,15 +24,16 @@ from laminar.training.losses import (
     clamped_log_ratio,
     importance_ratio,
     kl_term,
-    policy_term,
     token_coefficients,
 )
 from laminar.training.model import Compute, LoadedPolicy
+from laminar.training.policy_losses import PolicyLoss
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
     algorithm: AlgorithmConfig
+    policy_loss: PolicyLoss
     max_response_length: int
     compute: Compute
 
@@ -74,7 +75,7 @@ def objective(
     )
     trainer = log_probs.detach() if proximal is None else proximal
 
-    losses, figures = _policy_losses(log_probs, trainer, micro, algorithm)
+    losses, figures = _policy_losses(log_probs, trainer, micro, config)
     figures |= engine_mismatch(trainer, micro.behaviour)
     figures["entropy"] = entropy.detach()
 
@@ -95,29 +96,23 @@ def objective(
 
 
 def _policy_losses(
-    log_probs: Tensor, trainer: Tensor, micro: MicroBatch, algorithm: AlgorithmConfig
+    log_probs: Tensor, trainer: Tensor, micro: MicroBatch, config: ObjectiveConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Corrected per-token policy losses [tokens] and the figures of clip and correction."""
-    correction = algorithm.rollout_correction
-    term = policy_term(
+    correction = config.algorithm.rollout_correction
+    losses, figures = config.policy_loss(
         log_probs,
         micro.behaviour if correction.bypass_mode else trainer,
+        micro.behaviour,
         micro.advantages,
-        clip_low=algorithm.clip_ratio_low,
-        clip_high=algorithm.clip_ratio_high,
-        dual_clip=algorithm.clip_ratio_c,
+        micro.sequence_lengths,
     )
-    figures = {
-        "clipped": term.clipped,
-        "clipped_lower": term.clipped_lower,
-        "ppo_kl": -term.log_ratio,
-    }
     if correction.bypass_mode or correction.rollout_is == "none":
-        return term.loss, figures
+        return losses, figures
     ratio = importance_ratio(trainer, micro.behaviour)
     weight = ratio.clamp(max=correction.rollout_is_threshold)
     figures |= {"is_ratio": ratio, "is_weight": weight, "is_capped": ratio > weight}
-    return term.loss * weight, figures
+    return losses * weight, figures
 
 
 def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class TrainSample:
     spans: tuple[Span, ...]  #: who sampled which part of the response, in order
     correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
-    advantage: float = 0.0
+    advantage: float | NDArray[np.float64] = 0.0  #: of all response tokens alike, or of each
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids) or not len(self.response_ids):
@@ -92,6 +92,10 @@ class TrainSample:
                 f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
                 "cannot be trained"
             )
+
+    @property
+    def token_advantages(self) -> NDArray[np.float64]:
+        return np.broadcast_to(np.float64(self.advantage), len(self.response_ids))
 
     @property
     def weight_version(self) -> int:

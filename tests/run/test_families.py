@@ -43,6 +43,16 @@ def spread(prompts, completions, completion_ids, answer, **columns):
     return [len(set(t) & set(a)) + len(t) / longest for t, a in zip(texts, answer)]
 '''
 
+LOSS = """
+def reinforce(batch):
+    return -batch.advantages * batch.log_probs
+
+
+def leave_one_out(batch):
+    n = batch.group_sizes
+    return (batch.rewards - batch.group_means(batch.rewards)) * n / (n - 1)
+"""
+
 STRATEGY = '''
 def choose(candidates, count):
     """Long groups first, among those that are due."""
@@ -115,6 +125,7 @@ def test_llama_with_group_rewards_a_strategy_kl_and_two_mini_batches(tmp_path: P
         f"reward.custom_reward_function.path={reward}",
         f"algorithm.batch_strategy={strategy}:choose",
         "algorithm.use_kl_loss=true",
+        "algorithm.policy_loss.loss_mode=gspo",
         "algorithm.ppo_mini_batch_size=4",
     )
     steps = [line for line in finished.metrics() if "actor/kl_loss" in line]
@@ -127,11 +138,14 @@ def test_llama_with_group_rewards_a_strategy_kl_and_two_mini_batches(tmp_path: P
 
 
 @pytest.mark.long
-def test_qwen3_with_exact_answers_and_priority(tmp_path: Path) -> None:
+def test_qwen3_with_exact_answers_priority_and_a_loss_of_the_user(tmp_path: Path) -> None:
+    loss = tmp_path / "my.py"
+    loss.write_text(LOSS)
     run(
         tmp_path,
         "qwen3",
         "reward.kind=exact",
         "algorithm.batch_strategy=priority",
-        "algorithm.adv_estimator=rloo",
+        f"algorithm.policy_loss.loss_mode={loss}:reinforce",
+        f"algorithm.adv_estimator={loss}:leave_one_out",
     )

@@ -51,6 +51,8 @@ def test_a_file_that_comes_to_an_end_is_left_to_whoever_imports_it(
         "reward.custom_reward_function.path={}",
         'reward.functions=[{{name = "math"}}, {{path = "{}"}}]',
         "algorithm.batch_strategy={}:f",
+        "algorithm.policy_loss.loss_mode={}:f",
+        "algorithm.adv_estimator={}:f",
     ],
 )
 def test_a_start_imports_no_user_file_that_was_not_tried(

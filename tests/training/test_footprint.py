@@ -38,6 +38,7 @@ from laminar.training.model import (
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, objective
+from laminar.training.policy_losses import PolicyLoss
 from laminar.training.steps import TrainSample
 from tests.kit.live_bytes import LiveBytes, saved_bytes
 
@@ -116,7 +117,8 @@ def peak_of_a_pass(model: Any, way: Way, config: Config) -> int:
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]
     dtype = next(t for t in DTYPES.values() if t.itemsize == way.compute)
-    how = ObjectiveConfig(config.algorithm, RESPONSE, Compute(dtype, way.chunk_tokens))
+    chunks = Compute(dtype, way.chunk_tokens)
+    how = ObjectiveConfig(config.algorithm, PolicyLoss(config.algorithm), RESPONSE, chunks)
     counts = BatchCounts(ROWS * RESPONSE, ROWS)
     with LiveBytes([*model.parameters(), *model.buffers(), *gradients]) as live:
         part = objective(LoadedPolicy(model, vocabulary), None, micro, None, counts, how)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.config.tree import LossAggMode
+from laminar.config.algorithm import LossAggMode
 from laminar.training.learner import Learner
 from laminar.training.steps import TrainSample
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laminar.config.tree import LossAggMode
+from laminar.config.algorithm import LossAggMode
 from laminar.training.losses import (
     BatchCounts,
     entropy_of,
@@ -17,11 +17,9 @@ from laminar.training.losses import (
     importance_ratio,
     kl_term,
     log_softmax_at,
-    policy_term,
+    segment_sums,
     token_coefficients,
 )
-
-CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 
 
 def draw(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -29,49 +27,17 @@ def draw(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
     return scale * torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def ppo_of_one_token(delta: float, advantage: float) -> float:
-    """The surrogate by cases: which of the four prices of a token is the one that counts."""
-    ratio = math.exp(max(-20.0, min(20.0, delta)))
-    if advantage >= 0:
-        return -advantage * min(ratio, 1.28)
-    return -advantage * min(max(ratio, 0.8), 3.0)
+def test_an_extreme_importance_ratio_stays_finite() -> None:
+    ratio = importance_ratio(torch.zeros(1), torch.tensor([-1e4]))
+    assert ratio.item() == pytest.approx(math.exp(20))
 
 
-def test_policy_loss_is_the_piecewise_formula() -> None:
-    deltas, advantages = draw(4000, scale=1.5), draw(4000, seed=1)
-    term = policy_term(deltas - 1.0, torch.full_like(deltas, -1.0), advantages, **CLIP)
-    expected = [ppo_of_one_token(d, a) for d, a in zip(deltas, advantages, strict=True)]
-    torch.testing.assert_close(term.loss, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_clip_flags_say_which_bound_decided() -> None:
-    ratios = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5, 4.0, 4.0])
-    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    term = policy_term(ratios.log(), torch.zeros(7), advantages, **CLIP)
-    assert term.clipped.tolist() == [False, True, False, False, True, False, True]
-    assert term.clipped_lower.tolist() == [False] * 5 + [True, False]
-
-
-def test_gradient_is_that_of_the_log_prob_where_nothing_is_clipped() -> None:
-    log_probs = draw(50).requires_grad_()
-    advantages = draw(50, seed=1)
-    policy_term(log_probs, log_probs.detach(), advantages, **CLIP).loss.sum().backward()
-    torch.testing.assert_close(log_probs.grad, -advantages)
-
-
-def test_gradient_is_zero_where_a_bound_decides() -> None:
-    log_probs = torch.tensor([1.5, 0.5, 4.0, 1e12]).log().requires_grad_()
-    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
-    policy_term(log_probs, torch.zeros(4), advantages, **CLIP).loss.sum().backward()
-    assert log_probs.grad.tolist() == [0.0] * 4
-
-
-def test_an_extreme_ratio_stays_finite() -> None:
-    term = policy_term(torch.zeros(1), torch.tensor([-1e4]), torch.ones(1), **CLIP)
-    assert term.loss.tolist() == pytest.approx([-1.28])
-    assert importance_ratio(torch.zeros(1), torch.tensor([-1e4])).item() == pytest.approx(
-        math.exp(20)
-    )
+def test_sums_of_a_sequence_do_not_depend_on_the_others() -> None:
+    values, lengths = draw(12).float(), torch.tensor([3, 1, 8])
+    together = segment_sums(values, lengths).split([3, 1, 8])
+    for alone, found in zip(values.split([3, 1, 8]), together, strict=True):
+        assert torch.equal(found, segment_sums(alone, torch.tensor([len(alone)])))
+        assert found.tolist() == pytest.approx([alone.sum().item()] * len(alone), rel=1e-6)
 
 
 def test_importance_ratio_is_a_constant() -> None:

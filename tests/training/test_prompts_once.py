@@ -32,6 +32,7 @@ from laminar.training.losses import BatchCounts
 from laminar.training.model import Compute, LoadedPolicy, load_policy
 from laminar.training.objective import ObjectiveConfig, objective, score
 from laminar.training.passes import passes
+from laminar.training.policy_losses import PolicyLoss
 from laminar.training.ranks import Ranks
 from laminar.training.steps import TrainSample
 
@@ -112,7 +113,8 @@ def gradient_of(
     counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
     policy.model.zero_grad()
     loss = 0.0
-    settings = ObjectiveConfig(config.algorithm, 40, Compute(torch.float32, 64))
+    policy_loss = PolicyLoss(config.algorithm)
+    settings = ObjectiveConfig(config.algorithm, policy_loss, 40, Compute(torch.float32, 64))
     for micro in passes(samples, max_tokens, CPU, prompts_once=prompts_once):
         part = objective(policy, reference, micro, None, counts, settings)
         torch.autograd.backward(part.loss)

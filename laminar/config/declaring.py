@@ -1,0 +1,31 @@
+"""What the declarations of settings are made of.
+
+Gives   Section; says and path, for a key; the types of several keys
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+def says(text: str) -> Meta:
+    """What a key means, for configs/reference.toml."""
+    return Meta(description=text)
+
+
+def path(form: str) -> Meta:
+    """A path, or a list of them, that paths.py makes absolute; `form`: "file", "file:name", or
+    "model", which may be a name on the hub."""
+    return Meta(extra={"path": form})
+
+
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: immutable, keyword-only, strict."""

@@ -1,0 +1,92 @@
+"""A function of the user that a setting names as path.py:name, and what is said when it fails.
+
+Reads   the user's Python file
+Gives   UserFunction; describe, an exception of the user's code in one line
+Raises  ConfigError, which names the setting, the file and the fix
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from laminar.config import ConfigError
+
+DETAIL_CHARS = 240
+HERE = Path(__file__).parent.parent
+"""What calls a function is not where it went wrong."""
+
+
+class UserFunction:
+    """A function of the user whose exceptions are mistakes of the user."""
+
+    def __init__(self, key: str, path: Path, name: str, function: Callable[..., Any]) -> None:
+        self.key, self.path, self.name = key, path, name
+        self.function = function
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.name} of {self.path}"
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raises ConfigError with what the function raised, and its line."""
+        try:
+            return self.function(*arguments)
+        except Exception as error:
+            raise ConfigError(
+                f"{self} raised {describe(error, str(self.path))}; correct it"
+            ) from error
+
+
+def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserFunction:
+    """Import what the setting `key` names; `names`: what it may be besides. Raises ConfigError."""
+    file, _, name = reference.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        words = ", ".join(names)
+        other = f"neither one of {words} nor" if words else "not"
+        raise ConfigError(f"{key} = {reference!r} is {other} an existing file as path.py:function")
+    found = importlib.util.spec_from_file_location(f"laminar_user_{path.stem}", path)
+    if found is None or found.loader is None:
+        raise ConfigError(f"{key}: {path} is not a Python file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that a helper beside the file shadows no library
+    module = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        said = describe(error, file)
+        raise ConfigError(f"{key}: {path}:{name} does not import: {said}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{key}: {path} has no {name!r}; name one of its functions")
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} in {path} is not a function")
+    return UserFunction(key, path, name, function)
+
+
+def digest_of(reference: str) -> str:
+    """The digest of the file of a `path.py:name`; empty: it is not there."""
+    try:
+        content = Path(reference.rpartition(":")[0]).read_bytes()
+    except OSError:
+        return ""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def describe(error: BaseException, path: str) -> str:
+    """One short line: type, message, and the place in the user's file (else the innermost)."""
+    lines = str(error).strip().splitlines()
+    text = type(error).__name__ + (f": {lines[0]}" if lines else "")
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in stack if HERE not in Path(f.filename).parents]
+    frames = [f for f in frames if f.filename == path] or frames
+    if frames and not isinstance(error, SyntaxError):
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+        return text[: DETAIL_CHARS - len(place)] + place
+    return text[:DETAIL_CHARS]
