@@ -22,7 +22,7 @@ ROWS = [
     if line.startswith("| ")
 ][1:]
 BY_ROLE = {row[0]: row for row in ROWS}
-NO_ROLES = ("reward worker", "warm process", "`laminar train`")
+NO_ROLES = ("rank of the trainer", "reward worker", "warm process", "`laminar train`")
 LEASES = ("coordinator.lease_ms", "coordinator.node_lease_ms")
 ENDS, FIRST, OTHERS = "ends", "ends with the machine of store and trainer, else goes on", "goes on"
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Iterator, Set
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,6 @@ from laminar.training.resume import CheckpointError, Resume, decode
 
 if TYPE_CHECKING:
     from laminar.training.steps import TrainSample
-    from laminar.training.threaded import ThreadedLearner
     from laminar.weights.version.manifest import TensorSpec
 
 
@@ -52,9 +51,9 @@ def run_retrain(arguments: argparse.Namespace) -> int:
     if not found.steps:
         raise ConfigError(f"{arguments.run} has completed no step that could be trained again")
     with open_tables(arguments.run / STORE_FILE) as tables:
-        again = _Again(config, Handlers(tables))
         begin = beginning(arguments.run, found, tables.removed_payloads())
-        return asyncio.run(_compare(again, found.steps[begin.step - found.first_step :], begin))
+        steps = found.steps[begin.step - found.first_step :]
+        return asyncio.run(_retrain(config, Handlers(tables), arguments.run, steps, begin))
 
 
 class Beginning(NamedTuple):
@@ -67,11 +66,26 @@ class Beginning(NamedTuple):
     directory: Path | None = None  #: of the checkpoint; None: model.name
 
 
+async def _retrain(
+    config: Config, store: Handlers, run_dir: Path, steps: tuple[Step, ...], begin: Beginning
+) -> int:
+    from laminar.training.gang import RankError
+
+    again = _Again(config, store, run_dir)
+    try:
+        return await _compare(again, steps, begin)
+    except RankError as error:
+        print(f"laminar retrain: {error}", file=sys.stderr)
+        return exit_codes.FAILED
+    finally:
+        await again.close()
+
+
 async def _compare(again: _Again, steps: tuple[Step, ...], begin: Beginning) -> int:
     await again.load()
     if begin.directory is not None:
         await again.restore(begin.directory)
-    if not _same(begin.what, again.digest(begin.version, begin.step), begin.digest):
+    if not _same(begin.what, await again.digest(begin.version, begin.step), begin.digest):
         where = begin.directory or "model.name"
         print(f"NOT identical: {where} has other weights than {begin.what}")
         return exit_codes.FAILED
@@ -79,7 +93,8 @@ async def _compare(again: _Again, steps: tuple[Step, ...], begin: Beginning) -> 
     for step in steps:
         await again.train(step)
         name = f"step {step.step_index + 1} of {last}, version {step.version}"
-        if not _same(name, again.digest(step.version, step.step_index + 1), step.digest):
+        digest = await again.digest(step.version, step.step_index + 1)
+        if not _same(name, digest, step.digest):
             print(f"NOT identical: {name} is the first that differs")
             return exit_codes.FAILED
         compared += bool(step.digest)
@@ -142,44 +157,55 @@ def _made_by(resume: Resume, found: Trained) -> Step | None:
 class _Again:
     """A learner, and the trajectories that it is to train on."""
 
-    learner: ThreadedLearner
     specs: tuple[TensorSpec, ...]
 
-    def __init__(self, config: Config, store: Handlers) -> None:
+    def __init__(self, config: Config, store: Handlers, run_dir: Path) -> None:
+        """Within an event loop."""
+        from laminar.actors.system.learners import is_ranked, parts_of
+        from laminar.actors.system.rank_process import program
+        from laminar.training.gang import Gang
+
         self._config, self._store = config, store
+        self._gang = None
+        if is_ranked(config):
+            self._gang = Gang(config, program(run_dir), lock=None, lost=_nothing, say=_nothing)
+        self._parts = parts_of(config, self._gang)
 
     async def load(self) -> None:
         """The model that the run began with; ConfigError."""
-        from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
-        from laminar.training.threaded import ThreadedLearner
         from laminar.weights.version import manifest
 
-        name = self._config.model.name
-        self.learner = ThreadedLearner(self._config, lambda: tokenizer_size(load_tokenizer(name)))
-        layout = await self.learner.load()
+        layout = await self._parts.learner.load()
         dtype = self._config.weights.dtype
         self.specs = manifest.layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype
         )
 
+    async def close(self) -> None:
+        if self._gang is not None:
+            await self._gang.close()
+
     async def restore(self, directory: Path) -> None:
         """Weights and optimizer of a checkpoint; ConfigError."""
         try:
-            await self.learner.restore(directory)
+            await self._parts.learner.restore(directory)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
     async def train(self, step: Step) -> None:
         samples = list(self._samples(step.trajectories))
-        await self.learner.train_step(samples, step.step_index)
+        await self._parts.learner.train_step(samples, step.step_index)
 
-    def digest(self, version: int, step: int) -> str:
+    async def digest(self, version: int, step: int) -> str:
         """The digest of the weights as they are, in the type in which they are published."""
         from laminar.actors.trainer import NO_PROBE
-        from laminar.weights.version.checkpoint import describe
 
-        describe_now = partial(describe, specs=self.specs, probe=NO_PROBE)
-        return describe_now(version=version, step=step, tensors=self.learner.weights()).digest
+        files = self._parts.files
+        copied = await files.copy()
+        described = await files.describe(
+            copied, version=version, step=step, specs=self.specs, probe=NO_PROBE
+        )
+        return described.digest
 
     def _samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
         from laminar.actors.batch_rows import sample_of
@@ -191,3 +217,7 @@ class _Again:
                     f"the store does not have {wanted}, which the log says was trained"
                 )
             yield sample_of(reply.trajectories[0])
+
+
+def _nothing(text: str) -> None:
+    """Who asks the ranks for something is told."""

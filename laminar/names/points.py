@@ -21,6 +21,10 @@ TRAINER = (
 the step is in the book; before a checkpoint has its name, and after; before one is loaded; when a
 step was done again; before the export."""
 
+RANK = ("rank-load", "rank-step", "rank-fill", "rank-write")
+"""In another rank of the trainer than the first: before it loads its rows of the model; in a step;
+before it writes its rows of a version; before it writes those of a checkpoint."""
+
 ROLLOUT = (
     "rollout-append",
     "rollout-appended",
@@ -56,4 +60,4 @@ COORDINATOR = (
 """When the log was read, before it listens; with messages that were not handled; when decisions are
 on the disk, before they are sent; after that."""
 
-POINTS = (*TRAINER, *ROLLOUT, *REWARD, *RELAY, *STORE, *NODE, *COORDINATOR)
+POINTS = (*TRAINER, *RANK, *ROLLOUT, *REWARD, *RELAY, *STORE, *NODE, *COORDINATOR)

@@ -8,6 +8,7 @@ coordinator.json  where the coordinator listens; store-0.json and relay-0.json l
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
 store.lock        locked by the process that writes it, whose incarnation stands in it
+trainer.lock      locked by the ranks of the trainer, whose process ids stand in it
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
                   what a reward function prints, NAME.reward.log for replica NAME
@@ -40,6 +41,7 @@ FIRST_LOOK_FILE = "first_look.json"
 COORDINATOR_FILE = "coordinator.json"
 EVENTS_DIR = "events"
 STORE_FILE = "store.sqlite"
+TRAINER_LOCK_FILE = "trainer.lock"
 TRAINER_BOOK_FILE = "trainer_book.jsonl"
 LOGS_DIR = "logs"
 TIMELINE_DIR = "timeline"

@@ -1,7 +1,7 @@
-"""Fail points: a process kills itself at a named place, so that a test can say where it dies.
+"""Fail points: a process kills or stops itself at a named place, so that a test can say where.
 
 Reads   LAMINAR_FAIL, "POINT:N" with commas between several: die when POINT is reached for the Nth
-        time in one process
+        time in one process; LAMINAR_STOP, likewise: stand still (SIGSTOP)
 Writes  RUN/failed-POINT-N, so that it happens once in a run
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from laminar.config import ConfigError
 from laminar.names.points import POINTS
 
-VARIABLE = "LAMINAR_FAIL"
+VARIABLE, STOP_VARIABLE = "LAMINAR_FAIL", "LAMINAR_STOP"
+SIGNALS = {VARIABLE: signal.SIGKILL, STOP_VARIABLE: signal.SIGSTOP}
 RUN_VARIABLE = "LAMINAR_FAIL_RUN"
 """The run directory, for a process that is not told otherwise."""
 
@@ -30,24 +31,28 @@ class FailPoints:
 
     def reached(self, point: str) -> None:
         """ConfigError for a variable that names no point."""
-        text = os.environ.get(VARIABLE, "")
-        if not text or self._run_dir is None:
+        texts = {name: text for name in SIGNALS if (text := os.environ.get(name))}
+        if not texts or self._run_dir is None:
             return
         self._counts[point] += 1
-        wanted = dict(map(_parsed, filter(None, text.split(","))))
-        if self._counts[point] != wanted.get(point):
-            return
+        for name, text in texts.items():
+            wanted = dict(_parsed(name, part) for part in text.split(",") if part)
+            if self._counts[point] == wanted.get(point):
+                self._meet(self._run_dir / f"failed-{point}-{self._counts[point]}", SIGNALS[name])
+
+    def _meet(self, mark: Path, number: signal.Signals) -> None:
+        """Have the signal, unless a process of this run has had it here."""
         try:
-            (self._run_dir / f"failed-{point}-{self._counts[point]}").touch(exist_ok=False)
+            mark.touch(exist_ok=False)
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
-def _parsed(text: str) -> tuple[str, int]:
+def _parsed(variable: str, text: str) -> tuple[str, int]:
     point, _, number = text.strip().partition(":")
     if point not in POINTS or not number.isdigit() or not int(number):
         raise ConfigError(
-            f"{VARIABLE} has {text!r}; give POINT:N, where POINT is one of {', '.join(POINTS)}"
+            f"{variable} has {text!r}; give POINT:N, where POINT is one of {', '.join(POINTS)}"
         )
     return point, int(number)

@@ -95,6 +95,10 @@ class Inherited(NamedTuple):
     meeting: int  #: the file where torch.distributed meets
     lock: int  #: -1: none
 
+    @property
+    def meeting_file(self) -> Path:
+        return _open_file(self.meeting)
+
 
 class Gang:
     """The other ranks of the trainer, on rank 0."""
@@ -288,7 +292,8 @@ class Gang:
         while self._error is None:
             await asyncio.sleep(BEAT_S)
             for rank in self._ranks:
-                rank.silent_s = 0.0 if _drain(rank.beats) else rank.silent_s + BEAT_S
+                heard = _drain(rank.beats) or not rank.ready.done()  # its imports take long
+                rank.silent_s = 0.0 if heard else rank.silent_s + BEAT_S
                 if rank.silent_s > self._lease_s:
                     self._lose(
                         RankError(

@@ -45,6 +45,10 @@ PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
 """Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
 
 
+def no_point(name: str) -> None:
+    """Rank 0 has the fail points of the trainer."""
+
+
 class _Order(msgspec.Struct, frozen=True):
     """What all ranks are to do."""
 
@@ -129,11 +133,12 @@ class RankWorker:
         meeting: Path,
         tokenizer_size: Callable[[], int],
         put: PutRows,
+        reached: Callable[[str], None] = no_point,
     ) -> None:
         """`meeting`: the file where all ranks meet. `tokenizer_size`: one more than the largest id,
-        read from the model's directory."""
+        read from the model's directory. `reached`: fail points (run/fail_points.py)."""
         self._config, self._rank, self._meeting = config, rank, meeting
-        self._tokenizer_size, self._put = tokenizer_size, put
+        self._tokenizer_size, self._put, self._reached = tokenizer_size, put, reached
         self._weights, self._moments = KeptCopies(), KeptCopies()
         self._copied: tuple[dict[str, Rows], dict[str, Rows]] = {}, {}
 
@@ -145,17 +150,21 @@ class RankWorker:
     def carry_out(self, order: Order) -> Any:
         match order:
             case Load():
+                self._reached("rank-load")
                 return self._load()
             case TrainStep(samples, step):
+                self._reached("rank-step")
                 return self.learner.train_step(samples, step)
             case Score(sequences):
                 return self.learner.score(sequences)
             case Copy():
                 return self._copy()
             case PutWeights(target, copied):
+                self._reached("rank-fill")
                 rows = self._copied[0] if copied else self._present()
                 return self._put(target, ((name, r.first, r.data) for name, r in rows.items()))
             case WriteFiles(directory, copied):
+                self._reached("rank-write")
                 for path, rows in self.files(Path(directory), copied=copied).items():
                     tensor_file.write(path, rows)
                 return None
@@ -303,9 +312,9 @@ class RankedFiles(ThreadedDirectories):
         await self._all(Copy())
         return True
 
-    async def describe(self, copied: bool, **facts: Any) -> Any:
+    async def describe(self, weights: bool, **facts: Any) -> Any:
         async def fill(target: bytes) -> None:
-            await self._all(PutWeights(target, copied))
+            await self._all(PutWeights(target, weights))
 
         return await self._describe(fill=fill, **facts)
 

@@ -19,13 +19,14 @@ from laminar.engines.environment import engine_modules, environment
 if TYPE_CHECKING:
     from laminar.actors.host import Actor, Host
     from laminar.actors.trainer import Book
-    from laminar.weights.version.hashes import Bytes
-    from laminar.weights.version.manifest import TensorSpec
+    from laminar.training.gang import Gang
 
 COMMON = "torch"
 """The kind of every process without an engine of another kind."""
 EMULATED = "emulated"
 """The kind of every process of a run without models."""
+RANK_LOST_S = 5.0
+"""How long a trainer that has lost a rank may take to say so and to leave."""
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _MODULES = {
@@ -38,8 +39,7 @@ _MODULES = {
     "relay": ("laminar.actors.relay", "laminar.weights.machine"),
     "trainer": (
         "laminar.actors.trainer",
-        "laminar.training.threaded",
-        "laminar.weights.version.slot_writer",
+        "laminar.actors.system.learners",
         _TOKENIZER,
         _MODEL,
     ),
@@ -156,18 +156,27 @@ def _trainer(host: Host) -> Actor:
 
 
 def _real_trainer(host: Host, book: Book) -> Actor:
+    from laminar.actors.system.learners import is_ranked, parts_of
     from laminar.actors.trainer import Trainer
-    from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
-    from laminar.training.threaded import ThreadedFiles, ThreadedLearner
-    from laminar.weights.version.checkpoint import describe
-    from laminar.weights.version.slot_writer import SlotWriter
-    from laminar.weights.version.tensors import write_tensors
 
-    name = host.config.model.name
-    learner = ThreadedLearner(host.config, lambda: tokenizer_size(load_tokenizer(name)))
-    files = ThreadedFiles(lambda: learner.learner, name, describe)
+    gang = _gang(host) if is_ranked(host.config) else None
+    learner, files, attach = parts_of(host.config, gang)
+    return Trainer(host, learner, attach, files, book)
 
-    def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
-        write_tensors(view, specs, learner.weights())
 
-    return Trainer(host, learner, partial(SlotWriter, fill), files, book)
+def _gang(host: Host) -> Gang:
+    from laminar.actors.system.rank_process import program
+    from laminar.run.directory import TRAINER_LOCK_FILE
+    from laminar.training.gang import Gang
+
+    def lost(reason: str) -> None:
+        host.process.end_by_force(RANK_LOST_S)  # a thread may wait for that rank
+        host.fail(reason)
+
+    return Gang(
+        host.config,
+        program(host.run_dir, host.name),
+        lock=host.run_dir / TRAINER_LOCK_FILE,
+        lost=lost,
+        say=host.announce,
+    )

@@ -1,0 +1,71 @@
+"""The learner of a run with its files, in one process or over ranks.
+
+Reads   the configuration
+Gives   Parts, `parts_of`; is_ranked; worker_of, what a rank does
+
+Here training, tasks and weights come together: the trainer, its other ranks and `laminar retrain`
+have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.actors.model_files import ModelFiles
+from laminar.actors.trainer import Learner
+from laminar.actors.weight_publisher import Attach
+from laminar.config import Config
+from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
+from laminar.training.gang import Gang
+from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker, no_point
+from laminar.training.threaded import ThreadedFiles, ThreadedLearner
+from laminar.weights.version.checkpoint import describe
+from laminar.weights.version.hashes import Bytes
+from laminar.weights.version.manifest import TensorSpec
+from laminar.weights.version.shared_rows import RowWriter, describe_rows
+from laminar.weights.version.slot_writer import SharedSlotWriter, SlotWriter
+from laminar.weights.version.tensors import write_tensors
+
+
+class Parts(NamedTuple):
+    """What the trainer actor is given."""
+
+    learner: Learner
+    files: ModelFiles
+    attach: Attach
+
+
+def is_ranked(config: Config) -> bool:
+    """Whether the model is divided among ranks; one alone is as soon as its state is in host
+    memory."""
+    return config.trainer.ranks > 1 or config.trainer.offload != "none"
+
+
+def parts_of(config: Config, gang: Gang | None) -> Parts:
+    """`gang`: not yet started; None where the model is not divided."""
+    name = config.model.name
+    if gang is not None:
+        worker = worker_of(config, 0, gang.meeting)
+        ranked = RankedLearner(worker, gang)
+        files = RankedFiles(worker, gang, name, describe_rows)
+        return Parts(ranked, files, partial(SharedSlotWriter, ranked.fill))
+    learner = ThreadedLearner(config, _tokenizer_size(config))
+
+    def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
+        write_tensors(view, specs, learner.weights())
+
+    threaded = ThreadedFiles(lambda: learner.learner, name, describe)
+    return Parts(learner, threaded, partial(SlotWriter, fill))
+
+
+def worker_of(
+    config: Config, rank: int, meeting: Path, reached: Callable[[str], None] = no_point
+) -> RankWorker:
+    return RankWorker(config, rank, meeting, _tokenizer_size(config), RowWriter(), reached)
+
+
+def _tokenizer_size(config: Config) -> Callable[[], int]:
+    return lambda: tokenizer_size(load_tokenizer(config.model.name))

@@ -1,0 +1,70 @@
+"""A rank of the trainer, other than the first: python -m laminar.actors.system.rank_process.
+
+Reads   RUN/config.toml; orders of rank 0, by descriptors that it has handed down
+Writes  what it is ordered to; logs/latest/LOG.rank-N.jsonl of the run, if it has a log
+Gives   program, the command that starts one; main
+
+It takes no part in the run: only rank 0 does, which starts it and whose end is its own, whatever
+it computes then. It is no fork of a warm process, since `laminar retrain` has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from laminar.names import exit_codes
+from laminar.observe.logs import configure, get_logger
+from laminar.observe.telemetry import DRAIN_S
+from laminar.run.directory import run_config
+from laminar.run.fail_points import FailPoints
+from laminar.run.parent_death import die_with_parent
+from laminar.training.gang import Inherited, serve
+
+OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a terminal or a batch system sends to all processes: rank 0 decides what comes of it."""
+
+
+def program(run_dir: Path, log: str = "") -> list[str]:
+    """The command that starts a rank, for Gang. `log`: the name of its log, without its number;
+    empty: it writes none."""
+    module = [sys.executable, "-P", "-m", "laminar.actors.system.rank_process"]
+    return [*module, str(run_dir), log]
+
+
+def main(run_dir: str, log: str, rank: str, parent: str, *descriptors: str) -> NoReturn:
+    die_with_parent(int(parent))  # before the imports, which take seconds
+    from laminar.actors.system.learners import worker_of
+
+    for number in OF_RANK_0:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    directory = Path(run_dir)
+    config, given = run_config(directory), Inherited(*map(int, descriptors))
+    telemetry = configure(directory, config.run.name, f"{log}.rank-{rank}") if log else None
+    if telemetry is not None:
+        get_logger().info("rank", pid=os.getpid())
+    points = FailPoints(directory if log else None)
+    worker = worker_of(config, int(rank), given.meeting_file, points.reached)
+
+    async def handle(order: bytes) -> bytes:
+        try:
+            return await worker.handle(order)
+        except Exception:
+            if telemetry is not None:
+                get_logger().exception("order-failed")
+            raise
+
+    asyncio.new_event_loop().run_until_complete(serve(given, handle))
+    if telemetry is not None:
+        telemetry.drain(DRAIN_S)
+    os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that nobody comes to
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
