@@ -1,6 +1,6 @@
 """Checks of who is given up: after a whole lease of silence, the long one while most machines are
-silent, and a machine not while it speaks; and of whom a node is ordered to start again: a store
-only if it cannot write, and lost if that is late.
+silent, another one after that, and a machine not while it speaks; and of whom a node is ordered to
+start again: a store only if it cannot write, and lost if that is late.
 
 Reads   when a process was heard; what the coordinator says of silence; its orders to start one
         again, and the timers of those
@@ -45,6 +45,7 @@ class Leases:
         self._heard_ns: dict[str, int] = {}  #: by boot id
         self._unread: list[str] = []  #: boot ids that were heard while the coordinator stood still
         self._late_ns: dict[str, int] = {}  #: when it read that, by boot id
+        self._most_until_ns = -1  #: when a process was heard again while most machines were silent
         #: by machine: (boot id, role) of each member
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
@@ -60,7 +61,11 @@ class Leases:
             self._note_members(machine.state)
 
     def heard(self, boot_id: str) -> None:
-        self._heard_ns[boot_id] = self._world.scheduler.now
+        now_ns = self._world.scheduler.now
+        silent_ns = now_ns - self._heard_ns.get(boot_id, now_ns)
+        if silent_ns > SILENT * self._world.scenario.lease_ns and self._most_are_silent():
+            self._most_until_ns = now_ns
+        self._heard_ns[boot_id] = now_ns
 
     def not_read_yet(self, boot_id: str) -> None:
         self._unread.append(boot_id)
@@ -78,7 +83,7 @@ class Leases:
                 self._ordered[command.actor] = state.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
-            self._most_are_heard(state, event.actor, event.silent_ms)
+            self._most_are_heard(event.actor, event.silent_ms)
             self._none_speaks(event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):
@@ -112,19 +117,27 @@ class Leases:
             what = f"{name} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
             raise Violation("lease_ran_out", what, name)
 
-    def _most_are_heard(self, state: State, name: str, silent_ms: int) -> None:
+    def _most_are_heard(self, name: str, silent_ms: int) -> None:
         """silent_majority_is_waited_for: when more than half of the machines are not heard, it is
-        the coordinator that is cut off, and nobody is given up before the long lease."""
-        if silent_ms > self._world.scenario.node_lease_ms:
+        the coordinator that is cut off, and nobody is given up before the long lease; then all have
+        another lease."""
+        scenario = self._world.scenario
+        if silent_ms > scenario.node_lease_ms:
             return
-        since = SILENT * self._world.scenario.lease_ns
+        ago_ns = self._world.scheduler.now - self._most_until_ns
+        just = self._most_until_ns >= 0 and ago_ns < SILENT * scenario.lease_ns
+        if just or self._most_are_silent():
+            since = f"were silent {ago_ns / 1e6:.0f} ms ago" if just else "are silent"
+            what = f"{name} was given up after {silent_ms} ms, and most machines {since}"
+            raise Violation("silent_majority_is_waited_for", what, name)
+
+    def _most_are_silent(self) -> bool:
+        since_ns = SILENT * self._world.scenario.lease_ns
         quiet = [
-            min(self._silent_ns(boot_id) for boot_id, _ in members) > since
+            min(self._silent_ns(boot_id) for boot_id, _ in members) > since_ns
             for members in self._members.values()
         ]
-        if len(quiet) >= MACHINES_MIN and 2 * sum(quiet) > len(quiet):
-            what = f"{name} was given up after {silent_ms} ms, and most machines are silent"
-            raise Violation("silent_majority_is_waited_for", what, name)
+        return len(quiet) >= MACHINES_MIN and 2 * sum(quiet) > len(quiet)
 
     def _none_speaks(self, name: str) -> None:
         """machine_is_silent: a node is given up with its machine, when none of it is heard."""
@@ -148,12 +161,14 @@ class Leases:
             raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
 
     def _silent_node_is_waited_for(self, stamped: Stamped, state: State) -> None:
-        """No run ends at once for a process whose node is silent: that may go on and start it."""
+        """No run ends at once for a process whose node is silent: that may go on and start it. What
+        the node says itself may be known before a look at the leases finds that it speaks."""
         failed = state.failed
         if failed is None or failed.cause != stamped.seq or failed.kind not in _LOSSES:
             return
         node = state.actors[failed.subject].node
-        if node in self.silent_nodes and not isinstance(stamped.event, ev.TimerFired):
+        waited = isinstance(stamped.event, ev.TimerFired) or stamped.peer == node
+        if node in self.silent_nodes and not waited:
             raise Violation("silent_node_is_waited_for", failed.sentence, node)
 
     def _writes_in_time(self, order: cmd.RestartActor) -> None:
