@@ -39,6 +39,8 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
     for found in summary["by_length"]:
         yield "  by length", length_line(found)
     yield "mismatch KL", _figure(summary["mismatch_kl_mean"], "per token")
+    if found := summary["trainer_memory_gb"]:
+        yield "trainer's memory", _memory(found)
     yield "generated", _generated(summary)
     if summary["latency_s_mean"] is not None:
         mean, longest = summary["latency_s_mean"], summary["latency_s_max"]
@@ -77,6 +79,17 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
         yield f"the coordinator was started {summary['coordinator_incarnations']} times"
+
+
+def _memory(found: Mapping[str, float]) -> str:
+    """On a GPU what tensors took at most; without one, of the process all that was resident."""
+    measured = next((n for n in ("max_memory_allocated", "max_resident") if n in found), None)
+    parts = {
+        "max_memory_allocated": "allocated on its GPU at most",
+        "max_resident": "of its process resident at most",
+    }
+    said = f"{found[measured]:.3g} GB {parts[measured]}, " if measured else ""
+    return f"{said}{found['estimated_memory']:.3g} GB estimated for state and a pass"
 
 
 def skipped_line(summary: Mapping[str, Any]) -> str:

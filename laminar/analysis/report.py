@@ -58,6 +58,10 @@ RATE_PARTS = 20
 LEFT_OUT_SHOWN = 32
 """Replicas and versions whose rows were left out; the log has all."""
 
+MEMORY = (
+    "perf/max_memory_allocated_gb", "perf/max_resident_gb", "perf/estimated_memory_gb",
+)  # fmt: skip
+"""What a step says of its trainer's memory: measured on a GPU, on a CPU, and the estimate."""
 CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
 CLASSES = 4  #: of lengths
 
@@ -190,6 +194,7 @@ def _lengths(account: Account) -> dict[str, Any]:
         "truncated_share": reasons.count(TRUNCATED) / len(reasons) if reasons else None,
         "mismatch_kl_mean": _mismatch(account),
         "left_out": _left_out(account),
+        "trainer_memory_gb": _memory(account),
     }
 
 
@@ -226,6 +231,18 @@ def _mismatch(account: Account) -> float | None:
     tokens = sum(r.num_tokens for r in chosen)
     total = sum(r.metrics["mismatch_kl/mean"] * r.num_tokens for r in chosen)
     return total / tokens if tokens else None
+
+
+def _memory(account: Account) -> dict[str, float] | None:
+    """The most that a step reported, by what was measured, and the estimate beside it."""
+    found: dict[str, float] = {}
+    for step in account.steps.values():
+        metrics = step.completed.metrics if step.completed is not None else {}
+        for key in MEMORY:
+            name = key.removeprefix("perf/").removesuffix("_gb")
+            if key in metrics:
+                found[name] = max(found.get(name, 0.0), metrics[key])
+    return found or None
 
 
 def _throughput(steps: Iterable[Steps]) -> dict[str, float | None]:

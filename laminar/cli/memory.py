@@ -270,11 +270,12 @@ def _smaller(config: Config, run: Run) -> Iterator[tuple[str, list[Any]]]:
     if budget > row:
         halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
         yield TOKENS, [*halves, row]
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
+        yield from _smaller_share(config, run)
     if gpus := len(run.machine.gpus) if config.trainer.device != "cpu" else 0:
         more = [n for n in (2, 4, 8, 16) if config.trainer.ranks < n <= gpus]
         yield from [("trainer.ranks", more)] if more else []
-    if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
-        yield from _smaller_share(config, run)
+        yield from [("trainer.offload", ["all"])] if config.trainer.offload == "none" else []
     if config.weights.slots > MIN_SLOTS:
         yield "weights.slots", [MIN_SLOTS]
     if config.rollout.replicas > 1:

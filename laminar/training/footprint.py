@@ -128,6 +128,7 @@ def way_of(config: Config, *, gpu: bool) -> Way:
         copies=bool(trainer.save_freq),
         published=BYTES[published],
         ranks=trainer.ranks,
+        offload=trainer.offload,
     )
 
 
@@ -151,11 +152,11 @@ def footprint(model: ModelSizes, way: Way) -> Footprint:
         "gradients": FLOAT32 * model.parameters,
         "Adam's moments": 2 * FLOAT32 * model.parameters,
     }
-    offloaded = way.offload != "none"
-    device = {} if offloaded else {name: -(-size // way.ranks) for name, size in state.items()}
-    host = {f"{name}, offloaded": size for name, size in state.items()} if offloaded else {}
     if way.reference:
-        device["reference model"] = -(-_reference_bytes(model, way) // way.ranks)
+        state["reference model"] = _reference_bytes(model, way)
+    device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
+    if way.offload == "all":
+        device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
     if way.sharded:
         device["layers gathered whole"] = _gathered_bytes(model)
     if way.copies:

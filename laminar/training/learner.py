@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,11 +32,13 @@ from laminar.training.batching import (
     mini_batches,
     token_rows,
 )
+from laminar.training.footprint import footprint, sizes_of, way_of
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
     by_origin,
+    memory_metrics,
     reward_by_version,
     token_metrics,
 )
@@ -125,6 +127,7 @@ class Learner:
         self._compute = self._objective.compute
         self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
         self.optimizer = _adamw(config.optim, policy)
+        self.estimated_bytes = _estimated_bytes(config, policy)
         self.reference_digest = ""
         if self.reference is not None:
             self.reference_digest = _digest(self.reference)
@@ -356,6 +359,14 @@ def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
         )
 
 
+def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
+    """A step, with the memory of this process so far beside the estimate: of that, a step that is
+    done again says something else."""
+    result = learner.train_step(samples, step)
+    memory = memory_metrics(learner.policy.device, learner.estimated_bytes)
+    return replace(result, metrics=result.metrics | memory)
+
+
 def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:
     """Fused: the update takes no memory beside the moments, on a CPU a sixth of the time."""
     return torch.optim.AdamW(
@@ -387,6 +398,14 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     }
     kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
+
+
+def _estimated_bytes(config: Config, policy: LoadedPolicy) -> int:
+    """What was said before the start that training takes of this device."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in policy.model.state_dict().items()}
+    model = sizes_of(policy.model.config.to_dict(), shapes)
+    way = way_of(config, gpu=policy.device.type == "cuda")
+    return sum(footprint(model, way).device.values())
 
 
 def _recomputes(config: Config, device: torch.device) -> bool:

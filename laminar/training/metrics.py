@@ -11,6 +11,7 @@ sum divided by its tokens: never a mean of means, which would depend on the spli
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
@@ -175,6 +176,20 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
     }
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
+
+
+def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
+    """The most memory that this process has had so far, 10^9 bytes: of its GPU what tensors took,
+    without one what of the process was resident, its programs and copies included.
+
+    `estimated`: what was worked out before the start (footprint.py).
+    """
+    if device.type == "cuda":
+        found = {"perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    else:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = {"perf/max_resident_gb": kib * 1024 / 1e9}
+    return found | {"perf/estimated_memory_gb": estimated / 1e9}
 
 
 def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
-from laminar.training.learner import Learner
+from laminar.training.learner import Learner, measured_step
 from laminar.training.model import named_weights
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
@@ -154,7 +154,7 @@ class RankWorker:
                 return self._load()
             case TrainStep(samples, step):
                 self._reached("rank-step")
-                return self.learner.train_step(samples, step)
+                return measured_step(self.learner, samples, step)
             case Score(sequences):
                 return self.learner.score(sequences)
             case Copy():

@@ -23,7 +23,7 @@ from laminar.training import checkpoint, export
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
-from laminar.training.learner import Learner
+from laminar.training.learner import Learner, measured_step
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
@@ -79,7 +79,7 @@ class ThreadedLearner:
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
-        return await asyncio.to_thread(self.learner.train_step, samples, step)
+        return await asyncio.to_thread(measured_step, self.learner, samples, step)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await asyncio.to_thread(self.learner.score, sequences)

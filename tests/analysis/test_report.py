@@ -96,6 +96,33 @@ def _length(trajectory: str, cut_one: str) -> int:
     return 500 if trajectory == cut_one else 10
 
 
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ("max_memory_allocated", "7.5 GB allocated on its GPU at most"),
+        ("max_resident", "7.5 GB of its process resident at most"),
+    ],
+)
+def test_the_trainers_memory_is_beside_its_estimate(
+    measured: str, said: str, tmp_path: Path, cli: Cli
+) -> None:
+    """The most of all steps, whose trainer may have been another process each time."""
+    make_run(tmp_path / "run", [(_with_memory(s, measured), c) for s, c in world_log()])
+    code, out = cli("report", tmp_path / "run")
+    assert code == 0 and f"{said}, 8.25 GB estimated for state and a pass" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["trainer_memory_gb"] == {measured: 7.5, "estimated_memory": 8.25}
+
+
+def _with_memory(stamped: Stamped, measured: str) -> Stamped:
+    event = stamped.event
+    if isinstance(event, ev.StepCompleted):
+        took = {0: 5.0, 1: 7.5}.get(event.step_index, 6.0)
+        memory = {f"perf/{measured}_gb": took, "perf/estimated_memory_gb": 8.25}
+        event = msgspec.structs.replace(event, metrics=event.metrics | memory)
+    return msgspec.structs.replace(stamped, event=event)
+
+
 def test_publishing_is_measured_from_payload_to_published_weights(copy: Path) -> None:
     """Step 0: 1 s of way, 0.1 s of it blocked. Publishing the base model is no part of it."""
     milestones = Milestones()

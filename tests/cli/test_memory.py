@@ -148,6 +148,21 @@ def test_ranks_share_the_state_and_have_a_pass_each(large: Path) -> None:
     assert both["activations"] == pytest.approx(2 * one["activations"], rel=0.01)
 
 
+def test_offload_moves_the_state_into_memory_which_may_be_too_small(large: Path) -> None:
+    asked = config(large, trainer__offload="all", algorithm__use_kl_loss=True)
+    machine = host(400, gpu0=80, gpu1=80)
+    places = check_memory(asked, 1, machine)
+    assert parts(places, "GPU 0") == {
+        "layers gathered whole": 12.3, "activations": 10.8, "head and logits": 7.5,
+    }  # fmt: skip
+    found = parts(places, "this machine")
+    assert (found["parameters, offloaded"], found["Adam's moments, offloaded"]) == (32.8, 65.5)
+    assert found["reference model, offloaded"] == 32.8
+    said = refused(asked, host(250, gpu0=80, gpu1=80))
+    assert " of 250.0 GB of this machine (parameters, offloaded 32.8, gradients, off" in said
+    assert said.endswith("; set trainer.save_freq = 0, or take a smaller model")
+
+
 def test_the_table_has_a_column_for_each_place(large: Path) -> None:
     """What is alike is one column; a column's sizes add up to what it takes."""
     machine = host(400, gpu0=192, gpu1=80, gpu2=80)
@@ -167,6 +182,7 @@ def test_the_table_has_a_column_for_each_place(large: Path) -> None:
     [
         ({}, {"gpu0": 145, "gpu1": 80}, "trainer.micro_batch_tokens = 8192"),
         ({}, {f"gpu{index}": 80 for index in range(8)}, "trainer.ranks = 4"),
+        ({"rollout__device": "cpu", "rollout__replicas": 1}, {"gpu0": 80}, "trainer.offload = all"),
         (
             {"trainer__activation_checkpointing": "off"},
             {"gpu0": 192, "gpu1": 80},
@@ -190,7 +206,7 @@ def test_the_mildest_fix_for_a_gpu(
 
 
 def type_of(value: str) -> Any:
-    return value if value == "on" else json.loads(value)
+    return value if value.isalpha() else json.loads(value)
 
 
 def test_vllm_takes_its_share_of_a_gpu_or_what_its_cache_is_given(large: Path) -> None:

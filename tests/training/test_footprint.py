@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -27,8 +28,9 @@ from laminar.training.footprint import (
     total,
     way_of,
 )
-from laminar.training.learner import Learner
+from laminar.training.learner import Learner, measured_step
 from laminar.training.losses import BatchCounts
+from laminar.training.metrics import memory_metrics
 from laminar.training.model import (
     Compute,
     LoadedPolicy,
@@ -207,8 +209,8 @@ def test_ranks_and_offload_move_the_state() -> None:
         assert 4 * shared.device[name] == alone.device[name]
     whole = shared.device["layers gathered whole"]
     assert whole >= 4 * model.largest_layer and "layers gathered whole" not in alone.device
-    moved = footprint(model, way("bfloat16", offload="all"))
-    assert total(moved.host) == 16 * model.parameters
+    moved = footprint(model, way("bfloat16", offload="all", reference=True))
+    assert total(moved.host) == 20 * model.parameters
     assert "Adam's moments" not in moved.device
     assert moved.device["layers gathered whole"] == whole
 
@@ -234,3 +236,21 @@ def test_the_way_is_that_of_the_settings(make_config: Make) -> None:
     }  # fmt: skip
     found = way_of(make_config(settings), gpu=True)
     assert found == replace(cpu, chunk_tokens=7, entropy_bonus=True, reference=True, copies=False)
+
+
+def test_a_step_says_what_was_estimated_and_what_was_measured(
+    make_policy: Make, make_config: Make, make_samples: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU the measure is of the process; the step itself is a function of its samples."""
+    policy = make_policy()
+    learner = Learner(make_config(), policy)
+    found = measured_step(learner, make_samples(), 0).metrics
+    asked = footprint(sizes(policy.model), way_of(make_config(), gpu=False))
+    assert found["perf/estimated_memory_gb"] == total(asked.device) / 1e9
+    resident = psutil.Process().memory_info().rss / 1e9
+    assert 0.9 * resident <= found["perf/max_resident_gb"] <= 100 * resident
+    assert not [name for name in learner.train_step(make_samples(), 1).metrics if "_gb" in name]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
+    assert memory_metrics(torch.device("cuda", 1), 5 * 10**9) == {
+        "perf/max_memory_allocated_gb": 3.0, "perf/estimated_memory_gb": 5.0,
+    }  # fmt: skip
