@@ -23,9 +23,11 @@ import msgspec
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.config import Config
+from laminar.storage.rules import Span
 from laminar.training import checkpoint, export, tensor_file
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
@@ -36,7 +38,7 @@ from laminar.training.model import named_weights
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.sharding import ShardedPolicy, load_sharded, rows_of
-from laminar.training.steps import ModelLayout, StepResult, TrainSample
+from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.tensor_file import Rows
 from laminar.training.threaded import KeptCopies, device_of
 
@@ -57,8 +59,24 @@ class Load(_Order, tag="load", frozen=True):
     """Meet, and read the model."""
 
 
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A TrainSample as it is sent: each rank works out its advantage, from the whole batch."""
+
+    sample_id: str
+    group_id: str
+    prompt_ids: Ids
+    response_ids: Ids
+    logprobs: NDArray[np.float32]
+    reward: float
+    temperature: float
+    truncated: bool
+    spans: tuple[Span, ...]
+    correct: bool
+    extras: Mapping[str, float]
+
+
 class TrainStep(_Order, tag="train", frozen=True):
-    samples: tuple[TrainSample, ...]
+    batch: tuple[Row, ...]
     step: int
 
 
@@ -91,6 +109,14 @@ class Reload(_Order, tag="reload", frozen=True):
 
 
 Order = Load | TrainStep | Score | Copy | PutWeights | WriteFiles | Restore | Reload
+
+
+def row_of(sample: TrainSample) -> Row:
+    return Row(**{name: getattr(sample, name) for name in Row.__struct_fields__})
+
+
+def sample_of(row: Row) -> TrainSample:
+    return TrainSample(**msgspec.structs.asdict(row))
 
 
 def _array_as_bytes(value: Any) -> bytes:
@@ -152,9 +178,9 @@ class RankWorker:
             case Load():
                 self._reached("rank-load")
                 return self._load()
-            case TrainStep(samples, step):
+            case TrainStep(batch, step):
                 self._reached("rank-step")
-                return measured_step(self.learner, samples, step)
+                return measured_step(self.learner, [sample_of(row) for row in batch], step)
             case Score(sequences):
                 return self.learner.score(sequences)
             case Copy():
@@ -266,7 +292,7 @@ class RankedLearner:
         return layout
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
-        result: StepResult = await self._all(TrainStep(tuple(samples), step))
+        result: StepResult = await self._all(TrainStep(tuple(map(row_of, samples)), step))
         return result
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy, named_weights
+from laminar.training.ranked import Row, row_of, sample_of
 from laminar.training.resume import CheckpointError, Resume, decode, encode
+from laminar.training.steps import TrainSample
 from laminar.training.threaded import ThreadedFiles
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.checkpoint import describe
@@ -204,3 +207,12 @@ def test_buffers_that_are_in_no_file_are_made(
     shutil.rmtree(tmp_path / "export")
     wrong = flat(run(ranks, 2, *args, planted="buffers as they are"))
     assert wrong != pytest.approx(expected, abs=1e-2)
+
+
+def test_a_rank_is_sent_all_of_a_sample_but_its_advantage() -> None:
+    """Each rank works it out from the whole batch, which may give one to each token."""
+    assert {f.name for f in fields(TrainSample)} - set(Row.__struct_fields__) == {"advantage"}
+    sample = make_samples()[0]
+    again = sample_of(row_of(replace(sample, advantage=3.0)))
+    for field in fields(TrainSample):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(sample, field.name))
