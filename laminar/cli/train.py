@@ -30,6 +30,7 @@ from laminar.cli.reward_trial import show_trial
 from laminar.cli.supervisor import Asked, Supervisor, roles_of, words_of
 from laminar.cli.terminal import Terminal
 from laminar.config import Config, ConfigError, dumps, load
+from laminar.config.algorithm_rules import OWN_AGGREGATION
 from laminar.coordinator.restarts import Over
 from laminar.coordinator.taking_up import Asking
 from laminar.engines.check import vllm_asked
@@ -296,8 +297,19 @@ def plan_lines(plan: Plan) -> list[str]:
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
         f"replicas   {c.total_replicas} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
+        *_objective(c),
         *([] if c.is_emulated else prompt),
     ]
+
+
+def _objective(c: Config) -> list[str]:
+    """What is trained on, where it is not the default."""
+    a = c.algorithm
+    loss, own = a.policy_loss.loss_mode, OWN_AGGREGATION.get(a.policy_loss.loss_mode)
+    if (loss, a.adv_estimator) == ("vanilla", "grpo"):
+        return []
+    summed = f"{own}, its own, whatever algorithm.loss_agg_mode says" if own else a.loss_agg_mode
+    return [f"loss       {loss} ({summed}), advantages {a.adv_estimator}"]
 
 
 def _model(c: Config) -> str:

@@ -25,9 +25,18 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
         bool, says("true: the PPO ratio is to the behaviour policy, without importance weights")
     ] = False
     rollout_is: Annotated[
-        Literal["token", "none"], says("importance weights from engine to trainer")
+        Literal["token", "sequence", "none"], says("importance weights from engine to trainer")
     ] = "token"
-    rollout_is_threshold: Annotated[float, says("cap of the importance weight")] = 2.0
+    rollout_is_threshold: Annotated[
+        str, says("cap of the weight; 0.5_5.0: a weight outside of these is 0 (IcePop)")
+    ] = "2.0"
+    rollout_rs: Annotated[
+        str,
+        says("what masks tokens or sequences, such as seq_mean_k1,token_k2; see docs/training.md"),
+    ] = ""
+    rollout_rs_threshold: Annotated[
+        str, says("bounds for each of rollout_rs, or for all: 0.99_1.01 for k1, else one number")
+    ] = ""
     mismatch_limit: Annotated[
         NonNegative,
         says(
@@ -42,7 +51,10 @@ class PolicyLossConfig(Section, frozen=True, kw_only=True):
     loss_mode: Annotated[
         str,
         path("file:name"),
-        says("vanilla (PPO) | gspo | cispo | your function as path.py:name; see docs/training.md"),
+        says(
+            "vanilla (PPO) | gspo | cispo | sapo | gpg | geo_mean | your function as path.py:name; "
+            "see docs/training.md"
+        ),
     ] = "vanilla"
     options: Annotated[dict[str, Any], says("what the loss takes besides the clip ratios")] = {}
 
@@ -51,7 +63,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     adv_estimator: Annotated[
         str,
         path("file:name"),
-        says("grpo | rloo | your function as path.py:name; see docs/training.md"),
+        says("grpo, rloo, ... | your function as path.py:name; see docs/training.md"),
     ] = "grpo"
     norm_adv_by_std_in_grpo: Annotated[bool, says("false: Dr. GRPO")] = True
     clip_ratio_low: Annotated[

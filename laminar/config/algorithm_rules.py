@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from laminar.config.algorithm import AlgorithmConfig
+from laminar.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
 
@@ -20,10 +20,30 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "vanilla": {},
     "gspo": {},
     "cispo": {},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "gpg": {},
+    "geo_mean": {},
 }
 """Of algorithm.policy_loss.loss_mode: each name, with its options and their defaults."""
-ESTIMATORS = ("grpo", "rloo")
+OWN_AGGREGATION = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean")
+"""Losses that are defined with one loss_agg_mode, which goes before the setting; as in verl."""
+ESTIMATORS = (
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "grpo_passk",
+)
 """Of algorithm.adv_estimator."""
+REJECTIONS = (
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Of algorithm.rollout_correction.rollout_rs; verl's names."""
+_CORRECTION = "algorithm.rollout_correction"
 
 
 def check_algorithm(config: Config) -> None:
@@ -32,6 +52,8 @@ def check_algorithm(config: Config) -> None:
     loss = algorithm.policy_loss
     _check_name("algorithm.policy_loss.loss_mode", loss.loss_mode, tuple(LOSS_OPTIONS))
     _check_name("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS)
+    weight_bounds(algorithm.rollout_correction)
+    rejections(algorithm.rollout_correction)
     known = LOSS_OPTIONS.get(loss.loss_mode)
     if known is None:  # options of the user's own function
         return
@@ -46,6 +68,63 @@ def check_algorithm(config: Config) -> None:
             raise ConfigError(
                 f"algorithm.policy_loss.options has {name} = {value!r}: give a number above 0"
             )
+
+
+def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
+    """Within which an importance weight stays; the lower one is 0 where it is only capped."""
+    key, given = f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold
+    low, high = _bounds(key, given)
+    if high < 1.0 or low > 1.0:
+        raise ConfigError(
+            f"{key} = {given!r} leaves out the weight 1, which data of the present weights has: "
+            "give a cap of at least 1, or bounds around 1, such as 0.5_5.0"
+        )
+    return low, high
+
+
+def rejections(correction: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
+    """The rules of rollout_rs with their bounds: of k1 those of the ratio, else 0 and a bound."""
+    kinds = [kind.strip() for kind in correction.rollout_rs.split(",") if kind.strip()]
+    bounds = [part.strip() for part in correction.rollout_rs_threshold.split(",") if part.strip()]
+    key = f"{_CORRECTION}.rollout_rs_threshold"
+    for kind in kinds:
+        if kind not in REJECTIONS:
+            raise ConfigError(
+                f"{_CORRECTION}.rollout_rs has {kind!r}, which is none of {', '.join(REJECTIONS)}"
+            )
+    if len(bounds) != len(kinds) and (len(bounds) != 1 or not kinds):
+        raise ConfigError(
+            f"{key} = {correction.rollout_rs_threshold!r} has {len(bounds)} bounds for the "
+            f"{len(kinds)} rules of rollout_rs = {correction.rollout_rs!r}: give one for all, or "
+            "one for each, with a comma between them"
+        )
+    return [
+        (kind, *_rule_bounds(key, kind, bound))
+        for kind, bound in zip(kinds, bounds * (len(kinds) if len(bounds) == 1 else 1), strict=True)
+    ]
+
+
+def _rule_bounds(key: str, kind: str, given: str) -> tuple[float, float]:
+    low, high = _bounds(key, given)
+    if kind.endswith("k1"):
+        low = low or 1.0 / high
+    elif low:
+        raise ConfigError(f"{key} has {given!r} for {kind}: give one number, an upper bound")
+    if kind.endswith("k1") and not low <= 1.0 <= high:
+        raise ConfigError(f"{key} has {given!r} for {kind}: give bounds around 1, as 0.99_1.01")
+    return low, high
+
+
+def _bounds(key: str, given: str) -> tuple[float, float]:
+    """Of `high`, or `low_high`; low is 0 where it is not given."""
+    low, _, high = given.rpartition("_")
+    try:
+        found = float(low or 0), float(high)
+    except ValueError:
+        found = math.nan, math.nan
+    if not (found[0] >= 0 < found[1] < math.inf and found[0] <= found[1]):
+        raise ConfigError(f"{key} = {given!r} is neither a number above 0 nor two, as 0.5_5.0")
+    return found
 
 
 def is_users(reference: str) -> bool:

@@ -39,6 +39,7 @@ VERL = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "log_prob_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
     "log_prob_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    **dict.fromkeys(("tau_pos", "tau_neg"), "algorithm.policy_loss.options"),
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
     "async_training.staleness_threshold": "async.max_staleness",

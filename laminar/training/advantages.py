@@ -14,6 +14,11 @@ A group of one has no baseline: its advantage is 0.
     grpo    (R - mean) / (std + 1e-6) with the sample standard deviation (n - 1), as in verl;
             R - mean without norm_adv_by_std_in_grpo (Dr. GRPO, Liu et al. 2025)
     rloo    R - mean of the others (Ahmadian et al. 2024)
+    reinforce_plus_plus            R, whitened over all tokens of the batch (2501.03262)
+    reinforce_plus_plus_baseline   R - mean, whitened in the same way
+    opo     R - the mean weighted by length (2505.23585)
+    gpg     (R - mean) * sequences / those of a reward other than 0
+    grpo_passk   of the best sibling (best - second) / (std + 1e-6), of the others 0 (2503.19595)
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from laminar.run.user_file import UserFunction, users_function
 from laminar.training.steps import TrainSample
 
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's
+WHITEN_EPSILON = 1e-8  #: added to the variance; verl's
 CONSTANT_SPREAD = 1e-6  #: rewards that differ by no more than this are equal
 
 Floats = NDArray[np.float64]
@@ -97,13 +103,65 @@ def rloo(batch: AdvantageInputs) -> Floats:
     return batch.centred * (batch.group_sizes / np.maximum(batch.group_sizes - 1, 1))
 
 
+def reinforce_plus_plus(batch: AdvantageInputs) -> Floats:
+    return _whitened(batch.rewards, batch.lengths)
+
+
+def reinforce_plus_plus_baseline(batch: AdvantageInputs) -> Floats:
+    return _whitened(batch.centred, batch.lengths)
+
+
+def opo(batch: AdvantageInputs) -> Floats:
+    lengths = batch.lengths.astype(np.float64)
+    baseline = batch.group_sums(batch.rewards * lengths) / batch.group_sums(lengths)
+    return np.where(batch.constant, 0.0, batch.rewards - baseline)
+
+
+def gpg(batch: AdvantageInputs) -> Floats:
+    scored = int(np.count_nonzero(batch.rewards))
+    return batch.centred * (len(batch.rewards) / max(1, scored))
+
+
+def grpo_passk(batch: AdvantageInputs) -> Floats:
+    found = np.zeros_like(batch.rewards)
+    scale = 1.0
+    for group in np.unique(batch.groups):
+        rows = np.flatnonzero(batch.groups == group)
+        if batch.constant[rows[0]]:
+            continue
+        second, best = rows[np.argsort(batch.rewards[rows], kind="stable")[-2:]]
+        if batch.options["norm_adv_by_std_in_grpo"]:
+            scale = batch.rewards[rows].std(ddof=1) + STD_EPSILON
+        found[best] = (batch.rewards[best] - batch.rewards[second]) / scale
+    return found
+
+
+def _whitened(values: Floats, lengths: Ints) -> Floats:
+    """Mean 0 and variance 1 over the tokens, of a value for each sequence; verl's epsilon."""
+    tokens = lengths.sum()
+    if np.ptp(values) <= CONSTANT_SPREAD:
+        return np.zeros_like(values)
+    centred = values - (values * lengths).sum() / tokens
+    variance = (centred**2 * lengths).sum() / (tokens - 1)
+    whitened: Floats = centred / np.sqrt(variance + WHITEN_EPSILON)
+    return whitened
+
+
 def _sample_std(batch: AdvantageInputs) -> Floats:
     """Of the rewards of each sequence's group; 0 for a group of one."""
     squares = batch.group_sums(batch.centred**2)
     return np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
 
 
-ESTIMATES: dict[str, Estimate] = {"grpo": grpo, "rloo": rloo}
+ESTIMATES: dict[str, Estimate] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+}
 
 
 class Estimator:

@@ -307,7 +307,7 @@ class Learner:
             limit = self.config.optim.clip_grad or math.inf  # 0 switches clipping off
             parameters = self.policy.model.parameters()
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-            reason = None if math.isfinite(norm) else NON_FINITE
+            reason = NON_FINITE if not math.isfinite(norm) else None if norm else NO_SIGNAL
         if reason is None:
             self.optimizer.step()
         return Update(mini.sample_ids, reason, norm, *losses)

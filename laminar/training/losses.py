@@ -58,11 +58,6 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return sums.repeat_interleave(lengths, output_size=len(values))
 
 
-def importance_ratio(proximal: Tensor, behaviour: Tensor) -> Tensor:
-    """Proximal over behaviour probability, detached; its minimum with a cap is the TIS weight."""
-    return clamped_log_ratio(proximal, behaviour).exp().detach()
-
-
 def kl_term(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) per token (Schulman 2020, "Approximating KL").
 

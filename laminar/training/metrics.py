@@ -38,6 +38,8 @@ TOKEN_MEANS = {
     "train_rollout_logprob_abs_diff/mean": "abs_diff",
     "rollout_corr/is_mean": "is_weight",
     "rollout_corr/is_clipped_fraction": "is_capped",
+    "rollout_corr/is_oob_ratio": "is_outside",
+    "rollout_corr/rs_masked_fraction": "rs_masked",
 }
 #: metric -> figure whose maximum it is; is_max is the ratio before the cap
 TOKEN_MAXIMA = {
@@ -49,7 +51,12 @@ ORIGINS_SHOWN = 32
 EXTRAS_SHOWN = 64
 """A function that gives each answer names of its own is no reason for a megabyte of metrics."""
 #: metrics that are also given by quarter of the samples, shortest responses first
-BY_LENGTH = ("actor/pg_clipfrac", "rollout_corr/is_mean")
+BY_LENGTH = (
+    "actor/pg_clipfrac",
+    "rollout_corr/is_mean",
+    "rollout_corr/is_oob_ratio",
+    "rollout_corr/rs_masked_fraction",
+)
 #: the means of `Mismatch`, in its order
 MISMATCH_FIGURES = ("abs_diff", "mismatch_kl")
 

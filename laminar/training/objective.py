@@ -19,10 +19,10 @@ from torch import Tensor
 
 from laminar.config import AlgorithmConfig
 from laminar.training.batching import MicroBatch
+from laminar.training.correction import correction
 from laminar.training.losses import (
     BatchCounts,
     clamped_log_ratio,
-    importance_ratio,
     kl_term,
     token_coefficients,
 )
@@ -80,7 +80,7 @@ def objective(
     figures["entropy"] = entropy.detach()
 
     coefficients = token_coefficients(
-        algorithm.loss_agg_mode, micro.lengths, counts, config.max_response_length
+        config.policy_loss.aggregation, micro.lengths, counts, config.max_response_length
     )
     if micro.empty:
         coefficients = torch.zeros_like(coefficients)
@@ -99,20 +99,16 @@ def _policy_losses(
     log_probs: Tensor, trainer: Tensor, micro: MicroBatch, config: ObjectiveConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Corrected per-token policy losses [tokens] and the figures of clip and correction."""
-    correction = config.algorithm.rollout_correction
+    settings = config.algorithm.rollout_correction
     losses, figures = config.policy_loss(
         log_probs,
-        micro.behaviour if correction.bypass_mode else trainer,
+        micro.behaviour if settings.bypass_mode else trainer,
         micro.behaviour,
         micro.advantages,
         micro.sequence_lengths,
     )
-    if correction.bypass_mode or correction.rollout_is == "none":
-        return losses, figures
-    ratio = importance_ratio(trainer, micro.behaviour)
-    weight = ratio.clamp(max=correction.rollout_is_threshold)
-    figures |= {"is_ratio": ratio, "is_weight": weight, "is_capped": ratio > weight}
-    return losses * weight, figures
+    found = correction(trainer, micro.behaviour, micro.sequence_lengths, settings)
+    return found(losses), figures | found.figures
 
 
 def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,9 @@ the same gradient. At log_probs == old_log_probs every loss here has the gradien
     vanilla     max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (Ye et al. 2020)
     gspo        the same with the geometric mean of r over the sequence (2507.18071)
     cispo       -clip(r) A log_probs, clip(r) a constant (2506.13585)
+    sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A (2511.20347)
+    gpg         -A log_probs
+    geo_mean    -A times the geometric mean of r, clipped on the side of A's sign (2507.20673)
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, ConfigError
-from laminar.config.algorithm_rules import LOSS_OPTIONS
+from laminar.config.algorithm_rules import LOSS_OPTIONS, OWN_AGGREGATION
 from laminar.run.user_file import UserFunction, users_function
 from laminar.training.losses import clamped_log_ratio, segment_sums
 
@@ -90,6 +93,28 @@ def cispo(batch: LossInputs) -> Tensor:
     return -weight * batch.advantages * batch.log_probs
 
 
+def sapo(batch: LossInputs) -> Tensor:
+    """A gate that closes smoothly, more quickly for negative advantages."""
+    positive = torch.full_like(batch.advantages, batch.options["tau_pos"])
+    tau = positive.where(batch.advantages > 0, batch.options["tau_neg"])
+    gate = torch.sigmoid(tau * (batch.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return -batch.advantages * gate
+
+
+def gpg(batch: LossInputs) -> Tensor:
+    return -batch.advantages * batch.log_probs
+
+
+def geo_mean(batch: LossInputs) -> Tensor:
+    """The advantage of a token is taken for that of its sequence, as all estimators give it."""
+    log_ratio, sign = batch.log_probs - batch.old_log_probs, batch.advantages.sign()
+    low, high = batch.options["clip_ratio_low"], batch.options["clip_ratio_high"]
+    bounded = log_ratio.clamp(-low, high)
+    batch.figures["clipped"] = log_ratio != bounded
+    chosen = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    return -batch.advantages * batch.means(chosen).exp()
+
+
 def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
     """The larger of the plain and the clipped loss."""
     plain = -batch.advantages * ratio
@@ -98,7 +123,14 @@ def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
     return torch.maximum(plain, bounded)
 
 
-POLICY_LOSSES: dict[str, Loss] = {"vanilla": vanilla, "gspo": gspo, "cispo": cispo}
+POLICY_LOSSES: dict[str, Loss] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "geo_mean": geo_mean,
+}
 
 
 class PolicyLoss:
@@ -110,6 +142,7 @@ class PolicyLoss:
         self.users: UserFunction | None = None
         if name not in POLICY_LOSSES:
             self.users = users_function("algorithm.policy_loss.loss_mode", name)
+        self.aggregation = OWN_AGGREGATION.get(name, algorithm.loss_agg_mode)
         self._function: Loss = self.users or POLICY_LOSSES[name]
         self._options = {
             "clip_ratio_low": algorithm.clip_ratio_low,

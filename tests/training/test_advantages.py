@@ -46,7 +46,7 @@ def test_every_name_has_its_function() -> None:
 
 @pytest.mark.parametrize("size", range(1, 17))
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_equal_rewards_give_exactly_zero(
     size: int, reward: float, name: str, advantages: Estimate
 ) -> None:

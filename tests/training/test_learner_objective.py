@@ -83,7 +83,7 @@ def plain_token_loss(
         loss = torch.tensor(-advantage * a.clip_ratio_c, dtype=torch.float64)
     if correction.bypass_mode:
         return loss
-    return loss * min(math.exp(proximal - behaviour), correction.rollout_is_threshold)
+    return loss * min(math.exp(proximal - behaviour), float(correction.rollout_is_threshold))
 
 
 def plain_kl(log_prob: Tensor, reference: float, kind: str) -> Tensor:
