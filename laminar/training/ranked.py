@@ -165,6 +165,9 @@ class RankWorker:
         read from the model's directory. `reached`: fail points (run/fail_points.py)."""
         self._config, self._rank, self._meeting = config, rank, meeting
         self._tokenizer_size, self._put, self._reached = tokenizer_size, put, reached
+        self._device = device_of(config.trainer.device)
+        if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
+            self._device = torch.device("cuda", rank)
         self._weights, self._moments = KeptCopies(), KeptCopies()
         self._copied: tuple[dict[str, Rows], dict[str, Rows]] = {}, {}
 
@@ -174,6 +177,8 @@ class RankWorker:
         return b""
 
     def carry_out(self, order: Order) -> Any:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # which each thread has for itself
         match order:
             case Load():
                 self._reached("rank-load")
@@ -213,10 +218,6 @@ class RankWorker:
         config = self._config
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()
-        self._device = device_of(config.trainer.device)
-        if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
-            self._device = torch.device("cuda", self._rank)
-            torch.cuda.set_device(self._device)
         self._ranks = self._meet()
         self._size = self._tokenizer_size()
         policy = self._policy(config.model.name)

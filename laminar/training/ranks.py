@@ -63,9 +63,9 @@ def meet(store: Path, rank: int, size: int, device: torch.device, timeout_s: flo
     """Wait for the other ranks at this file, which nobody has used before.
 
     `timeout_s`: longest wait for another rank, here and in each sum. What passes between them
-    stays on this machine: gloo has no authentication, and listens on loopback.
+    stays on this machine: gloo and NCCL have no authentication, and listen on loopback.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -86,10 +85,9 @@ class ShardedPolicy(LoadedPolicy):
     def log_probs(
         self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
     ) -> TokenScores:
-        one_process = partial(LoadedPolicy.log_probs, self)
         model: Any = self.model
         scores: TokenScores = model.with_parameters(
-            one_process, rows, temperature, compute, entropy
+            LoadedPolicy.log_probs, self, rows, temperature, compute, entropy
         )
         if not torch.is_grad_enabled():
             self.reshard()
@@ -134,8 +132,9 @@ def shard(
 
 
 def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """What runs while the root's parameters are whole: the head is not in the model's `forward`."""
-    return function(*args)
+    """TokenScores of what runs while the root's parameters are whole: the head is not in the
+    `forward` of a model. Not views, of which FSDP2 warns."""
+    return TokenScores(*(tensor.clone() for tensor in function(*args)))
 
 
 def load_sharded(

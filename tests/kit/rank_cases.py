@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from laminar.actors.trainer import NO_PROBE
 from laminar.config import Config, resolve
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
+from laminar.training import learner as learner_module
 from laminar.training import model as model_module
 from laminar.training import ranked, sharding
 from laminar.training.cascade import read_prompts_once
@@ -47,11 +49,12 @@ PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
 CPU = torch.device("cpu")
 
 
-def serve(rank: int, size: int, store: Path, pipe: Connection) -> None:
+def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
     """Answer the calls of a test, until it is gone."""
     torch.set_num_threads(1)
-    meet(store, rank, size, CPU, timeout_s=30)
-    parts = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+    meet(store, rank, size, CPU, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    parts = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
     while True:
         try:
             wanted, function, args, kwargs = pipe.recv()
@@ -281,11 +284,22 @@ def others_write_late() -> Iterator[None]:
         yield
 
 
+def a_pass_fewer() -> Any:
+    """A rank makes no empty passes."""
+    usual = learner_module.passes
+
+    def passes(*args: Any, **named: Any) -> Any:
+        return [micro for micro in usual(*args, **named) if not micro.empty]
+
+    return replaced(learner_module, "passes", passes)
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "": nothing,
     "averaged": averaged,
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
+    "a pass fewer": a_pass_fewer,
     "not resharded": not_resharded,
     "tied by address": tied_by_address,
     "buffers as they are": buffers_as_they_are,

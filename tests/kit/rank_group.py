@@ -19,7 +19,8 @@ ANSWER_S = 90.0  #: more than the ranks wait for each other
 class RankGroup:
     """Its processes are forked from one that has imported torch: the imports are made once."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        """`timeout_s`: how long the ranks wait for each other."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.kit.rank_cases"])
         self._stack = ExitStack()
@@ -28,7 +29,9 @@ class RankGroup:
         self._processes = []
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, store, timeout_s, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -48,7 +51,8 @@ class RankGroup:
             answers.append(answer)
             if not ok:
                 failed.append(f"rank {rank} of {size}:\n{answer}")
-        assert not failed and not silent, "\n".join([*failed, f"ranks without answer: {silent}"])
+        failed += [f"rank {rank} of {size} without answer" for rank in silent]
+        assert not failed, "\n".join(failed)
         return answers
 
     def close(self) -> None:
@@ -60,7 +64,7 @@ class RankGroup:
         self._stack.close()
 
 
-def _serve(rank: int, store: Path, pipe: Connection) -> None:
+def _serve(rank: int, store: Path, timeout_s: float, pipe: Connection) -> None:
     from tests.kit import rank_cases
 
-    rank_cases.serve(rank, SIZE, store, pipe)
+    rank_cases.serve(rank, SIZE, store, timeout_s, pipe)
