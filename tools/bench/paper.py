@@ -243,14 +243,17 @@ def measured(run: Run) -> dict[str, Any]:
 
 def runs_of(model: str, gpus: int) -> list[Run]:
     """Of one cell. The fitted model has one engine; who is faster is asked of the first."""
-    scalings = ("layers",) if model == FITTED_MODEL else ("layers", "constant")
-    pulls = tuple(K["per_pull"])
+    scalings = ["layers"] if model == FITTED_MODEL else ["layers", "constant"]
+    pulls, size = sorted(K["per_pull"]), K["gpus_per_replica"][model]
     predicted = [
-        Run(model, gpus, system, scaling, pull)
-        for system in ("synchronous", "one-step", "areal", "paper")
+        Run(model, gpus, system, scaling)
+        for system in ("synchronous", "one-step", "areal")
         for scaling in scalings
-        for pull in (pulls if system == "paper" else pulls[-1:])
     ]
+    # The ends of the interval: the slower engine with fewer trajectories, the faster with more.
+    scalings.sort(key=lambda scaling: -timing(model, size, scaling).step_us)
+    ends = ((scalings[0], pulls[0]), (scalings[-1], pulls[-1]))
+    predicted += [Run(model, gpus, "paper", *end) for end in ends]
     systems = ("bounded", "gain", "keep")
     return predicted + [Run(model, gpus, s, per_pull=pull) for s in systems for pull in pulls]
 
