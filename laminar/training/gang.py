@@ -28,7 +28,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -177,8 +177,8 @@ class Gang:
 
     async def together(self, body: bytes, own: Awaitable[Result]) -> tuple[Result, list[bytes]]:
         """Have all ranks carry out an order while `own` does the same here: what came of it here,
-        and the replies. Raises what `ask` or `own` raises; the loss of a rank, if that came of it.
-        """
+        and the replies. Raises what `ask` raises; the loss of a rank, if the failure of `own` came
+        of it, else that, as `ask` tells it of another rank."""
         asked, here = asyncio.ensure_future(self.ask(body)), asyncio.ensure_future(own)
         await asyncio.wait((asked, here), return_when=asyncio.FIRST_EXCEPTION)
         if here.done() and here.exception() is not None:
@@ -187,9 +187,12 @@ class Gang:
             here.add_done_callback(_ignore)  # in a collective, maybe, until that notices
             asked.add_done_callback(_ignore)
             raise self._error
-        if here.done() and here.exception() is not None:
+        if here.done() and (error := here.exception()) is not None:
             asked.add_done_callback(_ignore)
-            raise cast(BaseException, here.exception())
+            if isinstance(error, (OSError, *_KINDS.values())):
+                raise error
+            reason = f"rank 0 of the trainer failed: {type(error).__name__}: {error}"
+            raise RankError(reason) from error
         return await here, await asked
 
     async def close(self) -> None:

@@ -1,0 +1,21 @@
+"""A rank with a planted bug: it makes one pass fewer than the others in each mini-batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from laminar.actors.system import rank_process
+from laminar.training import learner
+
+_passes = learner.passes
+
+
+def fewer(*args: Any, **kwargs: Any) -> Any:
+    return _passes(*args, **kwargs)[:-1]
+
+
+learner.passes = fewer  # type: ignore[attr-defined]
+
+if __name__ == "__main__":
+    rank_process.main(*sys.argv[1:])
