@@ -25,7 +25,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, own: Iterable[Tensor] = ()) -> None:
         """`own`: tensors that were there before, which are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now: int = 0
+        self.peak: int = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
