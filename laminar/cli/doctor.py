@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 import laminar
-from laminar.cli.doctor_pair import Check, Found, asked_of_two, looked, on_this_machine
+from laminar.cli.doctor_pair import Check, Found, asked_of_two, looked, on_this_machine, said
 from laminar.cli.job_scripts import scripts_of
 from laminar.cli.memory import check_memory, this_machine
 from laminar.cli.preflight import check_directory, check_machine, check_model
@@ -69,7 +69,9 @@ def add_parser(subparsers: Any) -> None:
 def doctor(arguments: argparse.Namespace) -> int:
     """Look at everything, also behind a fault."""
     if arguments.pair is not None:
-        print(msgspec.json.encode(_of_a_task(arguments.pair)).decode(), flush=True)
+        rank = int(os.environ.get("SLURM_PROCID", "0"))
+        for line in said(rank, _of_a_task(arguments.pair, rank)):
+            print(line, flush=True)
         shared = arguments.pair.is_dir()  # else the other one need not wait for us
         return exit_codes.COMPLETE if shared else exit_codes.FAILED
     faults = sum(not _show(looked(name, check)) for name, check in _checks(arguments))
@@ -103,9 +105,9 @@ def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
         yield Found("machines", False, str(error))
 
 
-def _of_a_task(directory: Path) -> list[Found]:
+def _of_a_task(directory: Path, rank: int) -> list[Found]:
     """What one of the two machines finds: of both, then of itself."""
-    found = on_this_machine(directory, int(os.environ.get("SLURM_PROCID", "0")))
+    found = on_this_machine(directory, rank)
     if not directory.is_dir():
         return found
     os.environ["HF_HUB_OFFLINE"] = "1"  # as a machine of a cluster is
@@ -115,7 +117,7 @@ def _of_a_task(directory: Path) -> list[Found]:
     if config.slurm.gpus:
         checks.append(("GPUs", partial(_machine, one)))
     if not config.is_emulated:
-        checks += [("model", partial(_model, config, here=False)), ("data", partial(_data, config))]
+        checks += [("model", partial(_model, config, here=True)), ("data", partial(_data, config))]
     return [*found, *(looked(f"{name} {subject}", check) for subject, check in checks)]
 
 

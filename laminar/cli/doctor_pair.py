@@ -1,8 +1,9 @@
 """Two machines of a cluster look at each other: what laminar doctor has a short job do on them.
 
 Reads   DIRECTORY/config.toml, what the other machine writes there, its clock
-Writes  DIRECTORY; a socket between the two; standard output, one line of JSON
-Gives   on_this_machine, the body of a task; asked_of_two, which has Slurm run it on two machines
+Writes  DIRECTORY; a socket between the two; standard output, JSON in short lines
+Gives   on_this_machine, the body of a task; said, what that prints, and heard, the reverse;
+        asked_of_two, which has Slurm run it on two machines
 Raises  ConfigError for what is wrong, with its mend
 
     first                                    second
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -44,6 +47,9 @@ CLOCK_S = 1.0
 MACHINES_S = 120
 """How long Slurm may take to find two machines; a full cluster has none."""
 _POLL_S = 0.05
+_LINE_MAX = 900
+"""Characters. srun keeps lines of two tasks apart up to 1,024 bytes; longer ones it mixes."""
+_LINE = re.compile(r"^\[([01])\](.*)$", re.MULTILINE)
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -267,6 +273,25 @@ _MEND = (
 )
 
 
+def said(rank: int, found: list[Found]) -> Iterator[str]:
+    """The lines in which a task prints what it has found."""
+    text = json.dumps(msgspec.to_builtins(found))
+    for begin in range(0, len(text), _LINE_MAX):
+        yield f"[{rank}]{text[begin : begin + _LINE_MAX]}"
+
+
+def heard(output: str) -> list[list[Found]]:
+    """What each task has found that was not ended before it had said all, in order."""
+    parts = ["", ""]
+    for rank, part in _LINE.findall(output):
+        parts[int(rank)] += part
+    answers = []
+    for text in filter(None, parts):
+        with contextlib.suppress(msgspec.DecodeError):
+            answers.append(msgspec.json.decode(text, type=list[Found]))
+    return answers
+
+
 def asked_of_two(config: Config, scripts: Scripts) -> list[Found]:
     """Have Slurm run both parts; ConfigError when it does not."""
     above = next(path for path in scripts.run_dir.parents if path.is_dir())
@@ -281,9 +306,9 @@ def asked_of_two(config: Config, scripts: Scripts) -> list[Found]:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"no answer of two machines: {error}; try again") from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    found = [each for line in lines for each in msgspec.json.decode(line, type=list[Found])]
-    if len(lines) < 2 and all(each.sound for each in found):
+    answers = heard(done.stdout)
+    found = [each for answer in answers for each in answer]
+    if len(answers) < 2 and all(each.sound for each in found):
         words = [line for line in done.stderr.splitlines() if line.strip()]
         raise ConfigError(
             f"two machines did not answer ({words[0] if words else 'srun gives no reason'}): try "

@@ -131,8 +131,9 @@ class StatusWriter:
         for name, replica in state.replicas.items():
             kind = indexes_of(state).replicas.kind_of(name)
             if kind is None or kind not in doing:
-                refused = why_not_admitted(state, replica)
-                doing[kind] = "pulling" if replica.loading else refused or "admitting"
+                refused = why_not_admitted(state, replica) or "admitting"
+                begins = state.phase == Phase.STARTING
+                doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
             placed, slots = len(replica.running), _slots(state, replica)
             shown[name] = {
                 "version": replica.version,

@@ -37,7 +37,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (programs / "sbatch").write_text(SBATCH)
     (programs / "sbatch").chmod(0o755)
     (programs / "srun").write_text(
-        "#!/bin/bash\n[ -z \"$BUSY\" ] || { echo \"$BUSY\" >&2; exit 1; }\necho '[]'\necho '[]'\n"
+        '#!/bin/bash\n[ -z "$BUSY" ] || { echo "$BUSY" >&2; exit 1; }\nprintf "[%s][]\\n" 0 1\n'
     )
     (programs / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")

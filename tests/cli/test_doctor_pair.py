@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import doctor_pair
-from laminar.cli.doctor_pair import Facts, Found, on_this_machine
+from laminar.cli.doctor_pair import Facts, Found, heard, on_this_machine, said
 from laminar.config import dumps, load
 from laminar.run.directory import CONFIG_FILE
 
@@ -110,3 +110,15 @@ def test_another_version_and_a_name_that_only_its_machine_reaches() -> None:
         link = doctor_pair._Link(listening, own, other)
         found = doctor_pair.looked("a address", lambda: link.open(first=True))
     assert not found.sound and "coordinator.host" in found.text
+
+
+def test_what_two_tasks_say_at_once_is_told_apart() -> None:
+    """srun cuts lines of more than 1,024 bytes, and puts those of another task between."""
+    long = Found("n1 memory", True, "gr\u00f6\u00dfer " * 400)
+    both = [[long, Found("n1 data", False, "no\nrow")], [long]]
+    first, second = ([*said(rank, found)] for rank, found in enumerate(both))
+    assert max(len(line.encode()) for line in first + second) < 1024
+    mixed = [line for pair in zip(first, second, strict=False) for line in reversed(pair)]
+    rest = first[len(second) :] + second[len(first) :]
+    assert heard("\n".join(["a module says [0]", *mixed, *rest])) == both
+    assert heard("\n".join([*first, second[0]])) == both[:1]

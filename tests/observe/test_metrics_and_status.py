@@ -11,6 +11,7 @@ import pytest
 
 from laminar.core.machine import Machine
 from laminar.core.state import State
+from laminar.core.statuses import Phase
 from laminar.eventlog.replay import Observer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -235,6 +236,15 @@ def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
     feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
     assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
     assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None
+
+
+def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
+    tmp_path: Path,
+) -> None:
+    bench = Bench()
+    bench.start()
+    bench.state.phase = Phase.STARTING
+    assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == "starting"
 
 
 def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: Path) -> None:
