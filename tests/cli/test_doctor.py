@@ -143,9 +143,9 @@ def test_machines_that_slurm_does_not_give_are_a_line_with_its_words(
 def test_memory_of_the_job_counts_and_not_that_of_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: 20 << 20)
+    monkeypatch.setattr(memory, "memory_limit", lambda: 80 << 20)
     (found,) = faults(capsys, tmp_path)
-    assert found.split()[1] == "memory" and "of 0.021 GB" in found and "set " in found
+    assert found.split()[1] == "memory" and "of 0.084 GB" in found and "set " in found
 
 
 def test_a_full_shared_memory_is_found(
