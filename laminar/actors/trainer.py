@@ -64,6 +64,7 @@ ROUNDING = (
     "ranks",
     "micro_batch_tokens",
     "logit_chunk_tokens",
+    "functions",
     "prompts_once",
 )
 """The facts of a checkpoint on which it depends whether a step gives the same bytes again."""
@@ -145,6 +146,10 @@ class Trainer:
             num_parameters=parameters,
             weights_bytes=weights_bytes,
             checkpoints=tuple(map(self._described, found, found.values())),
+            functions=tuple(
+                ev.TrainFunction(setting=setting, digest=digest)
+                for setting, digest in self.learner.facts().functions.items()
+            ),
         )
         self.host.emit(ready, parameters=parameters, checkpoints=len(found), rows=layout.rows)
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,7 +54,8 @@ def run_retrain(arguments: argparse.Namespace) -> int:
     with open_tables(arguments.run / STORE_FILE) as tables:
         begin = beginning(arguments.run, found, tables.removed_payloads())
         steps = found.steps[begin.step - found.first_step :]
-        return asyncio.run(_retrain(config, Handlers(tables), arguments.run, steps, begin))
+        again = partial(_Again, config, Handlers(tables), arguments.run, found.functions)
+        return asyncio.run(_retrain(again, steps, begin))
 
 
 class Beginning(NamedTuple):
@@ -66,12 +68,10 @@ class Beginning(NamedTuple):
     directory: Path | None = None  #: of the checkpoint; None: model.name
 
 
-async def _retrain(
-    config: Config, store: Handlers, run_dir: Path, steps: tuple[Step, ...], begin: Beginning
-) -> int:
+async def _retrain(build: Callable[[], _Again], steps: tuple[Step, ...], begin: Beginning) -> int:
     from laminar.training.gang import RankError
 
-    again = _Again(config, store, run_dir)
+    again = build()
     try:
         return await _compare(again, steps, begin)
     except RankError as error:
@@ -154,18 +154,30 @@ def _made_by(resume: Resume, found: Trained) -> Step | None:
     return steps[-1]
 
 
+def check_functions(then: dict[str, str], now: dict[str, str]) -> None:
+    """ConfigError for a loss or an estimator of the user that is not as it was then."""
+    for setting, digest in now.items():
+        if then.get(setting) != digest:
+            raise ConfigError(
+                f"{setting}: its file has digest {digest} now, and the run was trained with one of "
+                f"digest {then.get(setting)}; put that one back"
+            )
+
+
 class _Again:
     """A learner, and the trajectories that it is to train on."""
 
     specs: tuple[TensorSpec, ...]
 
-    def __init__(self, config: Config, store: Handlers, run_dir: Path) -> None:
-        """Within an event loop."""
+    def __init__(
+        self, config: Config, store: Handlers, run_dir: Path, functions: dict[str, str]
+    ) -> None:
+        """Within an event loop. `functions`: of the user, as the log has their digests."""
         from laminar.actors.system.learners import is_ranked, parts_of
         from laminar.actors.system.rank_process import program
         from laminar.training.gang import Gang
 
-        self._config, self._store = config, store
+        self._config, self._store, self._functions = config, store, functions
         self._gang = None
         if is_ranked(config):
             self._gang = Gang(config, program(run_dir), lock=None, lost=_nothing, say=_nothing)
@@ -176,6 +188,7 @@ class _Again:
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()
+        check_functions(self._functions, self._parts.learner.facts().functions)
         dtype = self._config.weights.dtype
         self.specs = manifest.layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype

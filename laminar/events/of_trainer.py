@@ -23,6 +23,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: str  #: chained over the ids of all batches that made it
 
 
+class TrainFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function of the user that makes losses or advantages."""
+
+    setting: str
+    digest: str  #: of its file
+
+
 @reported_by(Role.TRAINER)
 class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The policy is loaded as the run began with it, and its first slot is granted."""
@@ -30,6 +37,7 @@ class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
     num_parameters: int
     weights_bytes: int
     checkpoints: tuple[Checkpoint, ...] = ()  #: that training can go on from
+    functions: tuple[TrainFunction, ...] = ()
 
 
 @reported_by(Role.TRAINER, ends=(cmd.LoadCheckpoint,))

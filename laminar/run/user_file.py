@@ -27,6 +27,7 @@ class UserFunction:
 
     def __init__(self, key: str, path: Path, name: str, function: Callable[..., Any]) -> None:
         self.key, self.path, self.name = key, path, name
+        self.digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
         self.function = function
 
     def __str__(self) -> str:
@@ -68,15 +69,6 @@ def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserF
     if not callable(function):
         raise ConfigError(f"{key}: {name} in {path} is not a function")
     return UserFunction(key, path, name, function)
-
-
-def digest_of(reference: str) -> str:
-    """The digest of the file of a `path.py:name`; empty: it is not there."""
-    try:
-        content = Path(reference.rpartition(":")[0]).read_bytes()
-    except OSError:
-        return ""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def describe(error: BaseException, path: str) -> str:

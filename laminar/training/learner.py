@@ -25,6 +25,7 @@ import xxhash
 from torch import Tensor
 
 from laminar.config import Config, ConfigError, OptimConfig
+from laminar.run.user_file import UserFunction
 from laminar.training.advantages import Estimator
 from laminar.training.batching import (
     MicroBatch,
@@ -203,6 +204,7 @@ class Learner:
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
             prompts_once=self.policy.prompts_once,
             reference=self.reference_digest,
+            functions=_digests(self._objective.policy_loss.users, self._estimator.users),
             moved=self._limits.movements,
         )
 
@@ -365,6 +367,11 @@ def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -
     result = learner.train_step(samples, step)
     memory = memory_metrics(learner.policy.device, learner.estimated_bytes)
     return replace(result, metrics=result.metrics | memory)
+
+
+def _digests(*functions: UserFunction | None) -> dict[str, str]:
+    """Of the user's files, by setting."""
+    return {function.key: function.digest for function in functions if function is not None}
 
 
 def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:

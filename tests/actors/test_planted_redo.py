@@ -109,7 +109,7 @@ async def test_what_was_done_again_wrongly_is_named(
         assert (redone.digest == redone.published) == (plant is nothing)
         steps.append(await train(processes, again, 2))
     with open_tables(processes.run_dir / STORE_FILE) as tables:
-        retrained = _Again(host.config, Handlers(tables))
+        retrained = _Again(host.config, Handlers(tables), processes.run_dir, {})
         begin = Beginning(0, 0, "", "the model that the run began with")
         code = await _compare(retrained, tuple(steps), begin)
     assert capsys.readouterr().out.splitlines()[-1] == verdict

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from laminar.analysis.trained_steps import trained
 from tests.run.conftest import ROOT, Finished, check_books, train
 
 SHAPE = {
@@ -50,7 +51,7 @@ def reinforce(batch):
 
 def leave_one_out(batch):
     n = batch.group_sizes
-    return (batch.rewards - batch.group_means(batch.rewards)) * n / (n - 1)
+    return (batch.rewards - batch.group_means(batch.rewards)) * n / (n - 1).clip(1)
 """
 
 STRATEGY = '''
@@ -141,7 +142,7 @@ def test_llama_with_group_rewards_a_strategy_kl_and_two_mini_batches(tmp_path: P
 def test_qwen3_with_exact_answers_priority_and_a_loss_of_the_user(tmp_path: Path) -> None:
     loss = tmp_path / "my.py"
     loss.write_text(LOSS)
-    run(
+    finished = run(
         tmp_path,
         "qwen3",
         "reward.kind=exact",
@@ -149,3 +150,6 @@ def test_qwen3_with_exact_answers_priority_and_a_loss_of_the_user(tmp_path: Path
         f"algorithm.policy_loss.loss_mode={loss}:reinforce",
         f"algorithm.adv_estimator={loss}:leave_one_out",
     )
+    functions = trained(finished.directory).functions
+    assert set(functions) == {"algorithm.policy_loss.loss_mode", "algorithm.adv_estimator"}
+    assert len(set(functions.values())) == 1, "of one file"
