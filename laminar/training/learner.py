@@ -16,7 +16,7 @@ optimizer state and earlier steps; on a CPU with one thread a redone step gives 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -372,6 +372,13 @@ def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -
 def _digests(*functions: UserFunction | None) -> dict[str, str]:
     """Of the user's files, by setting."""
     return {function.key: function.digest for function in functions if function is not None}
+
+
+def take_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
+    """Have the weights of another model of the same tensors, which is read into the room of the
+    gradients: no step needs them any more."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    learner.policy.model.load_state_dict(load().model.state_dict())
 
 
 def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:

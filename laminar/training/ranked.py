@@ -33,7 +33,7 @@ from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
-from laminar.training.learner import Learner, measured_step
+from laminar.training.learner import Learner, measured_step, take_weights
 from laminar.training.model import named_weights
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
@@ -202,7 +202,7 @@ class RankWorker:
             case Restore(directory):
                 return checkpoint.take(Path(directory), self.learner)
             case Reload(directory):
-                return self._reload(directory)
+                return take_weights(self.learner, lambda: self._policy(directory))
 
     def files(self, directory: Path, *, copied: bool) -> dict[Path, dict[str, Rows]]:
         """What rows of this rank each file of a directory has."""
@@ -250,10 +250,6 @@ class RankWorker:
             _kept(self._weights, _rows(named_weights(model))),
             _kept(self._moments, _rows(named_moments(model, learner.optimizer))),
         )
-
-    def _reload(self, directory: str) -> None:
-        reloaded = self._policy(directory)
-        self.learner.policy.model.load_state_dict(reloaded.model.state_dict())
 
 
 def _rows(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:

@@ -23,7 +23,7 @@ from laminar.training import checkpoint, export
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
-from laminar.training.learner import Learner, measured_step
+from laminar.training.learner import Learner, measured_step, take_weights
 from laminar.training.model import LoadedPolicy, load_policy, named_weights
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
@@ -86,8 +86,7 @@ class ThreadedLearner:
 
     async def reload(self, directory: Path) -> None:
         """Take the weights of an export in the place of the present ones."""
-        reloaded = await asyncio.to_thread(self._load, str(directory))
-        self.model.load_state_dict(reloaded.model.state_dict())
+        await asyncio.to_thread(take_weights, self.learner, lambda: self._load(str(directory)))
 
     def facts(self) -> LearnerFacts:
         return self.learner.facts()

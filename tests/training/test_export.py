@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar.actors.model_files import save_model
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
-from laminar.training.learner import Learner
-from laminar.training.model import load_policy
+from laminar.training.learner import Learner, take_weights
+from laminar.training.model import LoadedPolicy, load_policy
 from laminar.training.threaded import ThreadedFiles
 from laminar.weights.version.checkpoint import describe
 
@@ -49,6 +49,27 @@ async def test_trained_weights_come_back_byte_for_byte(
         assert tensor.numpy().tobytes() == expected[name].numpy().tobytes()
     again = Learner(make_config(), load_policy(str(target), "cpu", tokenizer_size=48))
     assert again.score([[1, 2, 3, 4]]) == learner.score([[1, 2, 3, 4]])
+
+
+def test_an_export_is_read_back_into_the_room_of_the_gradients(
+    tmp_path: Path, model_directory: Make, make_config: Make, make_samples: Make
+) -> None:
+    """A second model beside them would be memory that no step takes."""
+    source = str(model_directory())
+    learner = Learner(
+        make_config({"optim.lr": 0.01}), load_policy(source, "cpu", tokenizer_size=48)
+    )
+    learner.train_step(make_samples(), 0)
+    parameters = list(learner.policy.model.parameters())
+    assert any(parameter.grad is not None for parameter in parameters)
+
+    def load() -> LoadedPolicy:
+        assert all(parameter.grad is None for parameter in parameters)
+        return load_policy(source, "cpu", tokenizer_size=48)
+
+    take_weights(learner, load)
+    first = Learner(make_config(), load_policy(source, "cpu", tokenizer_size=48))
+    assert learner.score([[1, 2, 3, 4]]) == first.score([[1, 2, 3, 4]])
 
 
 async def test_everything_a_user_needs_lies_beside_the_weights(
