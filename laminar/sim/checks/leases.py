@@ -125,7 +125,9 @@ class Leases:
         if silent_ms > scenario.node_lease_ms:
             return
         ago_ns = self._world.scheduler.now - self._most_until_ns
-        just = self._most_until_ns >= 0 and ago_ns < SILENT * scenario.lease_ns
+        # as long before as its present lease had begun, for leases may have begun anew already
+        noticed = silent_ms * MS - ago_ns > SILENT * scenario.lease_ns
+        just = noticed and self._most_until_ns >= 0 and ago_ns < SILENT * scenario.lease_ns
         if just or self._most_are_silent():
             since = f"were silent {ago_ns / 1e6:.0f} ms ago" if just else "are silent"
             what = f"{name} was given up after {silent_ms} ms, and most machines {since}"
