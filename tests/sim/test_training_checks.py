@@ -45,7 +45,13 @@ def world() -> Iterator[World]:
     training, weights = made.checks.training, weights_of("w2")
     training.decided(cmd.TrainStep(to="trainer-0", step_index=1, version=3, trajectories=()))
     training.made(2, weights)
-    manifest = manifest_of(weights, version=3, step=2, tensors=mf.layout(*LAYOUT), probe=PROBE)
+    manifest = manifest_of(
+        weights,
+        version=3,
+        step=2,
+        tensors=mf.layout(LAYOUT.shapes, LAYOUT.engine_dtype),
+        probe=PROBE,
+    )
     made.models[PATH] = ModelDirectory(weights, "m", {VERSION_FILE: mf.encode(manifest)})
     yield made
     made.close()
