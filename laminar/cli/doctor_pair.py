@@ -106,7 +106,7 @@ def _pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
     write_whole(directory / f"page.{rank}", b"old", durable=True)
     write_whole(directory / f"{rank}.json", msgspec.json.encode(facts), durable=True)
     seen = directory / f"{1 - rank}.json"
-    found = looked(f"{facts.name} directory", lambda: _seen(seen, SEEN_S))
+    found = looked(f"{facts.name} directory", lambda: _seen(seen))
     yield found
     if not found.sound:
         return
@@ -120,17 +120,25 @@ def _pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
             yield from _first(directory, link) if rank == 0 else _second(directory, link, other)
 
 
-def _seen(path: Path, limit_s: float) -> str:
+def _seen(path: Path) -> str:
+    directory = path.parent.parent
+    _wait(
+        path.exists,
+        f"nothing that the other machine writes into {directory} is seen here within {SEEN_S:g} s: "
+        "choose a run.output_dir on a file system that all machines share, or have it mounted with "
+        "a shorter time for its caches (NFS: actimeo)",
+    )
+    return f"{directory} is shared"
+
+
+def _wait(until: Callable[[], bool], otherwise: str) -> float:
+    """Seconds until what the other machine has written is seen; ConfigError after SEEN_S."""
     begun = time.monotonic()
-    while not path.exists():
-        if time.monotonic() - begun > limit_s:
-            raise ConfigError(
-                f"nothing that the other machine writes into {path.parent.parent} is seen here "
-                f"within {limit_s:g} s: choose a run.output_dir on a file system that all machines "
-                "share, or have it mounted with a shorter time for its caches (NFS: actimeo)"
-            )
+    while not until():
+        if time.monotonic() - begun > SEEN_S:
+            raise ConfigError(otherwise)
         time.sleep(_POLL_S)
-    return f"{path.parent.parent} is shared"
+    return time.monotonic() - begun
 
 
 def _same_version(own: Facts, other: Facts) -> str:
@@ -236,16 +244,14 @@ def _clock(offset_s: float, other: Facts) -> str:
 
 
 def _renames(directory: Path) -> str:
-    begun = time.monotonic()
-    while (directory / "page.0").read_bytes() != b"new" or not (directory / "late").exists():
-        if time.monotonic() - begun > SEEN_S:
-            raise ConfigError(
-                f"a file in {directory.parent} that the other machine has replaced is not seen "
-                f"within {SEEN_S:g} s: have it mounted with a shorter time for its caches (NFS: "
-                "actimeo, lookupcache=positive), or choose another run.output_dir"
-            )
-        time.sleep(_POLL_S)
-    return f"seen after {time.monotonic() - begun:.1f} s"
+    page, late = directory / "page.0", directory / "late"
+    took = _wait(
+        lambda: page.read_bytes() == b"new" and late.exists(),
+        f"a file in {directory.parent} that the other machine has replaced is not seen within "
+        f"{SEEN_S:g} s: have it mounted with a shorter time for its caches (NFS: actimeo, "
+        "lookupcache=positive), or choose another run.output_dir",
+    )
+    return f"seen after {took:.1f} s"
 
 
 def _locks(path: Path, other: Facts) -> str:

@@ -32,8 +32,8 @@ from laminar.training.file_digests import (
 from laminar.training.learner import Learner
 from laminar.training.model import named_weights
 from laminar.training.resume import CheckpointError, ForeignError, Resume
-from laminar.training.sharding import rows_of
-from laminar.training.tensor_file import DTYPES, Rows
+from laminar.training.sharding import copy_rows
+from laminar.training.tensor_file import Rows
 
 KINDS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
@@ -98,15 +98,14 @@ def _load_weights(path: Path, learner: Learner) -> None:
         if other:
             raise ForeignError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
         for name, tensor in weights.items():
-            saved, (shape, first, data) = file.get_slice(name), rows_of(tensor)
-            dtype = DTYPES[tensor.dtype]
-            if tuple(saved.get_shape()) != shape or saved.get_dtype() != dtype:
-                raise ForeignError(
-                    f"its {MODEL_FILE} is of another model: {name!r} is {saved.get_dtype()} "
-                    f"{tuple(saved.get_shape())}, and not {dtype} {shape}"
-                )
-            if data.numel():
-                data.copy_(saved[first : first + len(data)])
+            _take_rows(MODEL_FILE, name, tensor, file)
+
+
+def _take_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
+    try:
+        copy_rows(name, tensor, file.get_slice(name))
+    except ValueError as error:
+        raise ForeignError(f"its {of} is of another model: {error}") from error
 
 
 def named_moments(
@@ -133,16 +132,8 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: An
         if kind == "step":
             state[kind] = file.get_tensor(key).to(parameter.device)
             continue
-        saved = file.get_slice(key)
-        if tuple(saved.get_shape()) != tuple(parameter.shape):
-            raise ForeignError(
-                f"its optimizer has {key!r} of shape {tuple(saved.get_shape())}, and this model's "
-                f"parameter has {tuple(parameter.shape)}"
-            )
         state[kind] = torch.empty_like(parameter)
-        _, first, data = rows_of(state[kind])
-        if data.numel():
-            data.copy_(saved[first : first + len(data)])
+        _take_rows(OPTIMIZER_FILE, key, state[kind], file)
     torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")

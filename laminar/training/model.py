@@ -193,13 +193,18 @@ def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
             name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model {name!r} cannot be loaded: {reason}; give model.name the directory "
-            "of a causal LM with safetensors weights"
-        ) from error
+        raise not_loadable(name, error) from error
     model, info = loaded
     return model, info
+
+
+def not_loadable(name: str, error: Exception) -> ConfigError:
+    """What to say of a directory from which no model comes."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ConfigError(
+        f"model {name!r} cannot be loaded: {reason}; give model.name the directory of a causal LM "
+        "with safetensors weights"
+    )
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:

@@ -44,9 +44,10 @@ from laminar.training.model import (
     by_identity,
     check_head,
     check_loaded,
+    not_loadable,
 )
 from laminar.training.ranks import Ranks
-from laminar.training.tensor_file import Rows
+from laminar.training.tensor_file import DTYPES, Rows
 
 CPU = torch.device("cpu")
 
@@ -149,10 +150,7 @@ def load_sharded(
     try:
         _fill(name, model)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(
-            f"model {name!r} cannot be loaded: {error}; give model.name the directory of a causal "
-            "LM with safetensors weights"
-        ) from error
+        raise not_loadable(name, error) from error
     check_head(name, policy)
     policy.reshard()
     return policy
@@ -164,11 +162,7 @@ def _without_memory(name: str) -> PreTrainedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model {name!r} cannot be loaded: {reason}; give model.name the directory of a causal "
-            "LM with safetensors weights"
-        ) from error
+        raise not_loadable(name, error) from error
     with suppress(OSError):  # a model need not have one
         model.generation_config = GenerationConfig.from_pretrained(name)
     found: PreTrainedModel = model.eval()
@@ -207,7 +201,7 @@ def _fill(name: str, model: PreTrainedModel) -> None:
             if found is None:
                 lacking.append(names[0])
             else:
-                copy_rows(names[0], tensor, found)
+                copy_rows(names[0], tensor, found, cast=True)
     check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
 
 
@@ -224,10 +218,14 @@ def _slices(directory: Path, files: ExitStack) -> dict[str, Any]:
     return found
 
 
-def copy_rows(name: str, tensor: Tensor, saved: Any) -> None:
-    """Take this rank's rows of a tensor from a slice of a file; ValueError for another shape."""
-    rows = rows_of(tensor)
-    if tuple(saved.get_shape()) != rows.shape:
-        raise ValueError(f"its {name!r} is {tuple(saved.get_shape())}, and not {rows.shape}")
+def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> None:
+    """Take this rank's rows of a tensor from a slice of a file, of which no others are read.
+
+    ValueError for another shape and, unless `cast`, for elements of another type.
+    """
+    rows, dtype = rows_of(tensor), DTYPES[tensor.dtype]
+    shape, its = tuple(saved.get_shape()), saved.get_dtype()
+    if shape != rows.shape or (its != dtype and not cast):
+        raise ValueError(f"{name!r} is {its} {shape}, and not {dtype} {rows.shape}")
     if rows.data.numel():
         rows.data.copy_(saved[rows.first : rows.first + len(rows.data)])

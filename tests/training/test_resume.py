@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
@@ -181,3 +182,17 @@ async def test_another_model_is_refused(
     make_model(7, intermediate_size=32).save_pretrained(trained.source)
     with pytest.raises(ConfigError, match=r"of another model: .* is F32 \(64, 32\)"):
         checkpoint.load(directory, trained.fresh(trained.source))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+async def test_elements_of_another_type_are_refused(
+    name: str, tmp_path: Path, run: Callable[..., Run]
+) -> None:
+    """They would be rounded without a word."""
+    trained = run()
+    trained.train(0)
+    directory = await trained.save(tmp_path / "step_2")
+    short = {key: tensor.bfloat16() for key, tensor in load_file(directory / name).items()}
+    save_file(short, directory / name)
+    with pytest.raises(ConfigError, match=rf"its {name} is of another .* is BF16 .* not F32"):
+        checkpoint.take(directory, trained.learner)
