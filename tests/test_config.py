@@ -241,7 +241,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ),
         (
             ["trainer.n_gpus_per_node=8"],
-            ["rollout.replicas", "rollout.vllm.tensor_parallel_size", "the trainer one"],
+            ["rollout.replicas", "rollout.vllm.tensor_parallel_size", "the trainer trainer.ranks"],
         ),
         (["zzz.qqq=1"], ["configs/reference.toml has all keys"]),
         (["seed=abc"], ["seed", "'abc'", "whole number"]),
@@ -402,10 +402,28 @@ def test_a_feature_that_is_missing_is_called_not_supported(part: str) -> None:
         ("num_generations", "rollout.group_size"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
         ("grpo.weight_decay", "optim.weight_decay"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.policy_loss.loss_mode"),
+        ("actor_rollout_ref.actor.strategy.adv_estimator", "algorithm.adv_estimator"),
+        ("slime.tis_clip", "algorithm.rollout_correction.rollout_is_threshold"),
     ],
 )
 def test_keys_that_users_of_verl_and_trl_type_first(foreign: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf" {re.escape(ours)}$"):
+        load([], [f"{foreign}=8"])
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "trainer.ranks"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.offload"),
+        ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", "trainer.offload"),
+        ("slime.actor-num-gpus-per-node", "trainer.ranks"),
+        ("trainer.fsdp", "trainer.ranks"),
+    ],
+)
+def test_what_divides_the_trainer_is_called_ranks_and_offload(foreign: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"; here it is {re.escape(ours)}(;|$)"):
         load([], [f"{foreign}=8"])
 
 

@@ -11,6 +11,9 @@ be written with dashes or underscores, and below a section of its own.
 from __future__ import annotations
 
 _RECOMPUTE = "trainer.activation_checkpointing; it is auto, on or off"
+_RANKS = "trainer.ranks; the model is divided among as many GPUs (FSDP2)"
+_OFFLOAD = "trainer.offload; all keeps parameters, gradients and optimizer in host memory"
+_IS = "algorithm.rollout_correction.rollout_is"
 _COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
 
 #: What follows the key, if anything does, is parted from it by a semicolon.
@@ -44,8 +47,10 @@ VERL = {
     "custom_reward_function.name": "reward.custom_reward_function.name",
     "async_training.staleness_threshold": "async.max_staleness",
     "async.staleness_threshold": "async.max_staleness",
+    **dict.fromkeys(("fsdp_size", "fsdp_config.fsdp_size"), _RANKS),
+    **dict.fromkeys(("param_offload", "optimizer_offload", "offload_policy"), _OFFLOAD),
     "trainer.n_gpus_per_node": "rollout.replicas; each takes rollout.vllm.tensor_parallel_size "
-    "GPUs, and the trainer one",
+    "GPUs, and the trainer trainer.ranks",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.output_dir",
     "trainer.output_dir": "run.output_dir",
@@ -82,7 +87,11 @@ TRL = {
     "epsilon": "algorithm.clip_ratio_low",
     "epsilon_high": "algorithm.clip_ratio_high",
     "delta": "algorithm.clip_ratio_c",
-    "loss_type": "algorithm.loss_agg_mode",
+    "loss_type": "algorithm.loss_agg_mode; cispo and sapo are an algorithm.policy_loss.loss_mode",
+    "importance_sampling_level": 'algorithm.policy_loss.loss_mode; "gspo" is the one of sequences',
+    "vllm_importance_sampling_correction": _IS,
+    "vllm_importance_sampling_cap": f"{_IS}_threshold",
+    **dict.fromkeys(("fsdp", "fsdp_config"), _RANKS),
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "mask_truncated_completions": "algorithm.truncated",
     "use_vllm": "rollout.engine",
@@ -112,6 +121,10 @@ OTHERS = {
     "n_samples_per_eval_prompt": "rollout.val_kwargs.n",
     "eval_temperature": "rollout.val_kwargs.temperature",
     "advantage_estimator": "algorithm.adv_estimator",
+    "actor_num_gpus_per_node": "trainer.ranks",
+    "use_tis": _IS,
+    "tis_clip": f"{_IS}_threshold",
+    "optimizer_cpu_offload": _OFFLOAD,
     # AReaL
     "actor.path": "model.name",
     "gconfig.n_samples": "rollout.group_size",
@@ -124,13 +137,15 @@ OTHERS = {
     "max_off_policy_steps": "async.max_staleness",
     "max_async_level": "async.max_staleness",
     "max_staleness": "async.max_staleness",
+    "optim_cpu_offload": _OFFLOAD,
     "ckpt.interval": "trainer.save_freq",
     "ckpt.keep_last": "trainer.max_ckpt_to_keep",
 }
 
 _ALL = VERL | TRL | OTHERS
 
-_ONE_GPU = "the trainer is one process on one GPU"
+_SHARDED = "trainer.ranks divides the model among GPUs, trainer.offload keeps it in host memory"
+_WHOLE = "a rank computes whole layers of whole sequences; trainer.ranks divides what it keeps"
 _ONE_TURN = "a sample is one prompt and one response"
 _RESUME = "a run goes on with `laminar train --resume RUN`"
 _ALL_TRAINED = "all parameters are trained"
@@ -142,8 +157,8 @@ UNSUPPORTED = {
     **dict.fromkeys(("filter_groups", "dynamic_sampling", "dynamic_sampling_filter_path"), ""),
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     "critic": "algorithm.adv_estimator has no critic",
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "megatron", "param_offload"), _ONE_GPU),
-    **dict.fromkeys(("optimizer_offload", "ulysses_sequence_parallel_size"), _ONE_GPU),
+    **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),
+    **dict.fromkeys(("ulysses_sequence_parallel_size", "context_parallel_size"), _WHOLE),
     "nnodes": "slurm.rollouts machines beside the first one, by `laminar submit`",
     **dict.fromkeys(("multi_turn", "max_turns", "tools", "environment_factory"), _ONE_TURN),
     "reward_model": "a function of your own may call one: reward.custom_reward_function.path",
