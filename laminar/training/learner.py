@@ -9,14 +9,16 @@ mini-batch, so that the memory budget decides how a batch is split and nothing e
 without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
 and follow its old momentum all the same. Before the first update the rows are held against what
 their engine said of them; those of an engine with other weights (mismatch.py) are taken away, and
-the step is made as if they had never been in the batch. The step is a function of samples, weights,
-optimizer state and earlier steps; on a CPU with one thread a redone step gives the same bytes.
+the step is made as if they had never been in the batch. Rows whose advantage is exactly 0 are read
+only where something else than the advantage gives them a gradient. The step is a function of
+samples, weights, optimizer state and earlier steps; on a CPU with one thread a redone step gives
+the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from laminar.config import Config, ConfigError, OptimConfig
+from laminar.config import AlgorithmConfig, Config, ConfigError, OptimConfig
 from laminar.run.user_file import UserFunction
 from laminar.training.advantages import Estimator
 from laminar.training.batching import (
@@ -43,7 +45,7 @@ from laminar.training.metrics import (
     reward_by_version,
     token_metrics,
 )
-from laminar.training.mismatch import MismatchLimits, rounding_of
+from laminar.training.mismatch import MismatchLimits, movement_rows, rounding_of, scores_of
 from laminar.training.model import (
     Compute,
     LoadedPolicy,
@@ -64,20 +66,24 @@ from laminar.training.steps import (
     TrainSample,
     Update,
     ids_digest,
+    one_of_each_origin,
     sampled_by,
 )
-
-MOVEMENT_ROWS = 8
-"""Rows of each batch that are scored before and after its updates: a few hundredths of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MiniBatch:
     sample_ids: tuple[str, ...]
-    counts: BatchCounts  #: masked sequences included
-    has_signal: bool
-    trained: list[TrainSample]
-    micros: list[MicroBatch]  #: of this rank's share of them
+    counts: BatchCounts  #: of all sequences, whether they are read or not
+    trained: list[TrainSample]  #: have a gradient
+    scored: list[TrainSample]  #: have none, and are read to prove their engines
+    skipped: int  #: sequences without gradient that are not read
+    micros: list[MicroBatch]  #: passes of this rank's share: first those of what is trained
+    with_gradient: int  #: how many of the passes are
+
+    @property
+    def read(self) -> list[TrainSample]:
+        return self.trained + self.scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class _Batch:
     """Mini-batches, and all that can be known of them before the first update."""
 
     minis: list[_MiniBatch]
-    proximal: list[list[Tensor | None]]
+    proximal: list[list[Tensor]]  #: the scores of each pass with the weights before the step
     figures: TokenFigures  #: with one mini-batch all there are, else only the mismatch
     losses: tuple[float, float | None] | None  #: of the one mini-batch, whose gradient is there
 
@@ -126,6 +132,7 @@ class Learner:
             Compute(_compute_dtype(config, policy.device), config.trainer.logit_chunk_tokens),
         )
         self._compute = self._objective.compute
+        self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
         self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
         self.optimizer = _adamw(config.optim, policy)
         self.estimated_bytes = _estimated_bytes(config, policy)
@@ -141,7 +148,7 @@ class Learner:
         a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
         """
         _check(samples, self.policy.vocab_limit)
-        self._set_learning_rate(step)
+        _set_rate(self.optimizer, learning_rate(self.config.optim, step, self.total_steps))
         ready = self._estimator.with_advantages(samples)
         batch = self._batch(ready)
         mismatch = batch.figures.mismatch()
@@ -153,7 +160,7 @@ class Learner:
             ready = self._estimator.with_advantages(samples, left_out)
             trained = [s for s in ready if s.sample_id not in left_out]
             batch = self._batch(trained)
-        updates, figures = self._updates(batch, trained, step)
+        updates, figures = self._updates(batch, step)
         return StepResult(
             step=step,
             updates=updates,
@@ -161,6 +168,7 @@ class Learner:
             | token_metrics(figures)
             | _update_metrics(updates)
             | {
+                "actor/skipped_rows": float(sum(mini.skipped for mini in batch.minis)),
                 "actor/lr": self.optimizer.param_groups[0]["lr"],
                 "mismatch/left_out": float(len(left_out)),
                 "mismatch/moved": self._limits.moved_by(step),
@@ -223,19 +231,26 @@ class Learner:
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
         """Count everything, then keep what is trained.
 
-        A masked sequence stays in the counts and in its group's baseline; it has no gradient.
+        A masked sequence stays in the counts and in its group's baseline; it has no gradient. So
+        does one without advantage, where only the advantage gives a gradient: of these, one for
+        each replica and version is scored, so that no engine goes unproven.
         """
         algorithm = self.config.algorithm
         counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
         masks = algorithm.truncated == "mask"
-        trained = [s for s in samples if not (masks and s.truncated)]
-        other_terms = self.reference is not None or algorithm.entropy_coeff != 0
+        unmasked = [s for s in samples if not (masks and s.truncated)]
+        trained = [s for s in unmasked if self._reads_all or np.any(s.advantage)]
+        flat = [s for s in unmasked if not (self._reads_all or np.any(s.advantage))]
+        scored = one_of_each_origin(flat)
+        passes_of_trained = self._passes(trained)
         return _MiniBatch(
             sample_ids=tuple(s.sample_id for s in samples),
             counts=counts,
-            has_signal=any(other_terms or np.any(s.advantage) for s in trained),
             trained=trained,
-            micros=self._passes(trained),
+            scored=scored,
+            skipped=len(flat) - len(scored),
+            micros=passes_of_trained + self._passes(scored),
+            with_gradient=len(passes_of_trained),
         )
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
@@ -258,12 +273,12 @@ class Learner:
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
         figures = TokenFigures()
         if len(minis) == 1:  # the current score is the one at the start of the step
-            proximal: list[list[Tensor | None]] = [[None] * len(minis[0].micros)]
-            losses = self._accumulate(minis[0], proximal[0], figures)
+            losses, scores = self._accumulate(minis[0], None, figures)
+            proximal = [scores]
         else:
             proximal = [[self._proximal(micro, figures) for micro in mini.micros] for mini in minis]
             losses = None
-        figures.join(self.ranks, [s for mini in minis for s in mini.trained])
+        figures.join(self.ranks, [s for mini in minis for s in mini.read])
         return _Batch(minis, proximal, figures, losses)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
@@ -271,41 +286,33 @@ class Learner:
         figures.add(micro, engine_mismatch(scores, micro.behaviour))
         return scores
 
-    def _updates(
-        self, batch: _Batch, samples: Sequence[TrainSample], step: int
-    ) -> tuple[tuple[Update, ...], TokenFigures]:
+    def _updates(self, batch: _Batch, step: int) -> tuple[tuple[Update, ...], TokenFigures]:
         """Make the updates and measure how far they move the policy."""
         if not batch.minis:
             self._limits.moved(step, 0.0)
             return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures
-        few = samples[:: -(-len(samples) // MOVEMENT_ROWS)]
-        moves = any(mini.has_signal for mini in batch.minis)
-        before = self._log_probs(few) if moves else None
+        few = movement_rows([s for mini in batch.minis for s in mini.trained])
+        before = scores_of(few, _scored_passes(batch), self.ranks)
         figures = batch.figures if batch.losses else TokenFigures()
         updates = tuple(
-            self._update(mini, batch.losses or self._accumulate(mini, scores, figures))
+            self._update(mini, batch.losses or self._accumulate(mini, scores, figures)[0])
             for mini, scores in zip(batch.minis, batch.proximal, strict=True)
         )
         if not batch.losses:
-            figures.join(self.ranks, [s for mini in batch.minis for s in mini.trained])
+            figures.join(self.ranks, [s for mini in batch.minis for s in mini.read])
         distance = 0.0
-        if before is not None and any(u.skipped_reason is None for u in updates):
-            moved = (self._log_probs(few) - before).abs().double().sum().cpu()
-            distance = float(self.ranks.sum(moved)) / sum(len(s.response_ids) for s in few)
+        if any(u.skipped_reason is None for u in updates):
+            passes_after = [(m, score(self.policy, m, self._compute)) for m in self._passes(few)]
+            after = scores_of(few, passes_after, self.ranks)
+            distance = float((after - before).abs().mean())
         self._limits.moved(step, distance)
         return updates, figures
-
-    def _log_probs(self, samples: Sequence[TrainSample]) -> Tensor:
-        """The log-probs of all response tokens of this rank's share, with the current weights."""
-        micros = self._passes(samples)
-        scores = [score(self.policy, micro, self._compute) for micro in micros]
-        return torch.cat([s[:0] if m.empty else s for s, m in zip(scores, micros, strict=True)])
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
         reason: str | None = NO_SIGNAL
         norm = 0.0
-        if mini.has_signal:
+        if mini.trained:
             limit = self.config.optim.clip_grad or math.inf  # 0 switches clipping off
             parameters = self.policy.model.parameters()
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
@@ -315,30 +322,47 @@ class Learner:
         return Update(mini.sample_ids, reason, norm, *losses)
 
     def _accumulate(
-        self, mini: _MiniBatch, proximal: list[Tensor | None], figures: TokenFigures
-    ) -> tuple[float, float | None]:
-        """Forward and, with signal, backward over all micro-batches; policy and KL loss."""
+        self, mini: _MiniBatch, proximal: list[Tensor] | None, figures: TokenFigures
+    ) -> tuple[tuple[float, float | None], list[Tensor]]:
+        """Forward over all passes, backward where there is a gradient.
+
+        Gives policy and KL loss, and the scores of each pass.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        pg_loss, kl_loss = 0.0, None if self.reference is None else 0.0
-        with torch.set_grad_enabled(mini.has_signal):
-            for micro, scores in zip(mini.micros, proximal, strict=True):
+        pg_loss, kl_loss, found = 0.0, None if self.reference is None else 0.0, []
+        for i, micro in enumerate(mini.micros):
+            scores = proximal[i] if proximal is not None else None
+            with torch.set_grad_enabled(i < mini.with_gradient):
                 part = objective(
                     self.policy, self.reference, micro, scores, mini.counts, self._objective
                 )
-                if mini.has_signal:
-                    torch.autograd.backward(part.loss)
-                figures.add(micro, part.figures)
-                pg_loss += float(part.pg_loss)
-                if kl_loss is not None and part.kl_loss is not None:
-                    kl_loss += float(part.kl_loss)
+            if i < mini.with_gradient:
+                torch.autograd.backward(part.loss)
+            found.append(part.scores)
+            figures.add(micro, part.figures)
+            pg_loss += float(part.pg_loss)
+            if kl_loss is not None and part.kl_loss is not None:
+                kl_loss += float(part.kl_loss)
         sums = torch.tensor([pg_loss, kl_loss or 0.0], dtype=torch.float64)
         pg_loss, kl_sum = self.ranks.sum(sums).tolist()
-        return pg_loss, None if kl_loss is None else kl_sum
+        return (pg_loss, None if kl_loss is None else kl_sum), found
 
-    def _set_learning_rate(self, step: int) -> None:
-        lr = learning_rate(self.config.optim, step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+
+def _reads_all(algorithm: AlgorithmConfig, policy_loss: PolicyLoss) -> bool:
+    """Whether something else than its advantage may give a row a gradient."""
+    other_terms = algorithm.use_kl_loss or algorithm.entropy_coeff != 0
+    return other_terms or not policy_loss.needs_advantage
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _scored_passes(batch: _Batch) -> Iterator[tuple[MicroBatch, Tensor]]:
+    """All passes with their scores before the updates."""
+    for mini, scores in zip(batch.minis, batch.proximal, strict=True):
+        yield from zip(mini.micros, scores, strict=True)
 
 
 def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:

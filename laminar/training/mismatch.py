@@ -1,24 +1,29 @@
 """Which rows did not come from the weights that their version names: they are left out of a step.
 
 Reads   the mismatch per (replica, weight version) of a batch, before the optimizer touches anything
-Gives   Suspect: an origin whose rows are not to be trained
+Gives   Suspect: an origin whose rows are not to be trained; the scores that movement is measured by
 
 A probe proves that weights have arrived. It cannot see keys and values that were kept from older
 weights, or a wrong temperature: the log-probs of the sampled tokens can. With the weights that
 generated a row, the trainer would score it as the engine did, up to rounding. The trainer has moved
-on since; how far is measured, on a few rows of every batch scored before and after its updates. By
-the triangle inequality honest rows differ by no more than rounding and the sum of these movements.
+on since; how far is measured, on a few rows of every batch scored before its updates, by the step
+itself, and once more after them. By the triangle inequality honest rows differ by no more than
+rounding and the sum of these movements.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from laminar.config import Config
-from laminar.training.steps import Mismatch, Origin, Suspect
+from laminar.training.batching import MicroBatch
+from laminar.training.ranks import Ranks
+from laminar.training.steps import Mismatch, Origin, Suspect, TrainSample
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
@@ -26,6 +31,11 @@ MOVEMENT_FACTOR = 3.0
 """The rows of the measurement are few, and not those that the limit is for."""
 FEW_TOKENS = 4.0
 """The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n)."""
+
+
+MOVEMENT_ROWS = 8
+"""Trained rows of each batch that are scored again after its updates: a few hundredths of the step.
+"""
 
 
 class MismatchLimits:
@@ -70,6 +80,31 @@ class MismatchLimits:
         """A step of which nothing is known, as it was another process's, may have moved any way."""
         distance = sum(self._moved.get(s, math.inf) for s in range(made, step))
         return (self._rounding + MOVEMENT_FACTOR * distance) * (1 + FEW_TOKENS / math.sqrt(tokens))
+
+
+def movement_rows(trained: Sequence[TrainSample]) -> Sequence[TrainSample]:
+    """The few, evenly from all of it."""
+    return trained[:: -(-len(trained) // MOVEMENT_ROWS) or 1]
+
+
+def scores_of(
+    samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
+) -> Tensor:
+    """Log-probs [tokens] float64 of all response tokens of `samples`, in order, of all ranks.
+
+    `passes`: those of this rank with their scores [tokens]; they may have other rows, too.
+    """
+    ends = itertools.accumulate(len(s.response_ids) for s in samples)
+    end_of = {s.sample_id: end for s, end in zip(samples, ends, strict=True)}
+    found = torch.zeros(max(end_of.values(), default=0), dtype=torch.float64)
+    for micro, scores in passes:
+        if micro.empty:
+            continue
+        rows = scores.split(micro.rows.counts.tolist())
+        for sample_id, row in zip(micro.sample_ids, rows, strict=True):
+            if (end := end_of.get(sample_id)) is not None:
+                found[end - len(row) : end] = row
+    return ranks.sum(found)
 
 
 def rounding_of(config: Config, compute: torch.dtype) -> float:

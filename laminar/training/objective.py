@@ -46,6 +46,7 @@ class Objective:
     pg_loss: Tensor  #: scalar: the policy term alone
     kl_loss: Tensor | None  #: scalar, before its coefficient; None without a KL term
     figures: dict[str, Tensor]  #: name -> [tokens], for the metrics
+    scores: Tensor  #: [tokens], constant: log-probs at the start of the step
 
 
 @torch.no_grad()
@@ -92,7 +93,7 @@ def objective(
         kl_loss = (coefficients * kl_term(log_probs, anchor, algorithm.kl_loss_type)).sum()
         loss = loss + algorithm.kl_loss_coef * kl_loss
         kl_loss = kl_loss.detach()
-    return Objective(loss, pg_loss.detach(), kl_loss, figures)
+    return Objective(loss, pg_loss.detach(), kl_loss, figures, trainer)
 
 
 def _policy_losses(

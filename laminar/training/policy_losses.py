@@ -131,6 +131,8 @@ POLICY_LOSSES: dict[str, Loss] = {
     "gpg": gpg,
     "geo_mean": geo_mean,
 }
+NEED_ADVANTAGE = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean"})
+"""Those that are 0, and have the gradient 0, wherever the advantage is 0."""
 
 
 class PolicyLoss:
@@ -143,6 +145,7 @@ class PolicyLoss:
         if name not in POLICY_LOSSES:
             self.users = users_function("algorithm.policy_loss.loss_mode", name)
         self.aggregation = OWN_AGGREGATION.get(name, algorithm.loss_agg_mode)
+        self.needs_advantage = name in NEED_ADVANTAGE
         self._function: Loss = self.users or POLICY_LOSSES[name]
         self._options = {
             "clip_ratio_low": algorithm.clip_ratio_low,

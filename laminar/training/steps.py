@@ -162,6 +162,17 @@ def sampled_by(
     return found
 
 
+def one_of_each_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The first samples that have, together, spans of all origins of `samples`."""
+    found, known = [], dict[Origin, None]()
+    for sample in samples:
+        origins = dict.fromkeys(map(origin_of, sample.spans))
+        if not origins.keys() <= known.keys():
+            known |= origins
+            found.append(sample)
+    return found
+
+
 def ids_digest(samples: Sequence[TrainSample]) -> str:
     """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
     return batch_digest([s.sample_id for s in samples])

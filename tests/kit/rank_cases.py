@@ -106,8 +106,10 @@ def make_samples(
     seed: int = 0,
     wrong: tuple[str, ...] = (),
     replicas: int = 2,
+    flat: tuple[int, ...] = (),
 ) -> list[TrainSample]:
-    """Groups of four, replicas in turn; `wrong`: those that had other weights."""
+    """Groups of four, replicas in turn; `wrong`: those that had other weights; `flat`: groups whose
+    rewards are equal."""
     rng = np.random.default_rng(seed)
     found = []
     for i, length in enumerate(lengths):
@@ -120,7 +122,7 @@ def make_samples(
                 prompt_ids=rng.integers(0, VOCAB, 3 + i // 4).astype(np.int32),
                 response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                 logprobs=logprobs.clip(max=0).astype(np.float32),
-                reward=float(rng.random()),
+                reward=0.5 if i // 4 in flat else float(rng.random()),
                 temperature=(0.7, 1.0, 1.3)[i % 3],
                 truncated=i % 4 == 1,
                 spans=(Span(replica, 3, 3, length),),

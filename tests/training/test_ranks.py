@@ -30,6 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"wrong": ("rollout-1",)},
         {},
     ),
+    "rows without advantage": ({"trainer.micro_batch_tokens": 20}, {"flat": (0,)}, {}),
+    "a mini-batch without signal": (MINI, {"flat": (1,)}, {}),
     "recomputed": (
         {"trainer.activation_checkpointing": "on", "trainer.logit_chunk_tokens": 7},
         {},
@@ -84,9 +86,10 @@ def test_a_gradient_that_depends_on_the_ranks_is_seen(planted: str, ranks: RankG
 
 
 def test_suspects_that_each_rank_finds_for_itself_are_seen(ranks: RankGroup) -> None:
-    """Of four rows, longest first, rank 0 has the first and the last: each rank has one suspect."""
+    """Of four rows as long as each other rank 0 has the first and the third: each rank has one
+    suspect, and what they add up over all ranks has one size."""
     settings = SUSPECT | {"trainer.micro_batch_tokens": 1000}
-    samples = make_samples(lengths=(10, 9, 8, 7), wrong=("rollout-0", "rollout-1"), replicas=4)
+    samples = make_samples(lengths=(8, 8, 8, 8), wrong=("rollout-0", "rollout-1"), replicas=4)
     expected, gradient = rank_cases.gradient(None, settings, samples)
     assert len(expected.left_out) == 2
     for found, gradient_found in ranks.call(2, "gradient", settings, samples):
