@@ -1,10 +1,14 @@
 """The processes that a trainer of two ranks really has: they train, one that does not come to a
-collective is waited for no longer than that may take, and the end of one is told by its name."""
+collective is waited for no longer than that may take, the end of one is told by its name, and one
+that outlives its trainer writes nothing beside the next."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,18 +17,26 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from laminar.actors.system.learners import parts_of
+from laminar.actors.system.learners import Parts, parts_of
 from laminar.actors.system.rank_process import program
-from laminar.actors.trainer import Learner
 from laminar.config import load
 from laminar.config.reading import dumps
-from laminar.run.directory import CONFIG_FILE
+from laminar.run.directory import CONFIG_FILE, RESUME_FILE
+from laminar.training import checkpoint
 from laminar.training.gang import Gang, RankError
+from laminar.training.resume import CheckpointError, Resume, encode
 from tests.kit.rank_cases import make_samples
 from tests.run.conftest import ROOT
 
 pytestmark = pytest.mark.process
 FEWER_PASSES = [sys.executable, "-m", "tests.training.rank_of_fewer_passes"]
+OUTLIVES = [sys.executable, "-m", "tests.training.rank_that_outlives"]
+FORMER = """
+import asyncio, sys
+from tests.training.test_rank_process import former
+asyncio.run(former(sys.argv[1]))
+"""
+WAIT_S = 120.0
 
 SETTINGS = (
     "trainer.ranks=2",
@@ -35,8 +47,8 @@ SETTINGS = (
 
 @asynccontextmanager
 async def trained_by_two(
-    run_dir: Path, words: Sequence[str] = (), *settings: str
-) -> AsyncIterator[tuple[Learner, list[str]]]:
+    run_dir: Path, words: Sequence[str] = (), *settings: str, lock: Path | None = None
+) -> AsyncIterator[tuple[Parts, list[str]]]:
     """`words`: that start a rank, in the place of the real ones."""
     config = load(
         [str(ROOT / "configs/quickstart.toml")],
@@ -44,18 +56,19 @@ async def trained_by_two(
     )
     (run_dir / CONFIG_FILE).write_text(dumps(config))
     start, lost = [*words, str(run_dir), ""] if words else program(run_dir), list[str]()
-    gang = Gang(config, start, lock=None, lost=lost.append, say=lost.append)
-    learner = parts_of(config, gang).learner
+    gang = Gang(config, start, lock=lock, lost=lost.append, say=lost.append)
+    parts = parts_of(config, gang)
     try:
-        await learner.load()
-        yield learner, lost
+        yield parts, lost
     finally:
         await gang.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 async def test_two_ranks_train_until_one_is_gone(tmp_path: Path) -> None:
-    async with trained_by_two(tmp_path) as (learner, lost):
+    async with trained_by_two(tmp_path) as ((learner, *_), lost):
+        await learner.load()
         result = await learner.train_step(make_samples(), 0)
         assert result.changed and lost == []
         (rank,) = (p for p in psutil.Process().children() if str(tmp_path) in p.cmdline())
@@ -70,6 +83,80 @@ async def test_two_ranks_train_until_one_is_gone(tmp_path: Path) -> None:
 @pytest.mark.long
 async def test_a_rank_of_one_pass_fewer_ends_the_trainer_in_time(tmp_path: Path) -> None:
     fast = "trainer.collective_timeout_s=10"
-    async with trained_by_two(tmp_path, FEWER_PASSES, fast) as (learner, _):
+    async with trained_by_two(tmp_path, FEWER_PASSES, fast) as ((learner, *_), _):
+        await learner.load()
         with pytest.raises(RankError, match=r"^rank \d of the trainer failed: "):
             await learner.train_step(make_samples(), 0)
+
+
+async def written(parts: Parts, directory: Path) -> Path:
+    """A whole checkpoint that has not got its name yet."""
+    facts = parts.learner.facts()
+    resume = Resume(version=1, step=1, before="", batches=(), learner=facts)
+    partial = await parts.files.begin(directory)
+    await parts.files.write(partial, await parts.files.copy(), {RESUME_FILE: encode(resume)})
+    return partial
+
+
+async def former(run_dir: str) -> None:
+    """The program of a trainer whose rank 1 stands still in its first checkpoint."""
+    run = Path(run_dir)
+    async with trained_by_two(run, OUTLIVES, lock=run / "trainer.lock") as (parts, _):
+        await parts.learner.load()
+        await parts.learner.train_step(make_samples(), 0)
+        await written(parts, run / "step_1")
+
+
+async def left_behind(run: Path) -> psutil.Process:
+    """Rank 1 of a former trainer, which has been killed; it stands before its rows."""
+    rank_0 = subprocess.Popen([sys.executable, "-c", FORMER, str(run)], cwd=ROOT)
+    try:
+        while True:
+            assert rank_0.poll() is None
+            for rank in psutil.Process(rank_0.pid).children():
+                if rank.status() == psutil.STATUS_STOPPED:
+                    return rank
+            await asyncio.sleep(0.05)
+    finally:
+        rank_0.kill()
+        rank_0.wait()
+
+
+async def go_on(rank: psutil.Process) -> None:
+    rank.resume()
+    deadline = time.monotonic() + WAIT_S
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_a_rank_that_outlives_its_trainer_writes_before_the_next_begins(
+    tmp_path: Path,
+) -> None:
+    rank, model = await left_behind(tmp_path), tmp_path / ".step_1.partial" / "model.safetensors"
+    before, lock = model.read_bytes(), tmp_path / "trainer.lock"
+    async with trained_by_two(tmp_path, lock=lock) as (parts, said):
+        loading = asyncio.ensure_future(parts.learner.load())
+        while not said:
+            await asyncio.sleep(0.05)
+        assert str(rank.pid) in said[0] and not loading.done()
+        await go_on(rank)
+        assert model.read_bytes() != before, "it did write"
+        await loading
+        checkpoint.check(await written(parts, tmp_path / "step_1"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_a_trainer_that_does_not_wait_for_former_ranks_is_seen(tmp_path: Path) -> None:
+    """The planted bug: the next trainer has no lock."""
+    rank = await left_behind(tmp_path)
+    async with trained_by_two(tmp_path) as (parts, _):
+        await parts.learner.load()
+        partial = await written(parts, tmp_path / "step_1")
+        checkpoint.check(partial)
+        await go_on(rank)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+            checkpoint.check(partial)

@@ -1,0 +1,36 @@
+"""A rank with planted bugs: it lives on when rank 0 is gone, and does what it was ordered to. It
+stands still (SIGSTOP) before the first rows that it writes into a file."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laminar.actors.system import rank_process
+from laminar.training import tensor_file
+from laminar.training.tensor_file import Rows
+
+_serve, _write = rank_process.serve, tensor_file.write
+
+
+async def to_the_end(*args: Any) -> None:
+    await _serve(*args)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def late(path: Path, rows: Mapping[str, Rows]) -> None:
+    tensor_file.write = _write
+    signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
+    _write(path, rows)
+
+
+rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]
+rank_process.serve = to_the_end  # type: ignore[attr-defined]
+tensor_file.write = late
+
+if __name__ == "__main__":
+    rank_process.main(*sys.argv[1:])
