@@ -232,7 +232,23 @@ def test_the_async_section_keeps_its_name() -> None:
             ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
             ["trainer.activation_checkpointing"],
         ),
-        (["algorithm.filter_groups.enable=true"], ["filter_groups is not supported"]),
+        (
+            ["algorithm.filter_groups.metric=seq_reward"],
+            ["algorithm.filter_groups.metric", "seq_reward", "score", "acc"],
+        ),
+        (
+            ["algorithm.filter_groups.max_num_gen_batches=-1"],
+            ["algorithm.filter_groups.max_num_gen_batches", "-1"],
+        ),
+        (
+            [
+                *GOOD,
+                "algorithm.filter_groups.enable=true",
+                "algorithm.filter_groups.max_num_gen_batches=0",
+                "trainer.total_training_steps=5",
+            ],
+            ["max_num_gen_batches = 0", "trainer.total_training_steps = 5", "give a number"],
+        ),
         (["trainer.resume_mode=auto"], ["resume_mode is not supported", "train --resume RUN"]),
         (["beta=0.04"], ["algorithm.kl_loss_coef", "algorithm.use_kl_loss = true"]),
         (

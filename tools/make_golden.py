@@ -117,6 +117,13 @@ RUNS = (
         ("dropped:mismatch",),
     ),
     Recipe(
+        "filtered",
+        "groups whose answers are all alike are dropped, and other prompts take their place",
+        ("replica-dies", "reward-fails"),
+        ("dropped:no-variance",),
+        {"metric": "score", "gen_batches": 10, "num_train": 20},
+    ),
+    Recipe(
         "hangs",
         "trajectories hang, and batches wait for them",
         ("hangs", "replica-slow"),

@@ -59,6 +59,19 @@ class PolicyLossConfig(Section, frozen=True, kw_only=True):
     options: Annotated[dict[str, Any], says("what the loss takes besides the clip ratios")] = {}
 
 
+class FilterGroupsConfig(Section, frozen=True, kw_only=True):
+    enable: Annotated[
+        bool, says("true: a prompt whose answers are all alike is not trained; another one is")
+    ] = False
+    metric: Annotated[
+        Literal["score", "acc"], says("what they are alike in; acc: right or wrong")
+    ] = "score"
+    max_num_gen_batches: Annotated[
+        Natural,
+        says("batches of such prompts in a row that end the run; 0: only the end of the data does"),
+    ] = 10
+
+
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
     adv_estimator: Annotated[
         str,
@@ -91,5 +104,6 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
             "docs/training.md"
         ),
     ] = "deadline"
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

@@ -54,6 +54,7 @@ def check_algorithm(config: Config) -> None:
     _check_name("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS)
     weight_bounds(algorithm.rollout_correction)
     rejections(algorithm.rollout_correction)
+    _check_filter(config)
     known = LOSS_OPTIONS.get(loss.loss_mode)
     if known is None:  # options of the user's own function
         return
@@ -68,6 +69,18 @@ def check_algorithm(config: Config) -> None:
             raise ConfigError(
                 f"algorithm.policy_loss.options has {name} = {value!r}: give a number above 0"
             )
+
+
+def _check_filter(config: Config) -> None:
+    """A run of prompts without variance ends some time."""
+    key, steps = "algorithm.filter_groups", config.trainer.total_training_steps
+    asked = config.algorithm.filter_groups
+    if asked.enable and not asked.max_num_gen_batches and steps:
+        raise ConfigError(
+            f"{key}.max_num_gen_batches = 0 lets only the end of the data end a search for prompts "
+            f"with variance, and trainer.total_training_steps = {steps} has no end of the data: "
+            "give a number of batches, or trainer.total_training_steps = 0"
+        )
 
 
 def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:

@@ -104,6 +104,8 @@ TRL = {
     "reward_weights": "reward.functions",
 }
 
+_FILTER = "algorithm.filter_groups.enable"
+
 OTHERS = {
     # slime
     "hf_checkpoint": "model.name",
@@ -125,6 +127,13 @@ OTHERS = {
     "use_tis": _IS,
     "tis_clip": f"{_IS}_threshold",
     "optimizer_cpu_offload": _OFFLOAD,
+    "dynamic_sampling_filter_path": _FILTER,
+    # SkyRL
+    "dynamic_sampling.type": _FILTER,
+    "dynamic_sampling.max_sample_batches": "algorithm.filter_groups.max_num_gen_batches",
+    # NeMo-RL
+    "use_dynamic_sampling": _FILTER,
+    "dynamic_sampling_max_gen_batches": "algorithm.filter_groups.max_num_gen_batches",
     # AReaL
     "actor.path": "model.name",
     "gconfig.n_samples": "rollout.group_size",
@@ -154,7 +163,6 @@ _ALL_TRAINED = "all parameters are trained"
 UNSUPPORTED = {
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_r", "use_lora"), _ALL_TRAINED),
     **dict.fromkeys(("peft", "peft_config", "use_peft", "target_modules"), _ALL_TRAINED),
-    **dict.fromkeys(("filter_groups", "dynamic_sampling", "dynamic_sampling_filter_path"), ""),
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     "critic": "algorithm.adv_estimator has no critic",
     **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),

@@ -90,6 +90,7 @@ def repack_settings(repack: RepackConfig) -> dict[str, Any]:
 
 def settings_of(config: Config) -> Settings:
     """The part of the configuration that decisions depend on."""
+    filtered = config.algorithm.filter_groups
     return Settings(
         seed=config.seed,
         groups_per_step=config.data.train_batch_size,
@@ -114,6 +115,8 @@ def settings_of(config: Config) -> Settings:
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
         save_freq=config.trainer.save_freq,
+        filter_metric=filtered.metric if filtered.enable else "",
+        filter_batches=filtered.max_num_gen_batches if filtered.enable else 0,
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )

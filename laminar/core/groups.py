@@ -1,7 +1,7 @@
 """Groups: their trajectories from generated to rewarded to ended, each exactly once.
 
 Reads   state.groups, state.trajectories, settings
-Writes  statuses, state.ready, state.unscored, state.deadlines, the ledger
+Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_in_row, the ledger
 Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
 
 A group closes when every sibling is rewarded or dropped. An end is decided here, written by the
@@ -24,6 +24,7 @@ from laminar.core.indexes import (
 )
 from laminar.core.keys import CommandKey
 from laminar.core.registry import handles
+from laminar.core.scores import float_of
 from laminar.core.state import Group, State, Trajectory
 from laminar.core.statuses import GroupStatus, TrajectoryStatus
 from laminar.core.store_restarts import END_TIMEOUT_MS
@@ -89,7 +90,7 @@ def finish_score_command(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def sibling_done(ctx: Context, group: Group) -> None:
-    """One sibling less is unfinished; a complete group is ready, or dropped when too small."""
+    """One sibling less is unfinished; a complete group is ready, or dropped: too small, or flat."""
     state = ctx.state
     group.unfinished -= 1
     if group.unfinished or group.status != GroupStatus.OPEN:
@@ -99,9 +100,23 @@ def sibling_done(ctx: Context, group: Group) -> None:
         end_group(ctx, group, End.EVALUATED, DropReason.NONE, group.step)
     elif len(scored) < state.settings.min_scored:
         drop_group(ctx, group, DropReason.TOO_FEW_SCORED)
+    elif is_flat(state, scored):
+        state.flat_in_row += 1
+        state.flat_right += all(state.trajectories[m].correct for m in scored)
+        drop_group(ctx, group, DropReason.NO_VARIANCE)
     else:
+        state.flat_in_row = state.flat_right = 0
         move_group(group, "complete")
         add_ready(state, group)
+
+
+def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
+    """Whether a filter is on and these siblings are all alike to it; one alone is no such group."""
+    metric, found = state.settings.filter_metric, [state.trajectories[m] for m in scored]
+    if not metric or len(found) < 2:
+        return False
+    values = [t.correct if metric == "acc" else float_of(t.score_bits) for t in found]
+    return min(values) == max(values)
 
 
 # --- endings ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
 from laminar.core.indexes import trainer as source_of
 from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
+from laminar.core.scores import float_of
 from laminar.core.state import State
 from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.tails import standing_of, why_engine_not_in_tail
@@ -92,6 +93,16 @@ def staleness_within_bound(state: State) -> None:
     _require(deadlines == state.deadlines, deadlines, state.deadlines)
     _require(bound_holds(deadlines, state.chosen, settings.groups_per_step), deadlines)
     _require(state.staleness_max <= settings.max_staleness, state.staleness_max)
+
+
+def batches_have_variance(state: State) -> None:
+    """With a filter no finished group waits for a batch whose answers are all alike to it."""
+    metric = state.settings.filter_metric
+    for group_id in state.ready if metric else ():
+        members = map(state.trajectories.get, state.groups[group_id].members)
+        scored = [t for t in members if t and t.status == TrajectoryStatus.REWARDED]
+        values = {t.correct if metric == "acc" else float_of(t.score_bits) for t in scored}
+        _require(len(values) > 1 or len(scored) < 2, "no variance", group_id, values)
 
 
 def commands_have_living_owners(state: State) -> None:
@@ -435,6 +446,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     trajectory_in_one_place,
     moves_are_whole,
     staleness_within_bound,
+    batches_have_variance,
     commands_have_living_owners,
     trainer_comes_back,
     relay_chain_is_path,

@@ -26,6 +26,8 @@ from laminar.events import events as ev
 from laminar.events.reasons import DropReason, End
 from laminar.names.roles import Role
 
+DATA = "data"
+"""The subject of a failure of the prompts."""
 EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
 
@@ -57,6 +59,25 @@ def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     """End the run gracefully as on_drain_requested does; it has failed, with this reason."""
     ctx.state.draining = True
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
+
+
+def end_flat_data(ctx: Context) -> None:
+    """So many groups in a row had no variance that no other one is waited for."""
+    state, batches = ctx.state, ctx.state.settings.filter_batches
+    limit = batches * state.settings.groups_per_step
+    if 0 < limit <= state.flat_in_row and state.phase == Phase.RUNNING and not state.draining:
+        _drain_flat(ctx, f"algorithm.filter_groups.max_num_gen_batches = {batches} batches")
+
+
+def _drain_flat(ctx: Context, limit: str) -> None:
+    state = ctx.state
+    what = (
+        f"no two answers differ in any of the last {state.flat_in_row} groups, {state.flat_right} "
+        f"of them all right, by algorithm.filter_groups.metric = {state.settings.filter_metric} "
+        f"({limit}): give prompts that are neither too easy nor too hard, or set "
+        "algorithm.filter_groups.enable = false"
+    )
+    drain(ctx, FailureKind.NO_VARIANCE, DATA, what)
 
 
 def _in_time(state: State, event: ev.DrainRequested) -> bool:
@@ -167,6 +188,8 @@ def _running(ctx: Context) -> bool:
         _drop_leftovers(ctx)
     elif not buffering.steps_done(state) and not _data_ended(ctx):
         return False
+    elif state.completed == state.first_step and state.flat_in_row:
+        _drain_flat(ctx, "the data has ended, and nothing was trained")
     move_run(state, "finish")
     ctx.touch_all()
     return True

@@ -124,6 +124,8 @@ class Settings(
     repack_release_ms: int = 0  #: for a replica to hand over what it gives away
     repack_prefill_tokens: int = 0  #: prefilled in the time of one decode step
     save_freq: int = 0  #: a checkpoint every so many steps; 0: none
+    filter_metric: str = ""  #: score | acc: groups all alike in it are dropped; empty: none are
+    filter_batches: int = 0  #: batches of such groups in a row that end the run; 0: none do
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
     @property

@@ -36,6 +36,7 @@ class DropReason(StrEnum):
     BATCH_WAIT = "batch-wait"  #: the trainer waited for it too often
     END_OF_DATA = "end-of-data"  #: too little is left for a batch
     MISMATCH = "mismatch"  #: the trainer left it out: its engine had other weights than it named
+    NO_VARIANCE = "no-variance"  #: no two scored siblings differ (algorithm.filter_groups)
     QUARANTINED = "quarantined"  #: replicas died while they ran it, time after time
     REPLICA_LOST = "replica-lost"  #: a held-out answer, which runs again whole
     RESTARTED = "restarted"  #: tokens of an attempt that began again

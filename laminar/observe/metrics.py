@@ -121,6 +121,7 @@ class MetricsWriter:
             "ledger/evaluated_tokens": ledger.tokens.evaluated,
             "ledger/dropped_tokens": sum(ledger.tokens.dropped.values()),
             "ledger/live_tokens": ledger.tokens.live,
+            **{f"ledger/dropped_groups/{why}": n for why, n in ledger.groups.dropped.items()},
             "events/seq": stamped.seq,
             **_reward_errors(state),
             **self._gauges.drain(),

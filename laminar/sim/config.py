@@ -57,6 +57,14 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     boundary_share: float = 0.06
 
 
+class FilterConfig(Section, frozen=True, kw_only=True):
+    """Groups without variance are not trained; drawn by itself, whatever else a world has."""
+
+    metric: Words = ("", "", "", "", "", "", "", "score", "acc")  #: empty: off
+    gen_batches: Ints = (0, 1, 10)  #: of a run that has steps to make at least 1
+    scores: Ints = (2, 2, 2, 2, 2, 1)  #: different ones, in a world with a filter; 1: all are alike
+
+
 class RepackConfig(Section, frozen=True, kw_only=True):
     """Stragglers are packed on few replicas; drawn by itself, whatever else a world has."""
 
@@ -131,6 +139,7 @@ class SimConfig(Section, frozen=True, kw_only=True):
     """One file."""
 
     work: WorkConfig = WorkConfig()
+    filter: FilterConfig = FilterConfig()
     repack: RepackConfig = RepackConfig()
     time: TimeConfig = TimeConfig()
     log: LogConfig = LogConfig()

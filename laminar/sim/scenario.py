@@ -31,7 +31,7 @@ from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.events.of_coordinator import Origin, Unfinished
 from laminar.names.ids import GroupId, train_group, trajectory_seed
-from laminar.sim.config import CheckConfig, SimConfig, WorkConfig
+from laminar.sim.config import CheckConfig, FilterConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.scheduler import MS, SECOND
 from laminar.storage.rules import Row
@@ -95,6 +95,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     kv_capacity: int
     checks: CheckConfig
+    scores: int = 2  #: different ones that answers get
     origin: Origin | None = None  #: of a fork
 
     @property
@@ -231,8 +232,23 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     )
     settings = msgspec.structs.replace(scenario.settings, save_freq=scenario.save_freq)
     scenario = msgspec.structs.replace(scenario, settings=settings)
+    scenario = _filtered(scenario, config.filter)
     scenario = _forked(scenario, work.fork_step)
     return _with_tails(scenario, repack, packing) if policy else scenario
+
+
+def _filtered(scenario: Scenario, filter: FilterConfig) -> Scenario:
+    """The same world with a filter, if it has one; a search without limit needs an end of data."""
+    pick = _pick_from(stream(scenario.seed, "filter"))
+    metric, batches, scores = pick(filter.metric), pick(filter.gen_batches), pick(filter.scores)
+    if not metric:
+        return scenario
+    settings = msgspec.structs.replace(
+        scenario.settings,
+        filter_metric=metric,
+        filter_batches=max(batches, 1) if scenario.settings.total_steps else batches,
+    )
+    return msgspec.structs.replace(scenario, settings=settings, scores=scores)
 
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:

@@ -11,7 +11,7 @@ import pytest
 from laminar.core import invariants
 from laminar.core.held_out import HeldOut, Prompt
 from laminar.core.state import Evaluation, State
-from laminar.core.statuses import Phase
+from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -82,6 +82,15 @@ def runs_nowhere(state: State) -> None:
 
 def deadline_forgotten(state: State) -> None:
     state.deadlines.clear()
+
+
+def flat_group_waits_for_a_batch(state: State) -> None:
+    state.settings = msgspec.structs.replace(state.settings, filter_metric="score")
+    group = next(iter(state.groups.values()))
+    for member in group.members:
+        trajectory = state.trajectories[member]
+        trajectory.status, trajectory.score_bits = TrajectoryStatus.REWARDED, 0
+    state.ready[group.id] = None
 
 
 def trained_too_late(state: State) -> None:
@@ -197,6 +206,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     group_disappears: invariants.ledger_balances,
     runs_twice: invariants.trajectory_in_one_place,
     runs_under_an_old_placement: invariants.trajectory_in_one_place,
+    flat_group_waits_for_a_batch: invariants.batches_have_variance,
     runs_nowhere: invariants.trajectory_in_one_place,
     deadline_forgotten: invariants.staleness_within_bound,
     trained_too_late: invariants.staleness_within_bound,

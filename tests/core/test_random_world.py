@@ -58,8 +58,8 @@ def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
     ledgers = [world.state.ledger for world in good_runs]
     reasons = {reason for ledger in ledgers for reason in ledger.trajectories.dropped}
     assert reasons >= {
-        "batch-wait", "end-of-data", "mismatch", "quarantined", "replica-lost", "run-ended",
-        "store-refused", "too-few-scored", "unscored",
+        "batch-wait", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
+        "run-ended", "store-refused", "too-few-scored", "unscored",
     }  # fmt: skip
     assert sum(ledger.tokens.dropped.get("restarted", 0) for ledger in ledgers) > 0
     ignored = {reason.partition(": ")[2] for world in good_runs for reason in world.state.ignored}

@@ -53,6 +53,7 @@ def random_world(seed: int, kind: type[World] = World) -> World:
     world.settings = msgspec.structs.replace(
         world.settings, max_error_permille=permille, eval_answers=answers
     )
+    _add_filter(world, seed)
     _add_lost_trainers(world, seed)
     _draw_boundaries(world, seed)
     return world
@@ -116,6 +117,15 @@ def _add_machine_faults(faults: Faults, chance: random.Random, seed: int) -> Non
     faults.deaf = choose([0, 0, 0.1])
     faults.lose_machine_at_s = choose([0, 0, 0, 6])
     faults.silent_node_at_s = random.Random(f"silent {seed}").choice([0, 0, 1, 6])
+
+
+def _add_filter(world: World, seed: int) -> None:
+    chance = random.Random(f"filter {seed}")
+    metric, batches = chance.choice(["", "", "", "", "score", "acc"]), chance.choice([1, 20])
+    if metric:
+        world.settings = msgspec.structs.replace(
+            world.settings, filter_metric=metric, filter_batches=batches
+        )
 
 
 def _add_repack(world: World, policy: str, repack: random.Random) -> None:

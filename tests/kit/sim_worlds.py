@@ -17,6 +17,7 @@ from laminar.events.base import Command, Stamped
 from laminar.sim.config import (
     CheckConfig,
     FaultConfig,
+    FilterConfig,
     LogConfig,
     RepackConfig,
     SimConfig,
@@ -33,6 +34,7 @@ def config(*faults: str, **changes: Any) -> SimConfig:
     sections = {
         "work": WorkConfig(boundary_share=0.0),  # what a test leaves open is drawn as usual
         "time": TimeConfig(),
+        "filter": FilterConfig(metric=""),
         "repack": RepackConfig(),
         "log": LogConfig(),
         "faults": menu if faults else FaultConfig(),

@@ -202,11 +202,12 @@ class Actors(Trainers):
             else:
                 broken = self.faults.fail_reward
                 failed = broken > 0 and self.random.random() < broken
+                bits = self.random.choice([0, 4607182418800017408])
                 event = ev.TrajectoryRewarded(
                     trajectory_id=item.trajectory_id,
                     placement=item.placement,
-                    score_bits=self.random.choice([0, 4607182418800017408]),
-                    correct=not failed,
+                    score_bits=bits,
+                    correct=bits > 0 and not failed,
                     reason="error" if failed else "ok",
                     num_tokens=self.rows[item.trajectory_id].num_tokens,
                     detail="KeyError: 'x' (reward.py:4)" if failed else "",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from laminar.actors.clients import StoreClient
 from laminar.actors.openings import Openings
@@ -115,6 +116,40 @@ def test_books_that_differ(world: World, change: dict[str, object]) -> None:
         broken(lambda: final_checks.two_books(state, rows, world.checks.training.book))
         == "two_books"
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "end", "sound"),
+    [
+        ("score", (0.5, 0.5), "dropped", True),
+        ("acc", (1.0, 2.0), "dropped", True),
+        ("score", (1.0, 2.0), "dropped", False),
+        ("acc", (0.5, 1.0), "dropped", False),
+        ("score", (0.5,), "dropped", False),
+        ("", (0.5, 0.5), "dropped", False),
+        ("score", (1.0, 2.0), "trained", True),
+        ("acc", (1.0, 2.0), "trained", False),
+        ("score", (0.5, 0.5), "trained", False),
+        ("score", (0.5,), "trained", True),
+        ("", (0.5, 0.5), "trained", True),
+    ],
+)
+def test_groups_that_a_filter_drops_and_keeps(
+    world: World, metric: str, scores: tuple[float, ...], end: str, sound: bool
+) -> None:
+    """A group of siblings with these scores, all of them ended alike."""
+    one = next(row for row in world.rows.values() if row.end == "trained")
+    one = one._replace(end=end, end_reason="no-variance" if end == "dropped" else None)
+    rows = {
+        str(i): one._replace(id=str(i), reward_bits=rules.score_bits(score))
+        for i, score in enumerate(scores)
+    }
+    settings = replace(world.scenario.settings, filter_metric=metric)
+    if sound:
+        final_checks.groups_are_filtered(settings, rows)
+    else:
+        found = broken(lambda: final_checks.groups_are_filtered(settings, rows))
+        assert found == "groups_are_filtered"
 
 
 def test_trajectory_that_the_store_does_not_know(world: World) -> None:

@@ -27,8 +27,8 @@ _MOVE_NAMES = {
 }
 
 DROP_REASONS = (
-    "batch-wait", "end-of-data", "mismatch", "quarantined", "replica-lost", "restarted",
-    "reward-worker-lost", "run-ended", "store-refused", "too-few-scored", "unscored",
+    "batch-wait", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
+    "restarted", "reward-worker-lost", "run-ended", "store-refused", "too-few-scored", "unscored",
 )  # fmt: skip
 IGNORED_REASONS = (
     "fenced", "late", "old-incarnation", "old-placement", "old-process", "repeat",

@@ -43,13 +43,15 @@ _CAUSES: dict[FailureKind, tuple[type[Event], ...]] = {
     FailureKind.NO_CHECKPOINT: (ev.TrainerReady,),
     FailureKind.REWARD_FAILS: (ev.TrajectoryFailed, ev.TrajectoryRewarded),
     FailureKind.NO_SCORES: (ev.TrajectoryFailed, ev.TrajectoryRewarded),
+    FailureKind.NO_VARIANCE: (Event,),  # whatever ended the last sibling of the last group
     FailureKind.EVENT_GIVEN_UP: (ev.EventGivenUp,),
 }
 """Of the other kinds, which are losses: _LOSSES."""
 _STOPS = (FailureKind.STOPPED, FailureKind.STOPPED_EARLY)
 _OF_REWARDS = (FailureKind.REWARD_FAILS, FailureKind.NO_SCORES)
 _UNNAMED = (
-    *_STOPS, *_OF_REWARDS, FailureKind.NOT_STARTED, FailureKind.OVERDUE, FailureKind.NOT_PUBLISHED,
+    *_STOPS, *_OF_REWARDS, FailureKind.NO_VARIANCE, FailureKind.NOT_STARTED, FailureKind.OVERDUE,
+    FailureKind.NOT_PUBLISHED,
 )  # fmt: skip
 """Kinds whose cause names no process."""
 
@@ -99,6 +101,8 @@ def _explained(world: World, failed: Failure, event: Event) -> bool:
         return True  # the user asked, as the cause says
     if failed.kind in _OF_REWARDS:
         return _rewards_failed(world)
+    if failed.kind == FailureKind.NO_VARIANCE:
+        return _found_no_variance(world)
     if isinstance(event, ev.EventGivenUp):
         return world.coordinator.exits.gave_up(event.what)
     if failed.kind == FailureKind.BATCH_DEADLY:
@@ -114,6 +118,13 @@ def _subjects(world: World, failed: Failure) -> list[SimProcess]:
     roles = set(failed.subject.split(", "))
     found = [process for process in world.processes.values() if process.role in roles]
     return found or [p for p in world.processes.values() if p.role in ("trainer", "relay")]
+
+
+def _found_no_variance(world: World) -> bool:
+    """As many groups ended so as the limit has, or no batch was ever trained."""
+    settings, found = world.scenario.settings, world.checks.prompts.groups_ended_as("no-variance")
+    limit = settings.filter_batches * settings.groups_per_step
+    return 0 < limit <= found or (found > 0 and not world.checks.training.book)
 
 
 def _rewards_failed(world: World) -> bool:

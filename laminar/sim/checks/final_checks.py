@@ -15,13 +15,14 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import replay, stamped
 from laminar.eventlog.snapshot import snapshots
-from laminar.events.base import COORDINATOR, Command, Stamped
+from laminar.events.base import COORDINATOR, Command, Settings, Stamped
+from laminar.events.reasons import FinishReason
 from laminar.sim.checks.failures import failure_has_a_reason
 from laminar.sim.checks.safety import Checks, numbered
 from laminar.sim.runtime.disk import SimDisk
 from laminar.sim.runtime.violation import Violation
 from laminar.storage import books
-from laminar.storage.rules import Row
+from laminar.storage.rules import Row, score_of
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -40,6 +41,7 @@ def judge(world: World) -> str:
     invariants.check(state)
     failure_has_a_reason(world, state)
     store_agrees_with_itself(world)
+    groups_are_filtered(world.scenario.settings, rows)
     if not _may_stay_open(world, state):
         books_are_closed(state, rows)
         world.checks.prompts.every_prompt_ends(state)
@@ -57,6 +59,32 @@ def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
     if found.difference is not None:
         raise Violation("replay_equal", str(found.difference))
     return digest(found.machine.state) if found.machine.started else ""
+
+
+def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
+    """With a filter, scored siblings differ where they are trained, and do not where they ended for
+    no variance; without one, none ended so."""
+    flat, kept = dict[str, list[float]](), dict[str, list[float]]()
+    for row in rows.values():
+        if row.end_reason == "no-variance":
+            flat.setdefault(row.group_id, []).append(_measured(settings, row))
+        elif row.end == "trained" or row.end_reason == "mismatch":
+            kept.setdefault(row.group_id, []).append(_measured(settings, row))
+    metric = settings.filter_metric
+    for group, values in flat.items():
+        if not metric or len(values) < 2 or len(set(values)) > 1:
+            raise Violation("groups_are_filtered", f"{group} is dropped, its {metric}: {values}")
+    for group, values in kept.items():
+        if metric and len(values) > 1 and len(set(values)) == 1:
+            raise Violation("groups_are_filtered", f"{group} is kept, its {metric}: {values}")
+
+
+def _measured(settings: Settings, row: Row) -> float:
+    score = score_of(row.reward_bits)
+    assert score is not None, row
+    if settings.filter_metric == "acc":
+        return float(score >= 1 and row.finish_reason == FinishReason.STOP)
+    return score
 
 
 def _may_stay_open(world: World, state: State) -> bool:

@@ -120,7 +120,8 @@ class Rewards:
         tokens = [response for _, response in call.completions]
         if any(response in tokens for response in self._unscorable()):
             return [RewardResult(None, "unscored") for _ in tokens]
-        return [_reward(response, faults.reward_reason()) for response in tokens]
+        scores = replica.scenario.scores
+        return [_reward(response, scores, faults.reward_reason()) for response in tokens]
 
     def _unscorable(self) -> list[list[int]]:
         """The responses that a fault has chosen."""
@@ -134,9 +135,10 @@ class Rewards:
         return found
 
 
-def _reward(tokens: list[int], reason: str) -> RewardResult:
-    """Right or wrong, by the response: the same on every replica; 0 where the function failed."""
-    score = float(sum(tokens) % 2) if reason == "ok" else 0.0
+def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
+    """One of so many scores from 0, by the response: the same on every replica; 0 where the
+    function failed."""
+    score = float(sum(tokens) % scores) if reason == "ok" else 0.0
     return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
 
 
