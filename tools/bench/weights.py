@@ -1,6 +1,6 @@
 """What the weight plane costs: one hop, chains, and the other ways to broadcast.
 
-Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks]
+Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks ranks]
 Prints one JSON line per figure; one that has a limit says whether it is met.
 
 hop         hop_gb_s               2 GiB through one socket, network unlimited
@@ -20,6 +20,10 @@ topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4
             star_seconds_N, gloo_seconds_N, gloo_chunked_seconds_N, chainN_vs_...
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
 chunks      chain_seconds_4_chunk_M  the same for chunks of M MiB, beside the formula
+ranks       CPU time of two ranks of the trainer together, of which each has half of the rows:
+            ranks_publish_cpu_s_per_gb, ranks_publish_vs_copy  each puts its rows into the slot, by
+                                   a copy of the same rows to the same place
+            ranks_gather_vs_copy   rank 0 is sent all rows and writes them
 
 The chain is the product's plane, a process for each relay. Topologies are compared with one
 emulated network card per machine (weights_net.py), 200 MB/s each up to 4 relays and 100 MB/s for 8,
@@ -50,6 +54,7 @@ from laminar.actors.system.warm import COPY_TUNABLE  # noqa: E402
 from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402
 from tools.bench.weights_baselines import Group, buffers, gloo, star  # noqa: E402
+from tools.bench.weights_ranks import layout, ranks_rounds  # noqa: E402
 from tools.bench.weights_relay import RelayProcess  # noqa: E402
 
 MIB = 1 << 20
@@ -67,6 +72,7 @@ GATES = {
     "chain_cpu_per_gb_vs_hop": ("<=", 1.2),
     "last_relay_vs_wire_time": ("<=", 1.10),
     "checksum_cpu_share": ("<=", 0.35),
+    "ranks_publish_vs_copy": ("<=", 1.25),
 }
 
 Figure = dict[str, Any]
@@ -312,6 +318,19 @@ def _median_ratio(above: Any, below: Any) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def ranks(scale: Scale) -> Iterator[Figure]:
+    specs = layout(scale.size)
+    spent = list(ranks_rounds(specs, scale.rounds))
+    published, copied, gathered = ([row[w] for row in spent] for w in ("publish", "copy", "gather"))
+    gb = sum(spec.nbytes for spec in specs) / 1e9
+    yield figure("ranks_publish_cpu_s_per_gb", statistics.median(published) / gb, "s/GB")
+    yield figure("ranks_publish_vs_copy", _median_ratio(published, copied), "ratio")
+    yield figure("ranks_gather_vs_copy", _median_ratio(gathered, copied), "ratio")
+
+
 # --- all ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +339,7 @@ PARTS: dict[str, Callable[[Scale], Iterator[Figure]]] = {
     "cpu": cpu,
     "topologies": topologies,
     "chunks": chunks,
+    "ranks": ranks,
 }
 
 
