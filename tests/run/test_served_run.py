@@ -182,6 +182,7 @@ def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served)
 STARTED_AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
+@pytest.mark.long
 def test_a_service_that_slurm_starts_again_stands_by_while_its_former_copy_lives(
     served: Served,
 ) -> None:
@@ -202,7 +203,7 @@ def test_a_service_that_slurm_starts_again_stands_by_while_its_former_copy_lives
     served.check()
 
 
-@pytest.mark.parametrize("end", ["pause", "signal"])
+@pytest.mark.parametrize("end", [pytest.param("pause", marks=pytest.mark.long), "signal"])
 def test_a_service_that_stands_by_leaves_where_it_is_not_needed(served: Served, end: str) -> None:
     """The user has paused the run; or it is this job that is to end."""
     served.prepare(ENDLESS)
