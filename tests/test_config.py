@@ -226,7 +226,10 @@ def test_the_async_section_keeps_its_name() -> None:
         (["trainer.seed=1"], ["trainer.seed", "seed"]),
         (["rollout.n=4"], ["rollout.n", "rollout.group_size"]),
         (["optim.learning_rate=1"], ["optim.lr"]),
-        (["lora.rank=8"], ["lora is not supported: all parameters are trained"]),
+        (["lora_rank=8"], ["here it is lora.rank"]),
+        (["actor_rollout_ref.model.lora_alpha=8"], ["here it is lora.alpha"]),
+        (["peft_config.target_modules=all-linear"], ["here it is lora.target_modules"]),
+        (["use_dora=true"], ["use_dora is not supported: adapters have lora.rank"]),
         (["gradient_checkpointing=true"], ["trainer.activation_checkpointing", "on or off"]),
         (
             ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],

@@ -22,7 +22,7 @@ from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
-from laminar.engines.check import check_engine, count_gpus
+from laminar.engines.check import check_engine, count_gpus, weight_shapes
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
@@ -34,6 +34,7 @@ from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
 from laminar.tasks.row_checks import row_warnings
 from laminar.tasks.tokenizer import end_ids, load_tokenizer
+from laminar.training.adapted import check_lora
 
 LONGEST_PROMPTS = 64
 """Only the longest texts are tokenised here; the store does all of them, and says the same."""
@@ -198,6 +199,8 @@ def check_model(config: Config, *, here: bool) -> None:
             "(config.json, model.safetensors, tokenizer.json), or its name on the hub, ORG/NAME"
         )
     check_engine(config, here=here)
+    if config.lora.rank:
+        check_lora(config.lora, weight_shapes(name))
 
 
 def run_size(config: Config) -> int:

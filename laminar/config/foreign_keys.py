@@ -43,6 +43,14 @@ VERL = {
     "log_prob_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
     "log_prob_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     **dict.fromkeys(("tau_pos", "tau_neg"), "algorithm.policy_loss.options"),
+    "actor_rollout_ref.model.lora_rank": "lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "lora.alpha",
+    "actor_rollout_ref.model.target_modules": "lora.target_modules",
+    "actor_rollout_ref.model.lora.rank": "lora.rank",
+    "actor_rollout_ref.model.lora.alpha": "lora.alpha",
+    "actor_rollout_ref.model.lora.target_modules": "lora.target_modules",
+    "lora_rank": "lora.rank",
+    "target_modules": "lora.target_modules",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
     "async_training.staleness_threshold": "async.max_staleness",
@@ -100,6 +108,13 @@ TRL = {
     "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "vllm_max_model_length": "rollout.max_model_len",
     "num_generations_eval": "rollout.val_kwargs.n",
+    "use_peft": "lora.rank; 0 trains all weights",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_target_modules": "lora.target_modules",
+    **dict.fromkeys(("peft_config", "peft_config.r"), "lora.rank"),
+    "peft_config.lora_alpha": "lora.alpha",
+    "peft_config.target_modules": "lora.target_modules",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.functions",
 }
@@ -157,12 +172,12 @@ _SHARDED = "trainer.ranks divides the model among GPUs, trainer.offload keeps it
 _WHOLE = "a rank computes whole layers of whole sequences; trainer.ranks divides what it keeps"
 _ONE_TURN = "a sample is one prompt and one response"
 _RESUME = "a run goes on with `laminar train --resume RUN`"
-_ALL_TRAINED = "all parameters are trained"
+_LORA = "adapters have lora.rank, lora.alpha and lora.target_modules"
 
 #: Features that are missing here, by a part of the keys that other systems have for them.
 UNSUPPORTED = {
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_r", "use_lora"), _ALL_TRAINED),
-    **dict.fromkeys(("peft", "peft_config", "use_peft", "target_modules"), _ALL_TRAINED),
+    **dict.fromkeys(("lora_dropout", "use_rslora", "use_dora", "modules_to_save"), _LORA),
+    **dict.fromkeys(("lora_adapter_path", "exclude_modules"), _LORA),
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     "critic": "algorithm.adv_estimator has no critic",
     **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),

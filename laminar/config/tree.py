@@ -250,6 +250,20 @@ class OptimConfig(Section, frozen=True, kw_only=True):
     lr_warmup_steps: Annotated[Natural, says("training steps of linear warm-up")] = 0
 
 
+class LoraConfig(Section, frozen=True, kw_only=True):
+    """Adapters are trained in the place of the model's own weights; see docs/training.md."""
+
+    rank: Annotated[Natural, says("rank of the adapters; 0: all weights are trained")] = 0
+    alpha: Annotated[
+        float, Meta(gt=0), says("what an adapter adds is multiplied by alpha / rank")
+    ] = 16.0
+    target_modules: Annotated[
+        list[str],
+        Meta(min_length=1),
+        says('what gets an adapter in each layer: ["q_proj", "v_proj"]; all-linear: every matrix'),
+    ] = msgspec.field(default_factory=lambda: ["all-linear"])
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: Annotated[Natural, says("0: total_epochs passes over the data")] = 0
     total_epochs: Annotated[Count, says("used when total_training_steps is 0")] = 1
@@ -477,6 +491,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -2,7 +2,7 @@
 
 Reads   a directory that `save` completed
 Writes  optimizer.safetensors and digests.json into a directory that has a model and trainer.json;
-        parameters and optimizer of a learner
+        parameters and optimizer of a learner: with adapters, those of the adapters alone
 Gives   `save`, `load`; CheckpointError for what is damaged, ConfigError for what is another
         model's, one sentence each
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from laminar.config import ConfigError
 from laminar.run.directory import RESUME_FILE
-from laminar.training import resume, tensor_file
+from laminar.training import lora, resume, tensor_file
+from laminar.training.adapted import ADAPTER_FILE
 from laminar.training.file_digests import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -30,10 +31,10 @@ from laminar.training.file_digests import (
     write_digests,
 )
 from laminar.training.learner import Learner
-from laminar.training.model import named_weights
+from laminar.training.model import base_weights, named_weights
 from laminar.training.resume import CheckpointError, ForeignError, Resume
 from laminar.training.sharding import copy_rows
-from laminar.training.tensor_file import Rows
+from laminar.training.tensor_file import Rows, rows_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
@@ -64,16 +65,15 @@ def take(directory: Path, learner: Learner) -> Resume:
     """Have the learner, or this rank of it, as it was; of the files, only its rows are read."""
     try:
         found = resume.decode((directory / RESUME_FILE).read_bytes())
-        _load_weights(directory / MODEL_FILE, learner)
+        learner.restore(found.learner)
+        _load_weights(directory, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
             restore_moments(learner.policy.model, learner.optimizer, file)
-        learner.restore(found.learner)
     except (OSError, SafetensorError, CheckpointError) as error:
         raise _damaged(directory, error) from error
     except ForeignError as error:
         raise ConfigError(
-            f"checkpoint {directory} cannot be trained on: {error}; give model.name the model that "
-            "the run began with"
+            f"checkpoint {directory} cannot be trained on: {error}; give what the run began with"
         ) from error
     return found
 
@@ -85,20 +85,33 @@ def _damaged(directory: Path, error: Exception) -> CheckpointError:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Whole tensors of one process; OSError from the disk."""
     rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
-    tensor_file.create(path, rows)
-    tensor_file.write(path, rows)
+    forms = tensor_file.forms_of(rows)
+    tensor_file.create(path, forms)
+    tensor_file.write(path, forms, rows.items())
 
 
 @torch.no_grad()
-def _load_weights(path: Path, learner: Learner) -> None:
-    weights = dict(named_weights(learner.policy.model))
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        other = sorted(names ^ weights.keys())
+def _load_weights(directory: Path, learner: Learner) -> None:
+    model, name = learner.policy.model, MODEL_FILE
+    weights = dict(base_weights(model))
+    if learner.policy.base:  # of a base of that digest: the model's file has it with the adapters
+        name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
+    with safe_open(directory / name, framework="pt") as file:
+        other = sorted(set(file.keys()) ^ weights.keys())
         if other:
-            raise ForeignError(f"its {MODEL_FILE} is of another model: {other[0]!r} differs")
-        for name, tensor in weights.items():
-            _take_rows(MODEL_FILE, name, tensor, file)
+            raise ForeignError(f"its {name} is of another model: {other[0]!r} differs")
+        for key, tensor in weights.items():
+            _take_rows(name, key, tensor, file)
+
+
+def read_back(directory: Path, learner: Learner) -> None:
+    """What was written of a model with adapters is what it is, to the last bit; CheckpointError."""
+    with safe_open(directory / MODEL_FILE, framework="pt") as file:
+        for name, tensor in named_weights(learner.policy.model):
+            rows = rows_of(tensor)
+            end = rows.first + len(rows.data)
+            if not torch.equal(file.get_slice(name)[rows.first : end], rows.data.cpu()):
+                raise CheckpointError(f"{directory} has another {name!r} than was written")
 
 
 def _take_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:

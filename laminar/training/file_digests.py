@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from laminar.run.directory import RESUME_FILE
+from laminar.training.adapted import ADAPTER_FILE
 from laminar.training.resume import CheckpointError
 
 MODEL_FILE = "model.safetensors"
@@ -27,7 +28,8 @@ BLOCK = 1 << 24
 
 def write_digests(directory: Path) -> None:
     """Write the digests of all that training goes on from; OSError from the disk."""
-    digests = {name: _digest(directory / name) for name in DIGESTED}
+    names = [*DIGESTED, *([ADAPTER_FILE] if (directory / ADAPTER_FILE).exists() else [])]
+    digests = {name: _digest(directory / name) for name in names}
     (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
 
 
@@ -37,7 +39,7 @@ def check_digests(directory: Path) -> None:
         digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
-    for name in DIGESTED:
+    for name in [*DIGESTED, *([ADAPTER_FILE] if ADAPTER_FILE in digests else [])]:
         digest = _digest(directory / name)
         if digest != digests.get(name):
             raise CheckpointError(

@@ -69,6 +69,13 @@ class Way:
     published: int  #: bytes of a number in the published weights
     ranks: int = 1
     offload: Offload = "none"
+    adapters: int = 0  #: parameters of all of them; 0: the model itself is trained
+
+    @property
+    def base(self) -> int:
+        """Bytes of a number in the matrices of a base that is not trained: of the compute type,
+        unless what is published has room for more. FSDP2 takes one type in a layer."""
+        return FLOAT32 if self.sharded else max(self.compute, self.published)
 
     @property
     def sharded(self) -> bool:

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, Config, ConfigError, OptimConfig
 from laminar.run.user_file import UserFunction
+from laminar.training.adapted import adapters_of
 from laminar.training.advantages import Estimator
 from laminar.training.batching import (
     MicroBatch,
@@ -47,9 +47,11 @@ from laminar.training.metrics import (
 )
 from laminar.training.mismatch import MismatchLimits, movement_rows, rounding_of, scores_of
 from laminar.training.model import (
+    BasePolicy,
     Compute,
     LoadedPolicy,
-    named_weights,
+    base_weights,
+    digest,
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
@@ -104,7 +106,7 @@ class Learner:
         config: Config,
         policy: LoadedPolicy,
         *,
-        reference: LoadedPolicy | None = None,
+        reference: LoadedPolicy | BasePolicy | None = None,
         total_steps: int = 0,
         ranks: Ranks = ONE,
     ) -> None:
@@ -138,7 +140,8 @@ class Learner:
         self.estimated_bytes = _estimated_bytes(config, policy)
         self.reference_digest = ""
         if self.reference is not None:
-            self.reference_digest = _digest(self.reference)
+            model = self.reference
+            self.reference_digest = digest(model) if isinstance(model, LoadedPolicy) else model.base
             self.reference.cast(self._compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
@@ -213,19 +216,14 @@ class Learner:
             prompts_once=self.policy.prompts_once,
             reference=self.reference_digest,
             functions=_digests(self._objective.policy_loss.users, self._estimator.users),
+            base=self.policy.base,
+            adapters=adapters_of(self.config.lora),
             moved=self._limits.movements,
         )
 
     def restore(self, facts: LearnerFacts) -> None:
-        """The rest of a checkpoint whose parameters and optimizer are there; ForeignError.
-
-        A fork may have a KL term where the other run had none.
-        """
-        if facts.reference and self.reference_digest not in ("", facts.reference):
-            raise ForeignError(
-                f"its KL term compares with a reference of digest {facts.reference}, and "
-                f"model.name has {self.reference_digest} now"
-            )
+        """What a checkpoint has besides parameters and optimizer; ForeignError."""
+        _check_same(facts, self.facts())
         self._limits.restore(facts.moved)
 
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
@@ -393,6 +391,26 @@ def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -
     return replace(result, metrics=result.metrics | memory)
 
 
+def _check_same(before: LearnerFacts, now: LearnerFacts) -> None:
+    """ForeignError for other adapters, another base or another reference. A fork may have a KL term
+    where the other run had none."""
+    if before.adapters != now.adapters:
+        raise ForeignError(
+            f"it has {before.adapters or 'no adapters'}, and this run has "
+            f"{now.adapters or 'none'} (lora.rank, lora.alpha, lora.target_modules)"
+        )
+    if before.base != now.base:
+        raise ForeignError(
+            f"its adapters belong to a base of digest {before.base}, and model.name has "
+            f"{now.base} now"
+        )
+    if before.reference and now.reference not in ("", before.reference):
+        raise ForeignError(
+            f"its KL term compares with a reference of digest {before.reference}, and model.name "
+            f"has {now.reference} now"
+        )
+
+
 def _digests(*functions: UserFunction | None) -> dict[str, str]:
     """Of the user's files, by setting."""
     return {function.key: function.digest for function in functions if function is not None}
@@ -408,23 +426,13 @@ def take_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
 def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:
     """Fused: the update takes no memory beside the moments, on a CPU a sixth of the time."""
     return torch.optim.AdamW(
-        policy.model.parameters(),
+        [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         fused=True,
     )
-
-
-def _digest(policy: LoadedPolicy) -> str:
-    """The digest of all weights: names, types, shapes and bytes."""
-    found = xxhash.xxh3_128()
-    for name, tensor in named_weights(policy.model):
-        tensor = policy.whole(tensor)
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
@@ -440,7 +448,7 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 def _estimated_bytes(config: Config, policy: LoadedPolicy) -> int:
     """What was said before the start that training takes of this device."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in policy.model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in base_weights(policy.model).items()}
     model = sizes_of(policy.model.config.to_dict(), shapes)
     way = way_of(config, gpu=policy.device.type == "cuda")
     return sum(footprint(model, way).device.values())

@@ -1,8 +1,9 @@
 """The policy: a Hugging Face causal LM in float32, its log-probs, its weights by name.
 
 Reads   a model directory (safetensors only)
-Gives   LoadedPolicy; ConfigError for a checkpoint that does not fill the model exactly, and for a
-        model whose logits are not its head's
+Gives   LoadedPolicy; BasePolicy, the same without its adapters (lora.py); ConfigError for a
+        checkpoint that does not fill the model exactly, and for a model whose logits are not its
+        head's
 
 Logits of a whole micro-batch would be the largest tensors of a step: 16,384 tokens of a vocabulary
 of 151,936 are 10 GB, four times over. So head and softmax run over chunks of tokens. Where there
@@ -10,29 +11,34 @@ are several, a chunk keeps its hidden states only, and the backward pass compute
 
 transformers warns about a tensor it did not find and goes on with random numbers; a training run
 that starts from those looks healthy for hours. So missing and unexpected tensors refuse to load.
-What is trained is always float32: an update of 1e-6 is lost in a bfloat16 weight. The model stays
+What is trained is always float32: an update of 1e-6 is lost in a bfloat16 weight. What is not
+trained, beside adapters, may be of the compute type. The model stays
 in evaluation mode, also in training, because dropout would make the trainer's log-probs differ from
 the engine's; gradients do not depend on that mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
+from laminar.training import lora
 from laminar.training.batching import TokenRows, token_rows
 from laminar.training.cascade import read_prompts_once, why_padded
+from laminar.training.footprint import FLOAT32, way_of
 from laminar.training.losses import entropy_of, gather_targets, log_softmax_at
+from laminar.training.tensor_file import Form, Forms
 
 Entropy = Literal["none", "value", "gradient"]
 CHECKED_TOKENS = 16
@@ -58,6 +64,7 @@ class LoadedPolicy:
     model: PreTrainedModel
     vocab_limit: int  #: ids from here on are in the logits but not in the tokenizer: never sampled
     prompts_once: bool = False  #: its attention is that of cascade.py
+    base: str = ""  #: digest of the weights that are not trained; empty: all are
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +114,26 @@ class LoadedPolicy:
         if not self.prompts_once:  # its attention would take the row for one sequence
             raise ValueError("this model cannot read rows that hold a prompt once")
         return {"position_ids": rows.positions, "prompts": rows.prompts}
+
+
+@dataclass(frozen=True, slots=True)
+class BasePolicy:
+    """What a policy with adapters would be without them, without a second model."""
+
+    policy: LoadedPolicy
+
+    @property
+    def base(self) -> str:
+        return self.policy.base
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Nothing: its weights are those of the policy."""
+
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        with lora.adapters_off(self.policy.model):
+            return self.policy.log_probs(rows, temperature, compute, entropy)
 
 
 def _head_scores(
@@ -169,21 +196,39 @@ def recompute_layers(model: nn.Module) -> None:
         )
 
 
-def load_policy(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
+def load_policy(
+    name: str, device: torch.device | str, *, tokenizer_size: int, adapt: Config | None = None
+) -> LoadedPolicy:
     """Load `name` in float32 for scoring and training; raises ConfigError.
 
     `tokenizer_size` is one more than the tokenizer's largest id; models pad their vocabulary.
+    `adapt`: the run whose adapters it is given, before it is on the device, where there may be no
+    room for its weights in float32.
     """
     model, info = _from_pretrained(name)
     check_loaded(name, info)
-    width = model.get_output_embeddings().weight.shape[0]
+    limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
+    device, base = torch.device(device), ""
+    if adapt is not None:
+        before = LoadedPolicy(model.eval(), limit)
+        check_head(name, before)
+        base = digest(before)
+        _adapt(model, adapt, device)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
     once = not why_padded(model, model.device)
     if once:
         read_prompts_once(model)
-    policy = LoadedPolicy(model.eval(), min(width, tokenizer_size), once)
-    check_head(name, policy)
+    policy = LoadedPolicy(model.eval(), limit, once, base)
+    if adapt is None:
+        check_head(name, policy)
     return policy
+
+
+def _adapt(model: PreTrainedModel, config: Config, device: torch.device) -> None:
+    if way_of(config, gpu=device.type == "cuda").base < FLOAT32:
+        cast_linear(model, torch.bfloat16)
+    lora.inject(model, config.lora)
+    lora.start(model, config.seed)
 
 
 def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
@@ -239,13 +284,45 @@ def check_head(name: str, policy: LoadedPolicy) -> None:
         )
 
 
-def named_weights(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint under its Hugging Face name, without gradients, not copied.
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint under its Hugging Face name, without gradients.
 
     Tied tensors come once, under the first name: a model with a tied head has no lm_head.weight.
+    Those of a model without adapters are its own; with adapters, each is made when it is asked
+    for, float32 and merged, and in rows of ranks all ask together.
     """
-    found = by_identity(model.state_dict(keep_vars=True))
-    return [(names[0], tensor.detach()) for names, tensor in found.values()]
+    layers = lora.layers(model)
+    for name, tensor in base_weights(model).items():
+        layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is not None:
+            yield name, lora.merged(layer)
+        else:
+            yield name, tensor.to(lora.trained_type(tensor.dtype)) if layers else tensor
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The same tensors, not merged: those that were loaded. Nothing is worked out for it."""
+    tensors = lora.base_tensors(model.state_dict(keep_vars=True))
+    return {names[0]: tensor.detach() for names, tensor in by_identity(tensors).values()}
+
+
+def weight_forms(model: PreTrainedModel) -> Forms:
+    """What `named_weights` gives: shapes and types."""
+    adapted = bool(lora.layers(model))
+    return {
+        name: Form(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
+        for name, t in base_weights(model).items()
+    }
+
+
+def digest(policy: LoadedPolicy) -> str:
+    """Of all weights without adapters: names, types, shapes and bytes."""
+    found = xxhash.xxh3_128()
+    for name, tensor in base_weights(policy.model).items():
+        tensor = policy.whole(tensor)
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:

@@ -26,7 +26,7 @@ from laminar.training.losses import (
     kl_term,
     token_coefficients,
 )
-from laminar.training.model import Compute, LoadedPolicy
+from laminar.training.model import BasePolicy, Compute, LoadedPolicy
 from laminar.training.policy_losses import PolicyLoss
 
 
@@ -50,14 +50,14 @@ class Objective:
 
 
 @torch.no_grad()
-def score(policy: LoadedPolicy, micro: MicroBatch, compute: Compute) -> Tensor:
+def score(policy: LoadedPolicy | BasePolicy, micro: MicroBatch, compute: Compute) -> Tensor:
     """Log-probs [tokens] of the sampled tokens at their sampling temperature."""
     return policy.log_probs(micro.rows, micro.temperature, compute).log_probs
 
 
 def objective(
     policy: LoadedPolicy,
-    reference: LoadedPolicy | None,
+    reference: LoadedPolicy | BasePolicy | None,
     micro: MicroBatch,
     proximal: Tensor | None,
     counts: BatchCounts,
@@ -68,6 +68,8 @@ def objective(
     That is exact, and free, when the mini-batch is the first of its step.
     """
     algorithm = config.algorithm
+    # Before the policy's pass: they may be one model, which is then as that pass has left it.
+    anchor = None if reference is None else score(reference, micro, config.compute)
     log_probs, entropy = policy.log_probs(
         micro.rows,
         micro.temperature,
@@ -88,8 +90,7 @@ def objective(
     pg_loss = (coefficients * losses).sum()
     loss = pg_loss - algorithm.entropy_coeff * (coefficients * entropy).sum()
     kl_loss = None
-    if reference is not None:
-        anchor = score(reference, micro, config.compute)
+    if anchor is not None:
         kl_loss = (coefficients * kl_term(log_probs, anchor, algorithm.kl_loss_type)).sum()
         loss = loss + algorithm.kl_loss_coef * kl_loss
         kl_loss = kl_loss.detach()

@@ -28,21 +28,23 @@ from torch import Tensor
 
 from laminar.config import Config
 from laminar.storage.rules import Span
-from laminar.training import checkpoint, export, tensor_file
+from laminar.training import checkpoint, export, lora, tensor_file
+from laminar.training.adapted import ADAPTER_FILE
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
 from laminar.training.learner import Learner, measured_step, take_weights
-from laminar.training.model import named_weights
+from laminar.training.model import BasePolicy, named_weights, weight_forms
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
-from laminar.training.sharding import ShardedPolicy, load_sharded, rows_of
+from laminar.training.sharding import ShardedPolicy, load_sharded
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
-from laminar.training.tensor_file import Rows
+from laminar.training.tensor_file import Forms, Rows, forms_of, rows_of
 from laminar.training.threaded import KeptCopies, device_of
 
 Result = TypeVar("Result")
+FoundRows = Iterable[tuple[str, Rows]]
 PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
 """Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
 
@@ -168,8 +170,8 @@ class RankWorker:
         self._device = device_of(config.trainer.device)
         if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
             self._device = torch.device("cuda", rank)
-        self._weights, self._moments = KeptCopies(), KeptCopies()
-        self._copied: tuple[dict[str, Rows], dict[str, Rows]] = {}, {}
+        self._kept = {name: KeptCopies() for name in (MODEL_FILE, OPTIMIZER_FILE, ADAPTER_FILE)}
+        self._copied: dict[str, dict[str, Rows]] = {}  #: by the file that they are for
 
     async def handle(self, order: bytes) -> bytes:
         """Carry out an order of rank 0, which has the result itself."""
@@ -192,27 +194,35 @@ class RankWorker:
                 return self._copy()
             case PutWeights(target, copied):
                 self._reached("rank-fill")
-                rows = self._copied[0] if copied else self._present()
-                return self._put(target, ((name, r.first, r.data) for name, r in rows.items()))
+                rows = self._copied[MODEL_FILE].items() if copied else self._present()
+                return self._put(target, ((name, r.first, r.data) for name, r in rows))
             case WriteFiles(directory, copied):
                 self._reached("rank-write")
-                for path, rows in self.files(Path(directory), copied=copied).items():
-                    tensor_file.write(path, rows)
+                for path, (forms, rows) in self.files(Path(directory), copied=copied).items():
+                    tensor_file.write(path, forms, rows)
                 return None
             case Restore(directory):
                 return checkpoint.take(Path(directory), self.learner)
             case Reload(directory):
+                if self.learner.policy.base:
+                    return checkpoint.read_back(Path(directory), self.learner)
                 return take_weights(self.learner, lambda: self._policy(directory))
 
-    def files(self, directory: Path, *, copied: bool) -> dict[Path, dict[str, Rows]]:
-        """What rows of this rank each file of a directory has."""
-        if not copied:
-            return {directory / MODEL_FILE: self._present()}
-        weights, moments = self._copied
-        return {directory / MODEL_FILE: weights, directory / OPTIMIZER_FILE: moments}
+    def files(self, directory: Path, *, copied: bool) -> dict[Path, tuple[Forms, FoundRows]]:
+        """What tensors each file of a directory has, and what rows of this rank."""
+        found: dict[str, tuple[Forms, FoundRows]]
+        if copied:
+            found = {name: (forms_of(rows), rows.items()) for name, rows in self._copied.items()}
+        else:
+            model = self.learner.policy.model
+            found = {MODEL_FILE: (weight_forms(model), self._present())}
+            if self.learner.policy.base:
+                adapters = {name: rows_of(tensor) for name, tensor in lora.file_tensors(model)}
+                found[ADAPTER_FILE] = forms_of(adapters), adapters.items()
+        return {directory / name: what for name, what in found.items()}
 
-    def _present(self) -> dict[str, Rows]:
-        return _rows(named_weights(self.learner.policy.model))
+    def _present(self) -> FoundRows:
+        return ((n, rows_of(tensor)) for n, tensor in named_weights(self.learner.policy.model))
 
     def _load(self) -> ModelLayout:
         config = self._config
@@ -220,13 +230,18 @@ class RankWorker:
         transformers.utils.logging.disable_progress_bar()
         self._ranks = self._meet()
         self._size = self._tokenizer_size()
-        policy = self._policy(config.model.name)
-        reference = self._policy(config.model.name) if config.algorithm.use_kl_loss else None
+        adapt = config if config.lora.rank else None
+        policy = self._policy(config.model.name, adapt)
+        reference: ShardedPolicy | BasePolicy | None = None
+        if config.algorithm.use_kl_loss and adapt is not None:
+            reference = BasePolicy(policy)
+        elif config.algorithm.use_kl_loss:
+            reference = self._policy(config.model.name)
         total = config.trainer.total_training_steps
         self.learner = Learner(
             config, policy, reference=reference, total_steps=total, ranks=self._ranks
         )
-        shapes = tuple((name, tuple(t.shape)) for name, t in named_weights(policy.model))
+        shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         padded = why_padded(policy.model, self._device)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
@@ -237,28 +252,35 @@ class RankWorker:
             self._meeting, self._rank, trainer.ranks, self._device, trainer.collective_timeout_s
         )
 
-    def _policy(self, name: str) -> ShardedPolicy:
-        offload = self._config.trainer.offload == "all"
+    def _policy(self, name: str, adapt: Config | None = None) -> ShardedPolicy:
         return load_sharded(
-            name, self._ranks, self._device, tokenizer_size=self._size, offload=offload
+            name,
+            self._ranks,
+            self._device,
+            tokenizer_size=self._size,
+            offload=self._config.trainer.offload == "all",
+            adapt=adapt,
         )
 
     def _copy(self) -> None:
         learner = self.learner
         model = learner.policy.model
-        self._copied = (
-            _kept(self._weights, _rows(named_weights(model))),
-            _kept(self._moments, _rows(named_moments(model, learner.optimizer))),
-        )
+        found = {
+            MODEL_FILE: named_weights(model),
+            OPTIMIZER_FILE: named_moments(model, learner.optimizer),
+        }
+        if learner.policy.base:
+            found[ADAPTER_FILE] = lora.file_tensors(model)
+        self._copied = {name: _copies(self._kept[name], each) for name, each in found.items()}
 
 
-def _rows(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
-    return {name: rows_of(tensor) for name, tensor in tensors}
-
-
-def _kept(copies: KeptCopies, rows: Mapping[str, Rows]) -> dict[str, Rows]:
-    found = copies.copy((name, each.data) for name, each in rows.items())
-    return {name: each._replace(data=found[name]) for name, each in rows.items()}
+def _copies(kept: KeptCopies, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
+    """Of the rows of this rank; of the tensors only one need be there at a time."""
+    found = {}
+    for name, tensor in tensors:
+        rows = rows_of(tensor)
+        found[name] = rows._replace(data=kept.copy([(name, rows.data)])[name])
+    return found
 
 
 class _Together:
@@ -301,7 +323,8 @@ class RankedLearner:
         await self._all(PutWeights(target, False))
 
     async def reload(self, directory: Path) -> None:
-        """Take the weights of an export in the place of the present ones."""
+        """Take the weights of an export in the place of the present ones; with adapters these
+        stay, and must be the same. CheckpointError."""
         await self._all(Reload(os.fspath(directory)))
 
     def facts(self) -> LearnerFacts:
@@ -351,5 +374,5 @@ class RankedFiles(ThreadedDirectories):
         """All but the rows."""
         model = self._worker.learner.policy.model
         export.write_all_but_weights(model, self._source, directory, extra)
-        for path, rows in self._worker.files(directory, copied=copied).items():
-            tensor_file.create(path, rows)
+        for path, (forms, _) in self._worker.files(directory, copied=copied).items():
+            tensor_file.create(path, forms)

@@ -33,6 +33,8 @@ class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     logit_chunk_tokens: int = 0  #: 0: all of a pass in one
     prompts_once: bool = False  #: siblings share the tokens of their prompt (training/passes.py)
     reference: str  #: digest of the weights that the KL term compares with; empty: there is none
+    base: str = ""  #: digest of the weights beside the adapters; empty: all are trained
+    adapters: str = ""  #: of what kind; empty: none
     functions: dict[str, str] = {}  #: of the user, by setting: digest of the file
     #: by step: how far its updates moved the log-probs, nats per token (training/mismatch.py)
     moved: dict[int, float]

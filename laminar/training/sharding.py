@@ -1,7 +1,7 @@
 """A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
 
 Reads   a model directory, by slices
-Gives   ShardedPolicy, `load_sharded`, `shard`, `rows_of`; ConfigError as model.py
+Gives   ShardedPolicy, `load_sharded`, `shard`; ConfigError as model.py
 
 Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
 layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
+from laminar.training import lora
 from laminar.training.batching import TokenRows
 from laminar.training.cascade import read_prompts_once, why_padded
 from laminar.training.model import (
@@ -44,33 +45,13 @@ from laminar.training.model import (
     by_identity,
     check_head,
     check_loaded,
+    digest,
     not_loadable,
 )
 from laminar.training.ranks import Ranks
-from laminar.training.tensor_file import DTYPES, Rows
+from laminar.training.tensor_file import DTYPES, rows_of
 
 CPU = torch.device("cpu")
-
-
-def rows_of(tensor: Tensor) -> Rows:
-    """What this rank has of a tensor, not copied; of one that is not sharded, all."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Rows(shape, 0, tensor.detach())
-    mesh = tensor.device_mesh
-    first, _ = bounds(shape[0], mesh.get_local_rank(), mesh.size())
-    return Rows(shape, first, _local(tensor))
-
-
-def _local(tensor: DTensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def bounds(length: int, rank: int, size: int) -> tuple[int, int]:
-    """[first, end) of the rows of a rank, as FSDP2 cuts them."""
-    each = -(-length // size)
-    return min(rank * each, length), min((rank + 1) * each, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +110,7 @@ def shard(
     register_fsdp_forward_method(model, "with_parameters")
     if once := not why_padded(model, device):
         read_prompts_once(model)
-    return ShardedPolicy(model, vocab_limit, once, device)
+    return ShardedPolicy(model, vocab_limit, once, compute_device=device)
 
 
 def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -139,10 +120,21 @@ def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def load_sharded(
-    name: str, ranks: Ranks, device: torch.device, *, tokenizer_size: int, offload: bool
+    name: str,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    tokenizer_size: int,
+    offload: bool,
+    adapt: Config | None = None,
 ) -> ShardedPolicy:
-    """What `load_policy` loads, in rows of the ranks; raises ConfigError."""
+    """What `load_policy` loads, in rows of the ranks; raises ConfigError.
+
+    A base that is not trained stays float32: FSDP2 takes one type in a layer.
+    """
     model = _without_memory(name)
+    if adapt is not None:
+        lora.inject(model, adapt.lora)
     width = model.get_output_embeddings().weight.shape[0]
     policy = shard(model, min(width, tokenizer_size), ranks, device, offload=offload)
     model.to_empty(device="cpu" if offload else device)
@@ -151,6 +143,9 @@ def load_sharded(
         _fill(name, model)
     except (OSError, SafetensorError, ValueError) as error:
         raise not_loadable(name, error) from error
+    if adapt is not None:
+        lora.start(model, adapt.seed)
+        policy = replace(policy, base=digest(policy))
     check_head(name, policy)
     policy.reshard()
     return policy
@@ -194,7 +189,8 @@ def _fill(name: str, model: PreTrainedModel) -> None:
     with ExitStack() as files:
         saved = _slices(Path(name), files)
         lacking = []
-        for names, tensor in by_identity(model.state_dict(keep_vars=True)).values():
+        tensors = lora.base_tensors(model.state_dict(keep_vars=True))
+        for names, tensor in by_identity(tensors).values():
             found = next((saved[n] for n in names if n in saved), None)
             for key in names:
                 saved.pop(key, None)  # a tied tensor may be there under each of its names

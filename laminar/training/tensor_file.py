@@ -1,7 +1,7 @@
 """A safetensors file whose rows are written by several processes.
 
 Writes  the file: `create` its header and its size, `write` rows into it; OSError from the disk
-Gives   the bytes that the safetensors library would write, whoever wrote which rows
+Gives   the bytes that the safetensors library would write, whoever wrote which rows; `rows_of`
 
 The library takes whole tensors of one process. Tensors lie in the order of that library: those with
 the longest elements first, then by name.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
@@ -32,20 +33,52 @@ class Rows(NamedTuple):
     data: Tensor
 
 
-def create(path: Path, tensors: Mapping[str, Rows]) -> None:
-    """A file with room for these tensors, each of which may have any of its rows here."""
+def rows_of(tensor: Tensor) -> Rows:
+    """What this rank has of a tensor, not copied; of one that is not sharded, all."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Rows(shape, 0, tensor.detach())
+    mesh = tensor.device_mesh
+    first, _ = bounds(shape[0], mesh.get_local_rank(), mesh.size())
+    with torch.no_grad():
+        return Rows(shape, first, tensor.to_local())
+
+
+def bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, end) of the rows of a rank, as FSDP2 cuts them."""
+    each = -(-length // size)
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
+class Form(NamedTuple):
+    """Of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Forms = Mapping[str, Form]
+
+
+def forms_of(tensors: Mapping[str, Rows]) -> Forms:
+    return {name: Form(rows.shape, rows.data.dtype) for name, rows in tensors.items()}
+
+
+def create(path: Path, tensors: Forms) -> None:
+    """A file with room for these tensors."""
     header, _, end = _layout(tensors)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(end)
 
 
-def write(path: Path, tensors: Mapping[str, Rows]) -> None:
-    """Put these rows where they belong in a file that was created with the same tensors."""
+def write(path: Path, tensors: Forms, found: Iterable[tuple[str, Rows]]) -> None:
+    """Put rows where they belong in a file that was created with the same tensors; of those that
+    are found only one need be there at a time."""
     _, begins, _ = _layout(tensors)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        for name, rows in tensors.items():
+        for name, rows in found:
             if rows.data.numel():
                 row_bytes = rows.data.element_size() * math.prod(rows.shape[1:])
                 _write_at(fd, rows.data, begins[name] + rows.first * row_bytes)
@@ -55,12 +88,12 @@ def write(path: Path, tensors: Mapping[str, Rows]) -> None:
         os.close(fd)
 
 
-def _layout(tensors: Mapping[str, Rows]) -> tuple[bytes, dict[str, int], int]:
+def _layout(tensors: Forms) -> tuple[bytes, dict[str, int], int]:
     """The header, where each tensor begins in the file, and where the file ends."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].data.element_size(), name)):
-        shape, dtype = tensors[name].shape, tensors[name].data.dtype
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        shape, dtype = tensors[name]
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         described[name] = {
             "dtype": DTYPES[dtype],

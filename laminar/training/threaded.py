@@ -9,7 +9,7 @@ Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar.config import Config
-from laminar.training import checkpoint, export
+from laminar.training import checkpoint, export, lora
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.learner import Learner, measured_step, take_weights
-from laminar.training.model import LoadedPolicy, load_policy, named_weights
+from laminar.training.model import (
+    BasePolicy,
+    LoadedPolicy,
+    load_policy,
+    named_weights,
+    weight_forms,
+)
 from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 
@@ -36,6 +42,7 @@ class Copied(NamedTuple):
 
     weights: Tensors
     moments: Tensors
+    adapters: Tensors
 
 
 Describe = Callable[..., Any]
@@ -57,8 +64,8 @@ class ThreadedLearner:
     def model(self) -> PreTrainedModel:
         return self.learner.policy.model
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        """The weights as they are now, not copied."""
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as they are now, not kept."""
         return named_weights(self.model)
 
     async def load(self) -> ModelLayout:
@@ -67,13 +74,16 @@ class ThreadedLearner:
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()  # its lines would tear the live panel
         self._size = await asyncio.to_thread(self._tokenizer_size)
-        policy = await asyncio.to_thread(self._load, config.model.name)
-        reference = None
-        if config.algorithm.use_kl_loss:
+        adapt = config if config.lora.rank else None
+        policy = await asyncio.to_thread(self._load, config.model.name, adapt)
+        reference: LoadedPolicy | BasePolicy | None = None
+        if config.algorithm.use_kl_loss and adapt is not None:
+            reference = BasePolicy(policy)
+        elif config.algorithm.use_kl_loss:
             reference = await asyncio.to_thread(self._load, config.model.name)
         total = config.trainer.total_training_steps
         self.learner = Learner(config, policy, reference=reference, total_steps=total)
-        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.weights())
+        shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         padded = why_padded(policy.model, self._device)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
@@ -85,8 +95,12 @@ class ThreadedLearner:
         return await asyncio.to_thread(self.learner.score, sequences)
 
     async def reload(self, directory: Path) -> None:
-        """Take the weights of an export in the place of the present ones."""
-        await asyncio.to_thread(take_weights, self.learner, lambda: self._load(str(directory)))
+        """Take the weights of an export in the place of the present ones; with adapters these
+        stay, and must be the same. CheckpointError."""
+        if self.learner.policy.base:
+            await asyncio.to_thread(checkpoint.read_back, directory, self.learner)
+        else:
+            await asyncio.to_thread(take_weights, self.learner, lambda: self._load(str(directory)))
 
     def facts(self) -> LearnerFacts:
         return self.learner.facts()
@@ -96,8 +110,8 @@ class ThreadedLearner:
         CheckpointError."""
         return await asyncio.to_thread(checkpoint.load, directory, self.learner)
 
-    def _load(self, name: str) -> LoadedPolicy:
-        return load_policy(name, self._device, tokenizer_size=self._size)
+    def _load(self, name: str, adapt: Config | None = None) -> LoadedPolicy:
+        return load_policy(name, self._device, tokenizer_size=self._size, adapt=adapt)
 
 
 class ThreadedFiles(ThreadedDirectories):
@@ -108,7 +122,7 @@ class ThreadedFiles(ThreadedDirectories):
         self._learner = learner
         self._source = source
         self._describe = describe
-        self._weights, self._moments = KeptCopies(), KeptCopies()
+        self._weights, self._moments, self._adapters = KeptCopies(), KeptCopies(), KeptCopies()
 
     async def copy(self) -> Copied:
         return await asyncio.to_thread(self._copy)
@@ -127,12 +141,13 @@ class ThreadedFiles(ThreadedDirectories):
         return Copied(
             self._weights.copy(named_weights(model)),
             self._moments.copy(named_moments(model, learner.optimizer)),
+            self._adapters.copy(lora.file_tensors(model)),
         )
 
     def _write(self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]) -> None:
-        weights = copied.weights if copied is not None else None
+        weights, adapters = (copied.weights, copied.adapters) if copied else (None, None)
         model = self._learner().policy.model
-        export.write_model(model, self._source, directory, weights, extra)
+        export.write_model(model, self._source, directory, weights, extra, adapters)
         if copied is not None:
             checkpoint.save(directory, copied.moments)
 

@@ -27,18 +27,19 @@ from laminar.config import Config, resolve
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
 from laminar.training import learner as learner_module
+from laminar.training import lora, ranked, sharding
 from laminar.training import model as model_module
-from laminar.training import ranked, sharding
 from laminar.training.cascade import read_prompts_once
 from laminar.training.learner import Learner
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import TokenFigures
-from laminar.training.model import LoadedPolicy
+from laminar.training.model import BasePolicy, LoadedPolicy
 from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker
 from laminar.training.ranks import ONE, Ranks, meet, shares
 from laminar.training.resume import Resume, encode
 from laminar.training.sharding import ShardedPolicy
 from laminar.training.steps import StepResult, TrainSample
+from laminar.training.tensor_file import Form, Forms
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.shared_rows import RowWriter, describe_rows
 from laminar.weights.version.slot_writer import Target
@@ -138,13 +139,23 @@ def make_learner(
 
     def policy(seed: int) -> LoadedPolicy:
         model = make_model(seed, tied=tied).to(dtype)
+        if config.lora.rank:
+            lora.inject(model, config.lora)
+            lora.start(model, config.seed)
+            for name, parameter in lora.adapters(model):
+                if ".lora_B." in name:  # those that are not 0 any more
+                    torch.nn.init.normal_(parameter, 0.0, 0.2)
         if ranks is None:
             read_prompts_once(model)
             return LoadedPolicy(model, VOCAB, prompts_once=True)
         return sharding.shard(model, VOCAB, ranks, CPU, offload=offload)
 
-    reference = policy(1) if config.algorithm.use_kl_loss else None
-    return Learner(config, policy(0), reference=reference, ranks=ranks or ONE)
+    reference = policy(1) if config.algorithm.use_kl_loss and not config.lora.rank else None
+    own = policy(0)
+    if config.lora.rank:
+        own = replace(own, base="of a test")
+    base = BasePolicy(own) if config.algorithm.use_kl_loss and config.lora.rank else None
+    return Learner(config, own, reference=reference or base, ranks=ranks or ONE)
 
 
 def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -238,7 +249,8 @@ def not_resharded() -> Any:
     return replaced(ShardedPolicy, "reshard", lambda self: None)
 
 
-def tied_by_address() -> Any:
+@contextmanager
+def tied_by_address() -> Iterator[None]:
     """Tensors are told apart by their memory, which a sharded one does not show."""
 
     def named(model: Any) -> list[tuple[str, Tensor]]:
@@ -246,7 +258,11 @@ def tied_by_address() -> Any:
         found = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors)}
         return list(found.values())
 
-    return replaced(ranked, "named_weights", named)
+    def forms(model: Any) -> Forms:
+        return {name: Form(tuple(t.shape), t.dtype) for name, t in named(model)}
+
+    with replaced(ranked, "named_weights", named), replaced(ranked, "weight_forms", forms):
+        yield
 
 
 def buffers_as_they_are() -> Any:

@@ -91,7 +91,7 @@ def test_weights_carry_their_hugging_face_names_and_tied_ones_come_once(
     tied: bool, make_model: Make
 ) -> None:
     model = make_model(tied=tied)
-    found = named_weights(model)
+    found = list(named_weights(model))
     names = [name for name, _ in found]
     assert ("lm_head.weight" in names) == (not tied)
     assert "model.embed_tokens.weight" in names and len(set(names)) == len(names)

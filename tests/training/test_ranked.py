@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from laminar.actors.trainer import NO_PROBE
 from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint
+from laminar.training.adapted import ADAPTER_FILE
 from laminar.training.learner import Learner
 from laminar.training.model import load_policy, named_weights
 from laminar.training.ranked import Row, row_of, sample_of
@@ -25,6 +26,7 @@ from laminar.weights.version.checkpoint import describe
 from laminar.weights.version.hashes import manifest_of
 from laminar.weights.version.tensors import write_tensors
 from tests.kit import rank_cases
+from tests.kit.extras import needs_peft
 from tests.kit.rank_cases import PROBE, VOCAB, make_config, make_samples
 from tests.kit.rank_group import RankGroup
 
@@ -37,7 +39,8 @@ class OneProcess:
 
     def __init__(self, source: Path, settings: dict[str, Any], *, double: bool = False) -> None:
         self.source, self.config = source, make_config(settings)
-        policy = load_policy(str(source), "cpu", tokenizer_size=VOCAB)
+        adapt = self.config if self.config.lora.rank else None
+        policy = load_policy(str(source), "cpu", tokenizer_size=VOCAB, adapt=adapt)
         if double:
             policy.model.double()
         self.learner = Learner(self.config, policy)
@@ -132,6 +135,29 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in FILES}
+
+
+@needs_peft
+async def test_ranks_publish_save_and_export_adapters_as_one_process(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    settings = settings_of(source) | {"lora.rank": 3, "algorithm.use_kl_loss": True}
+    one = OneProcess(source, settings | {"algorithm.use_kl_loss": False})
+    begun = one.digest()
+    one.learner.train_step(make_samples(), 3)
+    saved = await one.save(tmp_path / "one")
+    for size in (2, 3):
+        target = tmp_path / f"by {size}"
+        run(ranks, size, "save_again", settings, str(saved), str(target))
+        for name in ("optimizer.safetensors", ADAPTER_FILE):
+            assert (target / name).read_bytes() == (saved / name).read_bytes()
+        assert apart(saved, target) <= 1e-6
+        checkpoint.load(target, one.learner)
+    exported = tmp_path / "export"
+    run(ranks, 2, "export", settings, str(exported))
+    same = OneProcess(exported, settings_of(exported))
+    assert same.digest() == begun == OneProcess(source, settings_of(source)).digest()
+    assert (exported / ADAPTER_FILE).is_file()
 
 
 async def test_training_goes_on_with_other_ranks(

@@ -10,6 +10,7 @@ import pytest
 from laminar.training.passes import passes
 from laminar.training.ranks import Ranks, shares
 from tests.kit import rank_cases
+from tests.kit.extras import needs_peft
 from tests.kit.rank_cases import CPU, make_samples
 from tests.kit.rank_group import RankGroup
 
@@ -37,6 +38,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"tied": False},
     ),
+    "adapters, KL": (KL | {"lora.rank": 3, "trainer.micro_batch_tokens": 30}, {}, {}),
+    "adapters, offload, recomputed": (
+        {"lora.rank": 2, "trainer.activation_checkpointing": "on"},
+        {},
+        {"offload": True, "tied": False},
+    ),
     "offload": (KL | {"trainer.activation_checkpointing": "on"}, {}, {"offload": True}),
 }
 
@@ -61,7 +68,9 @@ def step_of(name: str, ranks: RankGroup | None, size: int = 1, planted: str = ""
 
 
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[needs_peft] if "adapters" in n else []) for n in CASES]
+)
 def test_ranks_have_the_gradient_and_the_figures_of_one_process(
     name: str, sizes: tuple[int, ...], ranks: RankGroup
 ) -> None:

@@ -144,7 +144,7 @@ class Trainer:
         self.config = config
         self.policy = load_policy(config.model.name, config.trainer.device, tokenizer_size=vocab)
         self.learner = Learner(config, self.policy)
-        self.weights = named_weights(self.policy.model)
+        self.weights = list(named_weights(self.policy.model))
         shapes = [(name, tuple(tensor.shape)) for name, tensor in self.weights]
         self.specs = layout(shapes, config.weights.dtype)
         self.nbytes = check_tensors(self.specs)

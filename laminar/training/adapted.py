@@ -1,0 +1,75 @@
+"""Which matrices of a model get adapters, and what else is known of them without torch.
+
+Reads   the [lora] section, names and shapes of tensors
+Gives   `chosen_modules`, `module_of`, `matrices`, `adapters_of`, `check_lora`; names of files
+Raises  ConfigError
+
+Asked before anything starts, by the dry run and by checks; lora.py then puts the adapters there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+
+from laminar.config import ConfigError
+from laminar.config.tree import LoraConfig
+from laminar.run.program import with_extra
+
+ADAPTER_DIR = "adapter"
+ADAPTER_FILE = f"{ADAPTER_DIR}/adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+WEIGHT = ".weight"
+
+
+def module_of(name: str) -> str:
+    """What a module of a layer is called in every layer, such as q_proj; empty: it is in none."""
+    return name.rpartition(".")[2] if LAYER.search(name) else ""
+
+
+def matrices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """By the name of a matrix of the layers: inputs and outputs of all that are called so."""
+    found: dict[str, int] = {}
+    for name, shape in shapes.items():
+        module = module_of(name.removesuffix(WEIGHT))
+        if name.endswith(WEIGHT) and len(shape) == 2 and module:
+            found[module] = found.get(module, 0) + sum(shape)
+    return found
+
+
+def chosen_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
+    """The names of the modules that get adapters; `there`: those of the layers' matrices."""
+    if not there:
+        raise ConfigError(
+            f"lora.rank = {lora.rank}: this model has no layers with linear matrices "
+            "(layers.N.MODULE.weight) that could have adapters; set lora.rank to 0"
+        )
+    if lora.target_modules == [ALL_LINEAR]:
+        return sorted(there)
+    unknown = sorted(set(lora.target_modules) - set(there))
+    if unknown:
+        raise ConfigError(
+            f"lora.target_modules has {unknown[0]!r}, and the layers of this model have "
+            f"{', '.join(sorted(there))}: give some of these, or {ALL_LINEAR}"
+        )
+    return sorted(set(lora.target_modules))
+
+
+def adapters_of(lora: LoraConfig) -> str:
+    """What a checkpoint says of the adapters of its run: others do not fit. Empty: none."""
+    if not lora.rank:
+        return ""
+    modules = ", ".join(sorted(lora.target_modules))
+    return f"adapters of rank {lora.rank} and alpha {lora.alpha:g} for {modules}"
+
+
+def check_lora(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """What the section asks for can be had of this model; `shapes` of its tensors."""
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.rank = {lora.rank} needs peft, which is not installed: "
+            f"{with_extra('lora')}; or set lora.rank to 0"
+        )
+    chosen_modules(lora, matrices(shapes))

@@ -1,0 +1,11 @@
+"""Tests of what an extra of Laminar is needed for: `make test` installs those of dev."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+needs_peft = pytest.mark.skipif(
+    find_spec("peft") is None, reason="needs peft, which .[dev] installs: make setup"
+)
