@@ -49,9 +49,9 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
     They may have been handed to a process of the relay that is gone; then they are owed.
     """
     state = ctx.state
-    master = master_relay(state)
-    if state.owed >= version or (master is not None and master.newest >= version):
+    if state.owed >= version or _at_hand(state, version):
         return
+    master = master_relay(state)
     if master is None or master.ready_seq > ordered_seq:
         owe_republish(ctx)
     else:
@@ -61,8 +61,7 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 def owe_republish(ctx: Context) -> None:
     """The relay of the trainer's machine lacks what the trainer has: it is published again."""
     state, made = ctx.state, last_made(ctx.state)
-    master = master_relay(state)
-    if state.newest < 0 or (master is not None and master.newest >= made):
+    if state.newest < 0 or _at_hand(state, made):
         return
     if made == state.exported and working_trainer(state) is not None and has_other_bytes(state):
         export_again(ctx)
@@ -70,6 +69,15 @@ def owe_republish(ctx: Context) -> None:
     state.owed, state.owed_step = made, state.completed
     ctx.done(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
+
+
+def _at_hand(state: State, version: int) -> bool:
+    """It was published, and the relay of the trainer's machine has it.
+
+    A relay that says it received what was never published does not end the wait for it.
+    """
+    master = master_relay(state)
+    return master is not None and min(master.newest, state.newest) >= version
 
 
 def has_other_bytes(state: State) -> bool:

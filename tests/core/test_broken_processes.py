@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from laminar.core import keys
 from laminar.core.indexes import indexes_of
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
@@ -129,6 +130,18 @@ def test_rows_are_counted_once() -> None:
     assert (bench.state.num_train, bench.state.num_eval) == (40, 0)
 
 
+def test_head_that_received_what_was_not_published_is_no_end_of_the_wait() -> None:
+    """The relay of the trainer's machine names the last version before its step is completed."""
+    bench = Bench(total_steps=1, groups_per_step=1)
+    bench.start()
+    bench.complete("0.0")
+    bench.receive("relay-0", 1)
+    bench.train(publish=False)
+    assert bench.state.phase == Phase.EXPORTING and keys.WEIGHTS in bench.state.timers
+    (export,) = only(cmd.ExportModel, bench.publish(1, 1))
+    assert export.step == 1 and keys.WEIGHTS not in bench.state.timers
+
+
 def test_export_is_believed_under_its_own_number_only() -> None:
     bench = Bench(total_steps=1, groups_per_step=1)
     bench.start()
@@ -212,7 +225,7 @@ FINAL = (ev.ActorJoined, ev.ActorLeft, ev.ActorFailed)
 def test_runs_with_lying_processes_end() -> None:
     """Lies may cost answers or the run; they never raise, break an invariant or hang it."""
     lies = 0
-    for seed in range(1, 26):
+    for seed in range(25):
         world = random_world(seed, BrokenWorld)
         assert isinstance(world, BrokenWorld)
         world.ordered = False  # what a liar was ordered to do need not fit what it does
@@ -220,15 +233,3 @@ def test_runs_with_lying_processes_end() -> None:
         assert world.state.phase == Phase.ENDED
         lies += world.lies
     assert lies > 300
-
-
-@pytest.mark.xfail(
-    strict=True, reason="a lie before the last step leaves the export without an owner"
-)
-def test_the_last_step_after_a_lie_leads_to_the_export() -> None:
-    """Open: found when TrainerReady got a field; what is told of the run's last version is believed
-    before its step."""
-    world = random_world(0, BrokenWorld)
-    assert isinstance(world, BrokenWorld)
-    world.ordered = False
-    world.run()
