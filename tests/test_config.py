@@ -486,3 +486,23 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
 def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve({"model.name": "m", "data.dataset": "d"} | flat)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (['rollout.update="in-fligt"'], "rollout.update"),
+        (
+            ['rollout.engine="vllm"', "data.dataset=chain_sum", "model.name=m"],
+            "loads weights only while nothing runs",
+        ),
+        (['repack.policy="gain"'], 'give repack.policy = "off"'),
+        (["rollout.groups_per_version=4"], "leave rollout.groups_per_version out"),
+        (['rollout.kv_on_update="drop"'], "rollout.kv_on_update"),
+    ],
+)
+def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
+    flying = ['rollout.engine="emulated"', 'rollout.update="in-flight"']
+    assert load([], flying).rollout.in_flight
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load([], [*flying, *settings])

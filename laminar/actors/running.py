@@ -1,17 +1,37 @@
 """A trajectory in a replica's engine: what the store does not have yet.
 
-Gives   Running; request_id, the engine's name of a trajectory
+Gives   Running; Weights, what its tokens were sampled with; request_id, the engine's name of a
+        trajectory
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from laminar.events import commands as cmd
 from laminar.storage import messages as m
+
+
+class Weights(NamedTuple):
+    """What an engine samples with from one load to the next."""
+
+    load: int  #: which load of the engine, as TokenDelta counts them
+    version: int
+    step: int
+
+
+@dataclass
+class _Part:
+    """Consecutive tokens and log-probs of the same weights."""
+
+    weights: Weights
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 @dataclass
@@ -21,26 +41,40 @@ class Running:
     command: cmd.GenerateTrajectory
     event_seq: int
     stored: int  #: tokens that the store has
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def sampled(self) -> int:
         """Tokens so far, earlier replicas' included."""
-        return self.stored + len(self.tokens)
+        return self.stored + sum(len(part.tokens) for part in self.parts)
 
-    def take_chunk(self) -> m.AppendItem:
-        """Everything sampled since the last chunk."""
+    def add(self, weights: Weights, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """More tokens, of these weights."""
+        if not self.parts or self.parts[-1].weights != weights:
+            self.parts.append(_Part(weights))
+        self.parts[-1].tokens.extend(tokens)
+        self.parts[-1].logprobs.extend(logprobs)
+
+    def take_chunks(self, proved: int) -> list[m.AppendItem]:
+        """Everything sampled since the last chunks, one for the weights of each; but nothing of a
+        load after `proved`: whose weights those are is not known yet."""
+        items = []
+        while self.parts and self.parts[0].weights.load <= proved:
+            items.append(self._chunk(self.parts.pop(0)))
+        return items
+
+    def _chunk(self, part: _Part) -> m.AppendItem:
         item = m.AppendItem(
             trajectory_id=self.command.trajectory_id,
             placement=self.command.placement,
             offset=self.stored,
-            tokens=np.asarray(self.tokens, dtype="<i4").tobytes(),
-            logprobs=np.asarray(self.logprobs, dtype="<f4").tobytes(),
+            tokens=np.asarray(part.tokens, dtype="<i4").tobytes(),
+            logprobs=np.asarray(part.logprobs, dtype="<f4").tobytes(),
+            weight_version=part.weights.version,
+            version_step=part.weights.step,
         )
-        self.stored += len(self.tokens)
-        self.tokens, self.logprobs = array("i"), array("f")
+        self.stored += len(part.tokens)
         return item
 
 

@@ -20,16 +20,25 @@ from typing import NamedTuple, Protocol
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.host import Host
-from laminar.engines.protocol import EngineError, ReplicaEngine, TensorPlace, WeightSource
+from laminar.actors.running import Weights
+from laminar.engines.protocol import (
+    EngineError,
+    KvOnUpdate,
+    ReplicaEngine,
+    TensorPlace,
+    WeightSource,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.reasons import PullPurpose
 from laminar.net.calls import RpcError
 from laminar.weights import messages as m
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 
 LOADS_MAX = 2
-"""A load that fails its digest is tried once more; the second failure is reported."""
+"""A load that fails its digest is tried once more; the second failure is reported. One with which
+sequences went on is not: what they sampled since is worth nothing."""
 RELEASE_S = 5.0
 """A relay that does not answer must not keep a replica that has its weights from serving."""
 
@@ -92,17 +101,25 @@ class WeightLoader:
         self.host, self.relay, self.engine, self._files = host, relay, engine, files
         #: of what the engine serves; empty and -1: nothing
         self.digest, self.version = "", -1
+        self.proved = 0  #: the last load whose digest and probe were right, as TokenDelta counts
+        self._loads = 0  #: that have begun
+        self._weights: dict[int, Weights] = {}  #: by load, of the last ones
         self.probe_diff = 0.0
         self._arena: Slots | None = None
         self._arena_path = ""  #: a relay that was started again has another
 
+    def weights_of(self, load: int) -> Weights:
+        """What the engine samples with after this load, one of the last two; 0: after the last."""
+        return self._weights[load or self._loads]
+
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
+        in_flight = command.purpose == PullPurpose.IN_FLIGHT
         if command.checkpoint:
             return await self._pull_from_disk(order, command)
         started = self.host.now_ns()
         failure = ""
-        for _ in range(LOADS_MAX):
+        for _ in range(1 if in_flight else LOADS_MAX):
             lease = await self._lease(command)
             if isinstance(lease, m.Gone):
                 if failure:  # what the engine had is gone, too
@@ -112,7 +129,7 @@ class WeightLoader:
             await self.host.reached("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
-            failure = await self._load(lease, manifest) if reloaded else ""
+            failure = await self._load(lease, manifest, in_flight) if reloaded else ""
             valid = await self._release(lease)
             if valid and not failure:
                 await self.host.reached("rollout-loaded")
@@ -134,7 +151,9 @@ class WeightLoader:
         manifest = version.manifest
         reloaded = manifest.digest != self.digest
         source = source_of(version.path, 0, manifest.tensors, manifest.total_bytes)
-        failure = await self._load_from(version.view, source, manifest) if reloaded else ""
+        failure = ""
+        if reloaded:
+            failure = await self._load_from(version.view, source, manifest)
         version.close()
         if not failure:
             return self._loaded(order, manifest, started, reloaded)
@@ -171,17 +190,27 @@ class WeightLoader:
             return True
         return isinstance(released, m.OtherArena) or released.valid
 
-    async def _load(self, lease: m.Leased, manifest: mf.Manifest) -> str:
+    async def _load(self, lease: m.Leased, manifest: mf.Manifest, in_flight: bool) -> str:
         assert self._arena is not None
         offset = self._arena.offset(lease.slot)
         source = source_of(lease.arena, offset, manifest.tensors, manifest.total_bytes)
-        return await self._load_from(self._arena.slot(lease.slot), source, manifest)
+        on_update = self.host.config.rollout.kv_on_update if in_flight else None
+        return await self._load_from(self._arena.slot(lease.slot), source, manifest, on_update)
 
-    async def _load_from(self, view: Bytes, source: WeightSource, manifest: mf.Manifest) -> str:
+    async def _load_from(
+        self,
+        view: Bytes,
+        source: WeightSource,
+        manifest: mf.Manifest,
+        on_update: KvOnUpdate | None = None,
+    ) -> str:
         """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
-        self._nothing_served()
+        if on_update is None:
+            self._nothing_served()
+        self._loads += 1
+        self._note_weights(manifest)
         try:
-            await self.engine.load(source)
+            await self.engine.load(source, on_update)
             await self._files.verify(view, manifest)
             found = await probe_difference(self.engine, manifest.probe)
         except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
@@ -192,11 +221,18 @@ class WeightLoader:
             self.digest = manifest.digest
         return failure
 
+    def _note_weights(self, manifest: mf.Manifest) -> None:
+        """From the last load on, or as of now where nothing had to be loaded."""
+        before = self._weights.get(self._loads - 1)
+        self._weights = {} if before is None else {before.load: before}
+        self._weights[self._loads] = Weights(self._loads, manifest.version, manifest.step)
+
     def _loaded(
         self, order: cmd.Order, manifest: mf.Manifest, started_ns: int, reloaded: bool
     ) -> None:
         ended = self.host.now_ns()
-        self.version = manifest.version
+        self.version, self.proved = manifest.version, self._loads
+        self._note_weights(manifest)
         self.host.span("pulling", started_ns, ended, version=manifest.version)
         loaded = ev.WeightsLoaded(
             version=manifest.version,
@@ -211,6 +247,7 @@ class WeightLoader:
         )
 
     def _rejected(self, order: cmd.Order, version: int, failure: str) -> None:
+        self._nothing_served()
         rejected = ev.WeightsRejected(version=version, reason=failure[:500])
         self.host.emit(rejected, event_seq=order.cause, version=version, reason=failure)
 

@@ -20,6 +20,7 @@ QUESTION_BYTES_MAX = 14 << 20
 BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
 EMULATED_TOKENS_MAX = 1 << 16
 """Of a prompt or a response: so many are made up before they begin again."""
+IN_FLIGHT_ENGINES = ("emulated",)  #: that load weights while sequences run
 MACHINES_MAX = 253
 """Of a run, beside the first: the highest number of a node."""
 CONFIG_CHARS_MAX = 1 << 20
@@ -38,6 +39,7 @@ def check_together(c: Config) -> None:
     if not (c.model.name or c.is_emulated):
         raise ConfigError("model.name is empty; give the directory of a Hugging Face model")
     _check_group(c)
+    _check_update(c)
     _check_sampling(c)
     _check_batches(c)
     _check_sizes(c)
@@ -69,6 +71,29 @@ def _check_group(c: Config) -> None:
         raise ConfigError(
             f"rollout.group_size = {c.rollout.group_size}: a group-relative advantage needs "
             "at least 2 siblings"
+        )
+
+
+def _check_update(c: Config) -> None:
+    """Weights in flight: which engines can, and what makes no sense beside it."""
+    rollout = c.rollout
+    if not rollout.in_flight:
+        return
+    if rollout.engine not in IN_FLIGHT_ENGINES:
+        raise ConfigError(
+            f'rollout.update = "in-flight" with rollout.engine = {rollout.engine!r}: that engine '
+            'loads weights only while nothing runs; give rollout.update = "drain"'
+        )
+    if c.repack.policy != "off":
+        raise ConfigError(
+            f'rollout.update = "in-flight" with repack.policy = {c.repack.policy!r}: in flight no '
+            'replica has to be emptied; give repack.policy = "off", or rollout.update = "drain"'
+        )
+    if rollout.groups_per_version:
+        raise ConfigError(
+            f'rollout.update = "in-flight" with rollout.groups_per_version = '
+            f"{rollout.groups_per_version}: in flight a replica takes as many prompts as the "
+            "staleness bound and its slots allow; leave rollout.groups_per_version out"
         )
 
 

@@ -138,6 +138,19 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), says("responses to one prompt")] = 8
     max_num_seqs: Annotated[Count, says("responses that one replica generates at a time")] = 64
     max_model_len: Annotated[int, says("0: max_prompt_length + max_response_length")] = 0
+    update: Annotated[
+        Literal["drain", "in-flight"],
+        says(
+            "drain: a replica finishes what it has before it loads newer weights; in-flight: it "
+            "loads them at once, and what it has goes on with them"
+        ),
+    ] = "drain"
+    kv_on_update: Annotated[
+        Literal["keep", "recompute"],
+        says(
+            "in flight, the cache of what goes on: keep, or prefill it again with the new weights"
+        ),
+    ] = "keep"
     groups_per_version: Annotated[
         Natural,
         says("prompts that a replica starts on one version; 0: max_num_seqs / group_size"),
@@ -169,6 +182,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @property
+    def in_flight(self) -> bool:
+        """Replicas load newer weights while they run."""
+        return self.update == "in-flight"
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ def settings_of(config: Config) -> Settings:
         group_size=config.rollout.group_size,
         min_scored=config.min_scored,
         max_staleness=config.async_.max_staleness,
-        groups_per_version=config.groups_per_version,
+        groups_per_version=0 if config.rollout.in_flight else config.groups_per_version,
         total_steps=config.trainer.total_training_steps,
         total_epochs=config.trainer.total_epochs,
         shuffle=config.data.shuffle,
@@ -117,6 +117,7 @@ def settings_of(config: Config) -> Settings:
         save_freq=config.trainer.save_freq,
         filter_metric=filtered.metric if filtered.enable else "",
         filter_batches=filtered.max_num_gen_batches if filtered.enable else 0,
+        in_flight=config.rollout.in_flight,
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )

@@ -98,7 +98,7 @@ def why_not_admitted(state: State, replica: Replica) -> str:
         return "not-serving"
     if groups_wanted(state) <= 0:
         return "no-data"
-    took_its_share = replica.took >= state.settings.groups_per_version
+    took_its_share = 0 < state.settings.groups_per_version <= replica.took
     if took_its_share and state.newest_for(replica) > replica.version:
         return "draining"
     if not bound_allows(state, replica.step + state.settings.max_staleness):

@@ -25,6 +25,7 @@ from laminar.core.indexes import (
 from laminar.core.state import Group, Progress, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
 from laminar.names import ids
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
@@ -93,16 +94,19 @@ def open_group(
         state.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        _place(ctx, state.trajectories[trajectory_id], replica)
+        _place(ctx, state.trajectories[trajectory_id], replica, begins=True)
     replica_changed(state, replica)
 
 
-def _place(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
-    """Send a trajectory to a replica under its present placement number."""
+def _place(ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bool = False) -> None:
+    """Send a trajectory to a replica under its present placement number; `begins`: without tokens
+    of older weights."""
     state = ctx.state
     group = state.groups[trajectory.group]
     assign(state, trajectory, replica.name)
-    trajectory.version, trajectory.step = replica.version, replica.step
+    if begins:
+        trajectory.step = replica.step
+    trajectory.version = replica.version
     replica.running[trajectory.id] = trajectory.placement
     if replica.packing is not None:
         replica.packing.asked = ctx.next_command_id
@@ -136,13 +140,21 @@ def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     moved = move(trajectory, "dispatch")
     assert moved, trajectory
     trajectory.placement += 1
-    if trajectory.restart or trajectory.version != replica.version:
+    begins = trajectory.restart or not may_go_on(state, trajectory, replica)
+    if begins:
         trajectory.attempt += 1
         trajectory.restart = False
         group = state.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
-    _place(ctx, trajectory, replica)
+    _place(ctx, trajectory, replica, begins=begins)
     load_changed(state, replica)
+
+
+def may_go_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
+    """Whether tokens so far are kept there: of its very version; in flight of any older one."""
+    if state.settings.in_flight:
+        return replica.version >= trajectory.version
+    return replica.version == trajectory.version
 
 
 def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
@@ -198,6 +210,7 @@ def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Take a trajectory from its replica; it waits for a new placement."""
     state = ctx.state
     trajectory = state.trajectories[trajectory_id]
+    trajectory.version = newest_tokens(state, trajectory)
     leave_engine(ctx, trajectory)
     moved = move(trajectory, "lose")
     assert moved, trajectory
@@ -205,5 +218,21 @@ def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
         placed = cmd.Placed(trajectory_id=trajectory_id, placement=trajectory.placement)
         ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
-    ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
+    if not state.settings.in_flight:
+        ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
     ctx.touch_all()
+
+
+def newest_tokens(state: State, trajectory: Trajectory) -> int:
+    """The newest version of which the store may have tokens of it.
+
+    A replica that loads while it runs goes on with that version before it can report it.
+    """
+    replica = state.replicas.get(trajectory.replica)
+    if replica is None or trajectory.id not in replica.running:
+        return trajectory.version
+    pulled = state.commands.get(keys.pull(trajectory.replica))
+    command = pulled.command if pulled is not None else None
+    if isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
+        return command.version
+    return trajectory.version

@@ -52,6 +52,8 @@ def _begin_if_due(ctx: Context, replica: Replica) -> None:
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
+    if state.settings.in_flight and not room(replica):
+        return  # without work of it the replica would go on to newer weights
     total = state.num_eval * state.settings.eval_answers
     state.evaluation = Evaluation(
         index=state.next_evaluation,
@@ -156,6 +158,21 @@ def _move_on(ctx: Context) -> None:
             groups.drop_group(ctx, group, DropReason.VERSION_GONE)
     _pin(ctx)
     ctx.touch_all()
+
+
+def plan_unserved(ctx: Context) -> None:
+    """In flight replicas are busy, with newer weights: what none of them serves any more, and none
+    that is empty could load, is evaluated by the newest instead."""
+    state, evaluation = ctx.state, ctx.state.evaluation
+    if not state.settings.in_flight or evaluation is None or not evaluation.queue:
+        return
+    if evaluation.version == state.newest or not _may_evaluate(state):
+        return
+    index = indexes_of(state).replicas
+    busy = any(kind.serving for kind in index.kinds) and not any(index.empty(index.kinds))
+    loads = evaluation.version in indexes_of(state).fetched
+    if busy and not loads and not _is_helped(state, evaluation):
+        _move_on(ctx)
 
 
 def plan_evaluation(ctx: Context, replica: Replica) -> None:

@@ -35,4 +35,6 @@ def tell_one(ctx: Context, relay: str) -> None:
 
 
 def _unfinished(state: State) -> set[int]:
+    if state.settings.in_flight:  # it goes on with any newer one
+        return set()
     return {*indexes_of(state).replicas.busy(), *indexes_of(state).lost.versions()}

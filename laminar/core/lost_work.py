@@ -27,7 +27,7 @@ class LostWork:
     def __init__(self, state: State) -> None:
         #: of work that waits for its version
         self.waiting: dict[int, list[Entry]] = {}
-        #: of work whose wait is over, or that begins again from the prompt
+        #: of work whose wait is over, that begins again from the prompt, or is in flight
         self.anywhere: dict[int, list[Entry]] = {}
         #: in the order of the losses, without what begins again
         self.resumable: dict[int, dict[TrajectoryId, None]] = {}
@@ -39,13 +39,14 @@ class LostWork:
                 self.wait_is_over(state.trajectories[trajectory_id])
 
     def add(self, state: State, trajectory: Trajectory) -> None:
-        """Add a lost trajectory: it waits for its version, unless it begins again."""
+        """Add a lost trajectory: it waits for its version, unless any newer one does at once."""
         group = state.groups[trajectory.group]
         entry = (group.deadline, group.order, next(self._count), trajectory.id)
         self._entries[trajectory.id] = entry
-        queues = self.anywhere if trajectory.restart else self.waiting
+        anywhere = trajectory.restart or state.settings.in_flight
+        queues = self.anywhere if anywhere else self.waiting
         insort(queues.setdefault(trajectory.version, []), entry)
-        if not trajectory.restart:
+        if not anywhere:
             self.resumable.setdefault(trajectory.version, {})[trajectory.id] = None
 
     def remove(self, trajectory: Trajectory) -> None:

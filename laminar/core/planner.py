@@ -55,6 +55,7 @@ def _plan_replicas(ctx: Context) -> None:
     state = ctx.state
     recovery.plan_lost(ctx)
     recovery.plan_unscored(ctx)
+    evaluation.plan_unserved(ctx)
     while ctx.anybody_touched:
         names, all_touched = ctx.take_touched()
         touched = [state.replicas[n] for n in names if n in state.replicas]
@@ -62,11 +63,11 @@ def _plan_replicas(ctx: Context) -> None:
             _plan_reserved(ctx, replica)
         if all_touched:
             _plan_reserved_for_others(ctx, names)
+        if state.settings.in_flight:  # what began before the load would be older than it must
+            _plan_pulls(ctx, touched, names, all_touched)
         _share_out_groups(ctx, touched, all_touched)
-        for replica in touched:
-            weights.plan_pull(ctx, replica)
-        if all_touched:
-            _plan_pulls_of_others(ctx, names)
+        if not state.settings.in_flight:
+            _plan_pulls(ctx, touched, names, all_touched)
 
 
 def _plan_reserved(ctx: Context, replica: Replica) -> None:
@@ -95,15 +96,28 @@ def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
 def _for_reserved(state: State) -> dict[int, None]:
     """Numbers of the replicas for which evaluation or a reserved pull may have something."""
     index = indexes_of(state).replicas
-    found = dict.fromkeys(index.numbers_of(evaluation.may_begin(state)))
+    begins = evaluation.may_begin(state)
+    found = dict.fromkeys(
+        index.with_room(begins) if state.settings.in_flight else index.numbers_of(begins)
+    )
     found |= dict.fromkeys(index.with_room(evaluation.may_help(state)))
     found |= dict.fromkeys(index.empty(weights.may_pull_reserved(state)))
     return found
 
 
+def _plan_pulls(
+    ctx: Context, touched: list[Replica], names: Collection[str], all_touched: bool
+) -> None:
+    for replica in touched:
+        weights.plan_pull(ctx, replica)
+    if all_touched:
+        _plan_pulls_of_others(ctx, names)
+
+
 def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
-    index = indexes_of(ctx.state).replicas
-    for number in sorted(index.empty(index.of(lambda kind: kind.behind and not kind.loading))):
+    index, in_flight = indexes_of(ctx.state).replicas, ctx.state.settings.in_flight
+    behind = index.of(lambda kind: kind.behind and not kind.loading)
+    for number in sorted(index.numbers_of(behind) if in_flight else index.empty(behind)):
         if index.replicas[number].name not in but:
             weights.plan_pull(ctx, index.replicas[number])
 

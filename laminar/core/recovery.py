@@ -7,17 +7,21 @@ Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
 A lost sibling resumes from the store's tokens on a replica of the same version. Only when none has
 turned up within resume_wait_ms does it start over, on any live replica with room at the same or a
 newer version, before any new group there; restarting is mostly done to long answers, and a fresh
-draw shortens the data, so it is the second choice and is counted.
+draw shortens the data, so it is the second choice and is counted. In flight it resumes at once on
+any replica that is at least as new.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from laminar.core import buffering, evaluation, groups, indexes, keys, store_restarts
 from laminar.core.context import Context
-from laminar.core.dispatch import lose, place_again
+from laminar.core.dispatch import lose, newest_tokens, place_again
 from laminar.core.indexes import indexes_of
 from laminar.core.lost_work import Entry
 from laminar.core.relays import ending
+from laminar.core.replica_index import Kind
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
@@ -107,10 +111,19 @@ def _next_lost(state: State) -> Trajectory | None:
 
 
 def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
-    """The least loaded replica of its version; where there is none, of the newest one."""
+    """The least loaded replica of its version; where there is none, of the newest one. In flight
+    any that is at least as new."""
     index = indexes_of(state).replicas
-    able = index.able(trajectory.version) or index.able(index.newest_able())
+    able = _able(state, trajectory) or index.able(index.newest_able())
     return index.least(able, room=1)
+
+
+def _able(state: State, trajectory: Trajectory) -> Collection[Kind]:
+    """Kinds of replicas with room that go on with its tokens."""
+    index = indexes_of(state).replicas
+    if state.settings.in_flight:
+        return index.able_from(newest_tokens(state, trajectory))
+    return index.able(trajectory.version)
 
 
 def plan_unscored(ctx: Context) -> None:
@@ -155,7 +168,7 @@ def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
         state.unscored[trajectory.id] = None
         return
     index = indexes_of(state).replicas
-    elsewhere = index.least(index.able(trajectory.version), 1, but=(trajectory.replica,))
+    elsewhere = index.least(_able(state, trajectory), 1, but=(trajectory.replica,))
     if trajectory.status in IN_ENGINE and elsewhere is not None:
         lose(ctx, trajectory.id)
         place_again(ctx, trajectory, elsewhere)
@@ -183,7 +196,7 @@ def watch_progress(ctx: Context, name: str) -> None:
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
     if store_restarts.awaited(state):  # who waits for it samples nothing
         replica.progress_ns = ctx.stamped.time_ns
-    elif replica.running and silent_ms >= stall_ms:
+    elif replica.running and not replica.loading and silent_ms >= stall_ms:
         ctx.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
         replica.progress_ns = ctx.stamped.time_ns
     ctx.set_timer(keys.progress(name), stall_ms)

@@ -79,7 +79,7 @@ class ReplicaIndex:
             replica.step,
             replica.loading,
             relay is not None and relay.newest > replica.version,
-            replica.took >= state.settings.groups_per_version,
+            0 < state.settings.groups_per_version <= replica.took,
             replica.failed_loads,
             bool(replica.given),
         )
@@ -163,6 +163,10 @@ class ReplicaIndex:
     def able(self, version: int) -> Collection[Kind]:
         """Kinds that serve this version, of which some replica has room."""
         return self._able.get(version, ())
+
+    def able_from(self, version: int) -> list[Kind]:
+        """The same, of this version or a newer one."""
+        return [kind for v, kinds in self._able.items() if v >= version for kind in kinds]
 
     def newest_able(self) -> int:
         """The highest version that a replica with room serves; -1: none."""

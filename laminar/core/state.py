@@ -143,8 +143,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     replica: str = ""  #: that generates or scores it
     placement: int = 1
     attempt: int = 1
-    version: int = 0
-    step: int = 0
+    version: int = 0  #: that samples it, or did last
+    step: int = 0  #: that made the oldest weights which may have sampled of it
     num_tokens: int = 0  #: known to the ledger as issued
     score_bits: int = -1
     correct: bool = False

@@ -6,13 +6,16 @@ Writes  state.newest, state.saved, relay.held, replica.version
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
-A number is allocated with the step that makes the weights and never used again. A replica pulls
-from the relay of its own machine and from no other; what that has evicted, from a checkpoint.
+In flight it loads newer weights as soon as its relay has them, whatever it runs, and that goes on
+with them; but never with held-out answers, of which each has one version, too. A number is
+allocated with the step that makes the weights and never used again. A replica pulls from the relay
+of its own machine and from no other; what that has evicted, from a checkpoint.
 """
 
 from __future__ import annotations
 
 from laminar.core import (
+    dispatch,
     evaluation,
     handover,
     indexes,
@@ -23,6 +26,7 @@ from laminar.core import (
     relays,
     versions,
 )
+from laminar.core.admission import serving
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.indexes import indexes_of, master_relay
@@ -33,6 +37,7 @@ from laminar.core.validation import anything, are_allocated, of_a_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import PullPurpose
+from laminar.names.ids import Purpose
 
 PULL_TIMEOUT_MS = 300_000
 """One copy of the model inside a machine; five minutes cover a terabyte and a slow engine."""
@@ -117,6 +122,8 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     replica.progress_ns = ctx.stamped.time_ns
+    for trajectory_id in replica.running:
+        state.trajectories[trajectory_id].version = event.version
     indexes.replica_changed(state, replica)
     kept_versions.tell(ctx)
     if state.lost or evaluation.waits(state):
@@ -127,10 +134,13 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
 
 @handles(ev.WeightsRejected, valid=anything)
 def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
-    """Digest or probe failed: it does not serve; it tries once more, then it is restarted."""
+    """Digest or probe failed: it does not serve; it tries once more, then it is restarted. What ran
+    there goes on elsewhere with the tokens from before the load."""
     replica = _pulled(ctx)
     if replica is None:
         return
+    for trajectory_id in list(replica.running):
+        dispatch.lose(ctx, trajectory_id)
     replica.version, replica.step, replica.loading = -1, -1, False
     replica.failed_loads += 1
     indexes.replica_changed(ctx.state, replica)
@@ -237,15 +247,23 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
 
 
 def plan_pull(ctx: Context, replica: Replica) -> None:
-    """An empty replica pulls what is newer: had it admitted, it would have been given a group."""
-    state = ctx.state
-    if not _can_pull(state, replica):
-        return
-    newest = state.newest_for(replica)
+    """An empty replica pulls what is newer: had it admitted, it would have been given a group. In
+    flight any does that answers no held-out prompt."""
+    state, newest = ctx.state, ctx.state.newest_for(replica)
     if newest <= replica.version:
         return
-    purpose = PullPurpose.START if replica.version < 0 else PullPurpose.NEWER
-    pull(ctx, replica, newest, False, purpose)
+    if _can_pull(state, replica):
+        purpose = PullPurpose.START if replica.version < 0 else PullPurpose.NEWER
+        pull(ctx, replica, newest, False, purpose)
+    elif _can_pull_in_flight(state, replica) and newest in state.held_for(replica):
+        pull(ctx, replica, newest, True, PullPurpose.IN_FLIGHT)
+
+
+def _can_pull_in_flight(state: State, replica: Replica) -> bool:
+    if not state.settings.in_flight or not serving(state, replica):
+        return False
+    groups = (state.groups[state.trajectories[t].group] for t in replica.running)
+    return all(group.purpose == Purpose.TRAIN for group in groups)
 
 
 def _can_pull(state: State, replica: Replica) -> bool:

@@ -60,6 +60,7 @@ class BatchClock:
         self._hanging = 0
         self._plan = 0
         self._plan_due = False
+        self.held = False  #: nothing is sampled: weights are loaded
 
     @property
     def running(self) -> int:
@@ -111,6 +112,25 @@ class BatchClock:
         if self.batch.finished:
             self._changed()
 
+    def hold(self) -> None:
+        """Stop sampling until `go_on`, while the process goes on."""
+        self.advance()
+        self.held = True
+
+    def go_on(self, *, prefills: bool) -> None:
+        """Sample again; `prefills`: all that runs is prefilled first."""
+        self._look()
+        self.held = False
+        if prefills:
+            self.batch.prefill_again(self._clock)
+        self._changed()
+
+    def take_finished(self) -> list[Sequence]:
+        """Who is finished as of the last `advance`, and was not told yet."""
+        finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
+        self.batch.finished.clear()
+        return finished
+
     def freeze(self) -> None:
         """The process stands still."""
         self.advance()
@@ -122,7 +142,8 @@ class BatchClock:
 
     def _look(self) -> None:
         now = self._timer.now_ns()
-        self._clock += (now - self._looked_ns) / self._timer.slow
+        if not self.held:
+            self._clock += (now - self._looked_ns) / self._timer.slow
         self._looked_ns = now
 
     def _changed(self) -> None:
@@ -139,10 +160,9 @@ class BatchClock:
         self._plan_due = False
         self._look()
         self.batch.advance(self._clock)
-        finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
-        self.batch.finished.clear()
+        finished = self.take_finished()
         self._plan += 1
-        if self.batch.next_ns < math.inf:
+        if self.batch.next_ns < math.inf and not self.held:
             left = (self.batch.next_ns - self._clock) * self._timer.slow
             self._timer.after(math.ceil(left), self._wake, self._plan)
         if finished:

@@ -19,8 +19,10 @@ from laminar.engines.made_up_tokens import logprobs_of, tokens_of
 from laminar.engines.protocol import (
     LENGTH,
     STOP,
+    EngineError,
     EngineStats,
     GenerateRequest,
+    KvOnUpdate,
     StepRecord,
     TokenDelta,
 )
@@ -60,6 +62,7 @@ class ClockEngine:
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._limit, self._capacity = limit, timing.cache_tokens or kv_capacity
         self._on_deltas, self._on_ends = on_deltas, on_ends
+        self._loads = 0
         self.clock = BatchClock(timer, timing, slots, self._on_finished)
 
     def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
@@ -69,6 +72,25 @@ class ClockEngine:
         else:
             done.set_exception(error)
         return done
+
+    def _begin_load(self, on_update: KvOnUpdate | None) -> EngineError | None:
+        """Nothing is sampled from here on, until `_end_load`; EngineError: no load may begin."""
+        self._hand_over()
+        if finished := self.clock.take_finished():
+            self._on_deltas(self._ends(finished))
+        self._loads += 1
+        if on_update is None and self.clock.sequences:
+            return EngineError("weights cannot be loaded while a sequence runs")
+        self.clock.hold()
+        return None
+
+    def _forget_all(self) -> None:
+        """A load has failed: nothing can go on."""
+        for request_id in list(self.clock.sequences):
+            self.clock.abort(request_id)
+
+    def _end_load(self, on_update: KvOnUpdate | None) -> None:
+        self.clock.go_on(prefills=on_update == "recompute")
 
     def abort(self, request_id: str) -> asyncio.Future[bool]:
         """What was sampled so far is handed over before."""
@@ -107,16 +129,19 @@ class ClockEngine:
         return sum(len(delta.token_ids) for delta in deltas)
 
     def _on_finished(self, finished: list[Sequence]) -> None:
+        self._on_ends(self._ends(finished))
+
+    def _ends(self, finished: list[Sequence]) -> list[TokenDelta]:
         deltas = []
         for response in finished:
             assert isinstance(response, Response)
             reason = LENGTH if response.total >= self._limit else STOP
             deltas.append(self._delta(response, response.total, reason))
-        self._on_ends(deltas)
+        return deltas
 
     def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
         start, response.sent = response.sent, end
         tokens, logprobs = array("i"), array("f")
         tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
         logprobs.frombytes(logprobs_of(response.seed, start, end, spoiled=response.spoiled))
-        return TokenDelta(response.id, tokens, logprobs, reason)
+        return TokenDelta(response.id, tokens, logprobs, reason, self._loads)

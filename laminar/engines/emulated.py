@@ -23,6 +23,7 @@ from laminar.engines.mapped_file import FileBytes, MappedFile
 from laminar.engines.protocol import (
     EngineError,
     GenerateRequest,
+    KvOnUpdate,
     StepRecord,
     TokenDelta,
     WeightSource,
@@ -76,7 +77,7 @@ class EmulatedEngine(ClockEngine):
         )
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
-        if not self._fingerprint:
+        if not self._fingerprint and not self.clock.held:
             return self._done(EngineError("the engine has no weights"))
         if not self.clock.sequences:
             self._from_ns = time.monotonic_ns()
@@ -84,14 +85,22 @@ class EmulatedEngine(ClockEngine):
         self.clock.add(Response(request, min(total, request.max_new_tokens)))
         return self._done()
 
-    def load(self, source: WeightSource) -> asyncio.Future[None]:
-        self._fingerprint = ""
-        if self.clock.sequences:
-            return self._done(EngineError("weights cannot be loaded while a sequence runs"))
-        return asyncio.ensure_future(self._load(source))
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        refused, self._fingerprint = self._begin_load(on_update), ""
+        if refused is not None:
+            return self._done(refused)
+        return asyncio.ensure_future(self._load(source, on_update))
 
-    async def _load(self, source: WeightSource) -> None:
-        self._fingerprint = await asyncio.to_thread(self._read, source)
+    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+        try:
+            self._fingerprint = await asyncio.to_thread(self._read, source)
+        except EngineError:
+            self._forget_all()
+            raise
+        finally:
+            self._end_load(on_update)
 
     def _read(self, source: WeightSource) -> str:
         return fingerprint(self._file.view(source)[source.offset : source.offset + source.nbytes])

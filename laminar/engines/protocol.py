@@ -17,13 +17,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 STOP = "stop"  #: finish reason: the last token is one of the request's stop ids
 LENGTH = "length"  #: finish reason: max_new_tokens were generated
+
+KvOnUpdate = Literal["keep", "recompute"]
+"""What becomes of the cache of sequences that go on with other weights: it is kept, or made again
+by a prefill of all their tokens."""
 
 
 class EngineError(RuntimeError):
@@ -51,6 +55,9 @@ class TokenDelta:
     token_ids: Sequence[int]
     logprobs: Sequence[float]  #: of the distribution sampled from, temperature included; at most 0
     finish_reason: str | None  #: None, STOP or LENGTH; nothing follows a reason
+    #: calls of `load` that had begun when all of these were sampled; 0: not said, as no engine does
+    #: that loads only while nothing runs
+    load: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +119,21 @@ class ReplicaEngine(Protocol):
         request follows."""
         ...
 
-    def load(self, source: WeightSource) -> asyncio.Future[None]:
-        """Replace all weights by copies; nothing of older weights is used afterwards, no cache.
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        """Replace all weights by copies, between two steps; nothing of older weights is used
+        afterwards, no cache but what `on_update` keeps.
 
-        EngineError while a sequence runs, for tensors that are unknown, missing or of another
-        shape; then the engine has no weights.
+        None: EngineError while a sequence runs; else sequences go on with the new weights.
+        EngineError for tensors that are unknown, missing or of another shape; then the engine has
+        no weights and no requests.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
-        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle.
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle, or after
+        a load with which sequences went on.
 
         EngineError for what is not finite.
         """

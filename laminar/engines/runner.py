@@ -25,6 +25,7 @@ from laminar.engines.protocol import (
     EngineError,
     EngineStats,
     GenerateRequest,
+    KvOnUpdate,
     StepRecord,
     TokenDelta,
     WeightSource,
@@ -72,8 +73,10 @@ class EngineRunner:
         """Forget a request; after it resolves no delta of the request arrives."""
         return self.call(lambda engine: engine.abort(request_id))
 
-    def load(self, source: WeightSource) -> asyncio.Future[None]:
-        """Copy a version into the engine."""
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        """Copy a version into the engine; EngineError while a sequence runs, in any case."""
         return self.call(lambda engine: engine.load_weights(self._weights.tensors(source)))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:

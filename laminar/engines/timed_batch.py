@@ -133,6 +133,15 @@ class TimedBatch:
             if not self._running:
                 self._start, self._length = now, 0
 
+    def prefill_again(self, now: float) -> None:
+        """Give up the cache of all that runs: it is admitted again first, in the same order."""
+        self.advance(now)
+        self._end_stretch()
+        for sequence in reversed(list(self._running.values())):
+            self._leave(sequence)
+            self._waiting.appendleft(sequence)
+        self._start, self._length = now, 0
+
     def advance(self, now: float) -> None:
         """Bring the batch to the present."""
         while True:

@@ -34,6 +34,7 @@ from laminar.engines.protocol import (
     EngineError,
     EngineStats,
     GenerateRequest,
+    KvOnUpdate,
     StepRecord,
     TokenDelta,
     WeightSource,
@@ -90,6 +91,9 @@ class Gauges(StatLoggerBase):
         pass
 
 
+Done = asyncio.Future[None]
+
+
 class VllmEngine:
     """ReplicaEngine (protocol.py); vllm_start.py makes it."""
 
@@ -140,7 +144,7 @@ class VllmEngine:
     def abort(self, request_id: str) -> asyncio.Future[bool]:
         return self._loop.create_task(self._abort(request_id))
 
-    def load(self, source: WeightSource) -> asyncio.Future[None]:
+    def load(self, source: WeightSource, on_update: KvOnUpdate | None = None) -> Done:
         return self._loop.create_task(self._load(source))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:

@@ -101,7 +101,8 @@ class Settings(
     group_size: int  #: siblings of one prompt
     min_scored: int  #: rewarded siblings below which a group is dropped
     max_staleness: int  #: completed steps
-    groups_per_version: int  #: new groups that one replica takes before it would rather pull
+    #: new groups that one replica takes before it would rather pull; 0: it pulls without that
+    groups_per_version: int
     total_steps: int  #: 0: until the data ends
     total_epochs: int
     shuffle: bool
@@ -126,6 +127,8 @@ class Settings(
     save_freq: int = 0  #: a checkpoint every so many steps; 0: none
     filter_metric: str = ""  #: score | acc: groups all alike in it are dropped; empty: none are
     filter_batches: int = 0  #: batches of such groups in a row that end the run; 0: none do
+    #: replicas load newer weights while they run, and what runs goes on with them
+    in_flight: bool = False
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
     @property

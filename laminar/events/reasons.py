@@ -73,6 +73,7 @@ class PullPurpose(StrEnum):
     NEWER = "newer"
     EVALUATION = "evaluation"
     RESUME = "resume"  #: for lost work of that version
+    IN_FLIGHT = "in-flight"  #: newer ones, with which what runs there goes on
 
 
 class TransferForm(StrEnum):

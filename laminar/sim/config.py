@@ -34,6 +34,9 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     group_size: Ints = (2, 4)
     groups_per_step: Ints = (2, 4, 8)
     groups_per_version: Ints = (1, 2, 4)
+    #: in a world without repack: drain | in-flight, drawn by itself as what becomes of the cache
+    update: Words = ("drain", "in-flight")
+    kv_on_update: Words = ("keep", "recompute")
     max_staleness: Ints = (0, 1, 2, 4)
     total_steps: Ints = (0, 6)  #: 0: until the data ends
     num_train: Ints = (20, 40)  #: prompts

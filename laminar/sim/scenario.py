@@ -10,7 +10,7 @@ the others, and two versions of the product meet the same world.
 from __future__ import annotations
 
 import random
-from typing import Protocol, TypeVar, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -89,6 +89,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     lengths: ResponseLengths
     segment_bytes: int
     snapshot_every: int
+    kv_on_update: Literal["keep", "recompute"]
     save_freq: int
     max_ckpt_to_keep: int
     payload_gb: float
@@ -177,7 +178,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     pick = _pick_from(stream(seed, "scenario"))
     work, time, repack = _with_boundaries(config.work, seed), config.time, config.repack
     packing, caching = _pick_from(stream(seed, "repack")), _pick_from(stream(seed, "cache"))
-    settings = _settings(work, seed, pick)
+    settings, updating = _settings(work, seed, pick), _pick_from(stream(seed, "update"))
     if policy := packing(repack.policy):
         settings = msgspec.structs.replace(
             settings,
@@ -186,6 +187,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
             repack_release_ms=packing(repack.release_ms),
             repack_prefill_tokens=packing(repack.prefill_tokens_per_step),
         )
+    elif updating(work.update) == "in-flight":
+        settings = msgspec.structs.replace(settings, in_flight=True, groups_per_version=0)
     replicas = pick(work.replicas)
     scenario = Scenario(
         seed=seed,
@@ -223,6 +226,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         ),
         segment_bytes=pick(config.log.segment_bytes),
         snapshot_every=pick(config.log.snapshot_every),
+        kv_on_update=cast(Literal["keep", "recompute"], updating(work.kv_on_update)),
         save_freq=pick(work.save_freq),
         max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
         payload_gb=_pick_from(stream(seed, "payloads"))(work.payload_gb),
@@ -310,6 +314,8 @@ def actor_config(scenario: Scenario) -> Config:
             max_num_seqs=scenario.slots,
             progress_interval_ms=scenario.progress_ns // MS,
             max_batch=scenario.max_batch or "auto",
+            update="in-flight" if settings.in_flight else "drain",
+            kv_on_update=scenario.kv_on_update,
         ),
         repack=RepackConfig(policy=cast(RepackPolicy, settings.repack_policy or "off")),
         recovery=RecoveryConfig(

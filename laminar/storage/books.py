@@ -14,6 +14,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -131,17 +132,22 @@ def _order_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
 
 
 def _source_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
-    """One placement has one source, and an attempt has tokens of one weight version."""
-    known = {(chunk.placement, source) for chunk in chunks if (source := chunk.source)}
-    stamp = (row.weight_version, row.version_step)
-    problems = [
-        f"trajectory {row.id} has tokens of version {version} of step {step} from {replica}, but "
-        f"it is one of version {row.weight_version} of step {row.version_step}"
-        for _, (replica, version, step) in sorted(known)
-        if (version, step) != stamp
-    ]
-    if len(known) != len({placement for placement, _ in known}):
-        problems.append(f"trajectory {row.id} has several sources under one placement")
+    """One placement has one replica; weights begin and end as the row says, and never get older."""
+    known = [(chunk.placement, source) for chunk in chunks if (source := chunk.source)]
+    if not known:
+        return []
+    problems, versions = [], [(source.weight_version, source.version_step) for _, source in known]
+    if (first := (row.weight_version, row.version_step), row.latest) != (versions[0], versions[-1]):
+        problems.append(
+            f"trajectory {row.id} has tokens of versions {versions[0]} to {versions[-1]} (version, "
+            f"step), but it is one of {first} to {row.latest}"
+        )
+    if any(b < a for i in (0, 1) for a, b in pairwise(v[i] for v in versions)):
+        problems.append(f"trajectory {row.id} has tokens of older weights behind those of newer")
+    if row.last_version is None and len(set(versions)) > 1:
+        problems.append(f"trajectory {row.id} has tokens of several versions, and its row of one")
+    if len({(p, s.replica) for p, s in known}) != len({p for p, _ in known}):
+        problems.append(f"trajectory {row.id} has several replicas under one placement")
     return problems
 
 

@@ -29,7 +29,7 @@ from laminar.storage.writer_lock import WriterLock
 class Database(Transactions):
     """The open store database at `path`, created when missing, and its payload files."""
 
-    def __init__(self, path: Path, incarnation: int) -> None:
+    def __init__(self, path: Path, incarnation: int, *, in_flight: bool = False) -> None:
         """`incarnation`: of this process of the store; one that is opened later has a higher one,
         or the same when it is the same process."""
         self._folder = payload_files.folder_of(path)
@@ -39,7 +39,8 @@ class Database(Transactions):
             opened.callback(self._lock.close)
             connection = _connect(path)
             opened.callback(connection.close)
-            super().__init__(connection, Tables(connection, self._folder), str(path))
+            tables = Tables(connection, self._folder)
+            super().__init__(connection, tables, str(path), in_flight=in_flight)
             payload_files.create_folder(self._folder)
             with self._transaction():  # no writer can be between a file and its row now
                 payload_files.sweep(self._folder, self._tables.file_names())

@@ -29,8 +29,9 @@ REMOVED_AT_ONCE = 256
 class Handlers:
     """One method per request type, over the rows of one store."""
 
-    def __init__(self, rows: Tables) -> None:
-        self._rows = rows
+    def __init__(self, rows: Tables, *, in_flight: bool = False) -> None:
+        """`in_flight`: newer weights may go on with tokens of older ones."""
+        self._rows, self._in_flight = rows, in_flight
         self._by_type: dict[type, Callable[[Any], m.Reply]] = {
             m.Open: self._open,
             m.Append: self._append,
@@ -63,7 +64,7 @@ class Handlers:
         """None: not opened, for its tokens have no room in the reply."""
         asked = _asked_by_open(item)
         row = self._rows.row(item.trajectory_id)
-        verdict = rules.judge_open(row, asked)
+        verdict = rules.judge_open(row, asked, self._in_flight)
         if verdict.answer in ("fenced", "refused"):
             return _barred_open(item, verdict.answer, verdict.reason)
         prompt_ids = b""
@@ -93,11 +94,14 @@ class Handlers:
 
     def _append_one(self, item: m.AppendItem) -> m.Result:
         row = self._rows.row(item.trajectory_id)
-        chunk = Chunk(item.segment, item.offset, item.tokens, item.logprobs)
+        source = None
+        if row is not None and row.replica is not None:  # whoever has this placement
+            source = rules.Source(row.replica, item.weight_version, item.version_step)
+        chunk = Chunk(item.segment, item.offset, item.tokens, item.logprobs, source)
         stored = None
         if row is not None and rules.is_behind(row, item.segment, item.offset):
             stored = self._rows.chunk(row, item.segment, item.offset)
-        verdict = rules.judge_append(row, item.placement, chunk, stored)
+        verdict = rules.judge_append(row, item.placement, chunk, stored, self._in_flight)
         if row is not None and verdict.changes:
             self._rows.add_chunk(row, chunk)
             self._rows.save(row, rules.grown(row, chunk))

@@ -85,6 +85,8 @@ class AppendItem(Item, frozen=True, kw_only=True):
     offset: Count  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
+    weight_version: Count  #: that sampled all of them
+    version_step: Count
 
 
 class Append(Message, frozen=True, kw_only=True):

@@ -45,7 +45,8 @@ class Identity(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What an attempt is sampled with; fixed once it has tokens, for it must not mix versions."""
+    """What an attempt begins with; fixed once it has tokens. Only in flight may newer weights go on
+    with them."""
 
     weight_version: int | None
     version_step: int | None
@@ -80,7 +81,7 @@ class Row(NamedTuple):
     attempt: int  #: 1-based; 0: ended without ever being opened
     placement: int
     replica: str | None = None  #: who opened it last
-    weight_version: int | None = None
+    weight_version: int | None = None  #: that sampled the first token, or is to
     version_step: int | None = None
     temperature: float | None = None
     segments: int = 0  #: segments that have tokens
@@ -96,6 +97,8 @@ class Row(NamedTuple):
     end: str | None = None
     end_reason: str | None = None
     end_step: int | None = None
+    last_version: int | None = None  #: that sampled the last token; None: weight_version did
+    last_step: int | None = None
 
     @property
     def identity(self) -> Identity:
@@ -107,10 +110,18 @@ class Row(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """The source of what its placement samples; ValueError for a row that was never opened."""
+        """Who opened it last, with the version of its first token; ValueError for a row that was
+        never opened."""
         if self.replica is None or self.weight_version is None or self.version_step is None:
             raise ValueError(f"{self.id} was never opened")
         return Source(self.replica, self.weight_version, self.version_step)
+
+    @property
+    def latest(self) -> tuple[int | None, int | None]:
+        """Version and step of its last token."""
+        if self.last_version is None:
+            return self.weight_version, self.version_step
+        return self.last_version, self.last_step
 
 
 class Chunk(NamedTuple):
@@ -120,7 +131,7 @@ class Chunk(NamedTuple):
     offset: int  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
-    source: Source | None = None  #: None: it is not stored yet, or was before this was kept
+    source: Source | None = None  #: of all of its tokens; None: it was stored before this was kept
 
     def repeats(self, other: Chunk) -> bool:
         """Whether both have the same tokens at the same place, whoever sampled them."""
@@ -151,11 +162,12 @@ _WRITE = Verdict("ok", changes=True)
 _REPEAT = Verdict("ok")
 
 
-def judge_open(row: Row | None, asked: Row) -> OpenVerdict:
+def judge_open(row: Row | None, asked: Row, in_flight: bool = False) -> OpenVerdict:
     """May the opener work on the trajectory, and from where? `asked` is the row it would make.
 
     A higher placement takes over ("move"); with a higher attempt it discards the tokens so far
-    ("restart"), unless they are already a whole response.
+    ("restart"), unless they are already a whole response. `in_flight`: newer weights may go on
+    with tokens of older ones.
     """
     if row is None:
         return OpenVerdict("open", "create")
@@ -170,16 +182,18 @@ def judge_open(row: Row | None, asked: Row) -> OpenVerdict:
         return OpenVerdict("generated", "move" if takes_over else "none")
     if row.status == "rewarded":
         return OpenVerdict("rewarded", "move" if takes_over else "none")
-    return _judge_open_unfinished(row, asked, takes_over)
+    return _judge_open_unfinished(row, asked, takes_over, in_flight)
 
 
-def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool) -> OpenVerdict:
+def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool, in_flight: bool) -> OpenVerdict:
     if asked.attempt > row.attempt and takes_over:
         return OpenVerdict("open", "restart")
     if asked.attempt != row.attempt:
         reason = f"attempt {asked.attempt} is not new, attempt {row.attempt} is stored"
         return OpenVerdict("refused", reason=reason)
-    if asked.stamp != row.stamp and (row.num_tokens or not takes_over):
+    newer = in_flight and _may_go_on(row, asked.weight_version, asked.version_step)
+    goes_on = newer and bool(row.num_tokens) and asked.temperature == row.temperature
+    if asked.stamp != row.stamp and not goes_on and (row.num_tokens or not takes_over):
         reason = (
             f"its {row.num_tokens} tokens were sampled with version {row.weight_version} of step "
             f"{row.version_step} at temperature {row.temperature}; raise the attempt to change that"
@@ -198,13 +212,24 @@ def opened(row: Row | None, change: OpenChange, asked: Row) -> Row:
     return row._replace(placement=asked.placement, replica=asked.replica, **stamp._asdict())
 
 
+def _may_go_on(row: Row, version: int | None, step: int | None) -> bool:
+    """Whether these weights are no older than those of its last token. A held-out answer has one
+    version."""
+    last_version, last_step = row.latest
+    if None in (version, step, last_version, last_step) or row.purpose != "train":
+        return (version, step) == (last_version, last_step)
+    return version >= last_version and step >= last_step  # type: ignore[operator]
+
+
 def is_behind(row: Row, segment: int, offset: int) -> bool:
     """Whether a chunk at this position starts where tokens are already stored."""
     last = row.segments - 1
     return segment < last or (segment == last and offset < row.segment_tokens)
 
 
-def judge_append(row: Row | None, placement: int, chunk: Chunk, stored: Chunk | None) -> Verdict:
+def judge_append(
+    row: Row | None, placement: int, chunk: Chunk, stored: Chunk | None, in_flight: bool = False
+) -> Verdict:
     """May the chunk be added? `stored` is the chunk with the same key, if there is one."""
     barred = _barred(row, placement)
     if row is None or barred is not None:
@@ -217,8 +242,23 @@ def judge_append(row: Row | None, placement: int, chunk: Chunk, stored: Chunk | 
         return Verdict("refused", f"the response is already {row.end or row.status}")
     if not _continues(row, chunk):
         return Verdict("refused", f"{_position(chunk)} leaves a gap: {_next_position(row)}")
-    problem = chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens)
+    problem = _version_problem(row, chunk, in_flight)
+    problem = problem or chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens)
     return Verdict("refused", problem) if problem else _WRITE
+
+
+def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
+    """What is wrong with the weights of a chunk: others than the row's, or older ones in flight."""
+    if chunk.source is None:
+        return "it is not said who sampled it"
+    _, version, step = chunk.source
+    if (version, step) == row.latest or (in_flight and _may_go_on(row, version, step)):
+        return ""
+    last_version, last_step = row.latest
+    return (
+        f"its tokens are of version {version} of step {step}, after version {last_version} of step "
+        f"{last_step}"
+    )
 
 
 def chunk_problem(chunk: Chunk, room: int) -> str:
@@ -245,11 +285,17 @@ def chunk_problem(chunk: Chunk, room: int) -> str:
 def grown(row: Row, chunk: Chunk) -> Row:
     """The row after an accepted chunk."""
     count = len(chunk.tokens) // TOKEN_BYTES
-    return row._replace(
+    after = row._replace(
         segments=chunk.segment + 1,
         segment_tokens=chunk.offset + count,
         num_tokens=row.num_tokens + count,
     )
+    if chunk.source is None or chunk.source[1:] == row.latest:
+        return after
+    _, version, step = chunk.source
+    if not row.num_tokens:
+        return after._replace(weight_version=version, version_step=step)
+    return after._replace(last_version=version, last_step=step)
 
 
 def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens: int) -> Verdict:

@@ -75,7 +75,9 @@ TABLES = (
         end_reason TEXT,
         end_step INTEGER,
         text TEXT,
-        extras TEXT
+        extras TEXT,
+        last_version INTEGER,
+        last_step INTEGER
     )
     """,
     """
@@ -112,6 +114,8 @@ LATER_TABLE = """
 #: (table, column, type) that came later: added to a database that was made without them.
 LATER_COLUMNS = (
     ("trajectories", "extras", "TEXT"),
+    ("trajectories", "last_version", "INTEGER"),
+    ("trajectories", "last_step", "INTEGER"),
     ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),

@@ -263,7 +263,8 @@ class Tables:
             tokens = logprobs = None
         count = len(chunk.tokens) // TOKEN_BYTES
         key = (row.id, row.attempt, chunk.segment, chunk.offset)
-        values = StoredChunk(*key, row.placement, count, tokens, logprobs, file, *row.source)
+        source = chunk.source or row.source
+        values = StoredChunk(*key, row.placement, count, tokens, logprobs, file, *source)
         self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:

@@ -34,11 +34,14 @@ NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 class Transactions:
     """The store over an open connection, which starts no transaction by itself."""
 
-    def __init__(self, connection: sqlite3.Connection, tables: Tables, name: str) -> None:
-        """Creates the tables where there are none. `name`: of the database, for people."""
+    def __init__(
+        self, connection: sqlite3.Connection, tables: Tables, name: str, *, in_flight: bool = False
+    ) -> None:
+        """Creates the tables where there are none. `name`: of the database, for people;
+        `in_flight`: as Handlers has it."""
         self._db = connection
         self._tables = tables
-        self._handlers = Handlers(tables)
+        self._handlers = Handlers(tables, in_flight=in_flight)
         with self._transaction():
             self._create_or_check(name)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from laminar.actors.engine_reports import EngineReports
 from laminar.actors.rollout import Rollout
+from laminar.actors.running import Weights
 from laminar.actors.system.replica import RealParts
 from laminar.engines.protocol import EngineStats, GenerateRequest, StepRecord, TokenDelta
 from laminar.events import commands as cmd
@@ -112,15 +113,26 @@ class FakeEngine:
 
 
 class FakeLoader:
-    """Serves another version as soon as it is told to."""
+    """Serves another version as soon as it is told to; `proof`: its future decides whether that
+    proves right."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.version = engine, 1
+        self.proved = self.loads = 1
         self.pulled: list[set[str]] = []  #: what ran at each load
+        self.proof: asyncio.Future[bool] | None = None
 
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         self.pulled.append(set(self.engine.running))
-        self.version = command.version
+        self.loads += 1
+        if self.proof is not None and not await self.proof:
+            self.version = -1
+            return
+        self.version, self.proved = command.version, self.loads
+
+    def weights_of(self, load: int) -> Weights:
+        load = load or self.loads
+        return Weights(load, load, load + 10)
 
 
 class Replica:
@@ -166,9 +178,10 @@ class Replica:
         *tokens: int,
         finish_reason: str | None = None,
         trajectory: TrajectoryId = T,
+        load: int = 0,
     ) -> None:
         name = f"{trajectory}@{placement}"
-        delta = TokenDelta(name, list(tokens), [-0.5] * len(tokens), finish_reason)
+        delta = TokenDelta(name, list(tokens), [-0.5] * len(tokens), finish_reason, load)
         self.rollout._on_deltas([delta])
 
     async def settled(self) -> None:
@@ -215,3 +228,7 @@ def release(placement: int, *trajectories: TrajectoryId) -> cmd.ReleaseTrajector
 
 def pull(version: int = 2) -> cmd.PullWeights:
     return cmd.PullWeights(to="rollout-0", version=version, exact=False, purpose="newer")
+
+
+def pull_in_flight(version: int = 2) -> cmd.PullWeights:
+    return cmd.PullWeights(to="rollout-0", version=version, exact=True, purpose="in-flight")

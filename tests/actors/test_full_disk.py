@@ -207,6 +207,8 @@ def tokens(count: int) -> m.Append:
         offset=0,
         tokens=b"\1\0\0\0" * count,
         logprobs=b"\0\0\0\0" * count,
+        weight_version=0,
+        version_step=0,
     )
     return m.Append(items=(chunk,))
 

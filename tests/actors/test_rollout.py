@@ -16,7 +16,16 @@ import pytest_asyncio
 from laminar.engines.protocol import LENGTH, STOP
 from laminar.events import events as ev
 from laminar.storage import messages as m
-from tests.actors.held_replica import END_ID, Replica, T, abort, generate, ids, pull
+from tests.actors.held_replica import (
+    END_ID,
+    Replica,
+    T,
+    abort,
+    generate,
+    ids,
+    pull,
+    pull_in_flight,
+)
 from tests.actors.parts import until
 
 
@@ -248,3 +257,76 @@ async def test_work_of_a_version_that_the_engine_does_not_serve_ends_the_process
     await until(lambda: bool(replica.host.failures))
     assert "version 3" in replica.host.failures[0] and "serves 1" in replica.host.failures[0]
     assert (replica.engine.added, replica.reports()) == ([], [])
+
+
+# --- weights in flight ----------------------------------------------------------------------------
+
+
+def weights_of(request: m.Append) -> list[tuple[int, int, list[int]]]:
+    """(version, step, tokens) of each chunk."""
+    return [
+        (item.weight_version, item.version_step, np.frombuffer(item.tokens, "<i4").tolist())
+        for item in request.items
+    ]
+
+
+async def in_flight(replica: Replica) -> asyncio.Future[bool]:
+    """Two tokens of version 1, which the store has; version 2 is loaded, and not proved yet."""
+    await replica.runs()
+    replica.sampled(1, 3, 4, load=1)
+    replica.loader.proof = asyncio.get_running_loop().create_future()
+    replica.tell(pull_in_flight())
+    request, reply = await replica.store.next(m.Append)
+    assert weights_of(request) == [(1, 11, [3, 4])] and not replica.loader.pulled
+    reply.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+    await until(lambda: replica.loader.pulled == [{f"{T}@1"}])
+    replica.sampled(1, 5, load=1)  # on its way when the load began
+    replica.sampled(1, 6, END_ID, load=2, finish_reason=STOP)
+    return replica.loader.proof
+
+
+async def test_in_flight_tokens_are_stored_with_their_own_weights_once_these_are_proved(
+    replica: Replica,
+) -> None:
+    proof = await in_flight(replica)
+    replica.host.spawn(replica.rollout._flush())
+    request, reply = await replica.store.next(m.Append)
+    assert weights_of(request) == [(1, 11, [5])]
+    reply.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+    await replica.settled()
+    assert replica.store.asked == [] and replica.reports() == ["TrajectoryStarted"]
+    proof.set_result(True)
+    request, reply = await replica.store.next(m.Append)
+    assert weights_of(request) == [(2, 12, [6, END_ID])]
+    reply.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+    finish, _ = await replica.store.next(m.Finish)
+    assert finish.items[0].num_tokens == 5
+
+
+async def test_in_flight_tokens_of_weights_that_prove_wrong_are_dropped(replica: Replica) -> None:
+    proof = await in_flight(replica)
+    proof.set_result(False)
+    await until(lambda: not replica.engine.running)
+    await replica.rollout._flush()
+    assert replica.store.asked == [] and replica.reports() == ["TrajectoryStarted"]
+
+
+@pytest.mark.parametrize(
+    ("version", "purpose", "taken"),
+    [(1, "train", True), (1, "eval", False), (3, "train", False)],
+)
+async def test_in_flight_an_order_of_older_weights_that_crosses_a_load_is_taken(
+    tmp_path: Path, version: int, purpose: str, taken: bool
+) -> None:
+    replica = Replica(tmp_path, 'rollout.update="in-flight"', 'rollout.engine="emulated"')
+    replica.tell(generate(version=version, purpose=purpose))
+    await until(lambda: bool(replica.store.asked))
+    replica.tell(pull_in_flight())
+    await until(lambda: replica.loader.version == 2)
+    await replica.store.answer_open(prompt_ids=ids(1))
+    if taken:
+        await until(lambda: replica.engine.added == [f"{T}@1"])
+    else:
+        await until(lambda: bool(replica.host.failures))
+    replica.host.end()
+    replica.host.telemetry.drain(60)

@@ -15,7 +15,7 @@ from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
-from laminar.engines.protocol import WeightSource
+from laminar.engines.protocol import KvOnUpdate, WeightSource
 from laminar.engines.weight_file import MappedWeights
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -34,11 +34,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.value = -1.0
         self.loads = 0
+        self.on_update: KvOnUpdate | None = None
         self.during: Callable[[], None] = lambda: None
         self.between: Any = None  #: awaited after a load
 
-    async def load(self, source: WeightSource) -> None:
+    async def load(self, source: WeightSource, on_update: KvOnUpdate | None = None) -> None:
         self.loads += 1
+        self.on_update = on_update
         for _, found in MappedWeights().tensors(source):
             self.value = float(torch.clone(found)[0, 0])
         self.during()
@@ -61,10 +63,12 @@ class Replica:
         files = ReplicaFiles(checkpoint.read)
         self.loader = WeightLoader(self.host, self.relay, self.engine, files)  # type: ignore[arg-type]
 
-    async def pull(self, version: int = 0, exact: bool = False, checkpoint: str = "") -> ev.Event:
+    async def pull(
+        self, version: int = 0, exact: bool = False, checkpoint: str = "", purpose: str = "newer"
+    ) -> ev.Event:
         """What it says in the end."""
         command = cmd.PullWeights(
-            to="rollout-0", version=version, exact=exact, purpose="newer", checkpoint=checkpoint
+            to="rollout-0", version=version, exact=exact, purpose=purpose, checkpoint=checkpoint
         )
         before = len(self.host.events)
         await self.loader.pull(cmd.Order(command_id=1, cause=1, command=command), command)
@@ -267,6 +271,38 @@ async def test_a_version_that_goes_after_a_failed_load_leaves_nothing_to_serve(
     said = await replica.pull(2, exact=True)
     assert isinstance(said, ev.WeightsRejected) and said.version == 2
     assert (replica.loader.version, replica.loader.digest) == (-1, "")
+
+
+async def test_a_load_in_flight_is_told_what_becomes_of_the_cache_and_proves_itself_last(
+    relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    await publish(relay, trainer, 1, 2)
+    await replica.pull(1, exact=True)
+    assert (replica.engine.on_update, replica.loader.proved) == (None, 1)
+    during = []
+
+    def note() -> None:
+        loader = replica.loader
+        during.append((loader.version, loader.proved, loader.weights_of(1), loader.weights_of(2)))
+
+    replica.engine.during = note
+    assert isinstance(await replica.pull(2, True, purpose="in-flight"), ev.WeightsLoaded)
+    ((version, proved, before, after),) = during
+    assert (version, proved, before.version, after.version) == (1, 1, 1, 2)
+    assert replica.engine.on_update == "keep"
+    assert (replica.loader.version, replica.loader.proved) == (2, 2)
+
+
+async def test_a_load_in_flight_that_proves_wrong_is_not_tried_again(
+    relay: Machine, trainer: Writer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What went on with it is lost already: whoever has it next must hear of that at once."""
+    await publish(relay, trainer, 1, 2)
+    await replica.pull(1, exact=True)
+    monkeypatch.setattr(replica.engine, "score", wrong_score)
+    said = await replica.pull(2, True, purpose="in-flight")
+    assert isinstance(said, ev.WeightsRejected)
+    assert (replica.engine.loads, replica.loader.version, replica.loader.proved) == (2, -1, 1)
 
 
 async def test_what_is_served_changes_with_a_load_only(

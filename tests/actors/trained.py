@@ -94,6 +94,8 @@ async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, 
             offset=offset,
             tokens=np.array(RESPONSE[part], "<i4").tobytes(),
             logprobs=(scores[part] - np.float32(off)).tobytes(),
+            weight_version=0,
+            version_step=0,
         )
         await ask(m.Append(items=(chunk,)), m.AppendReply)
     who = {"trajectory_id": name, "placement": len(parts)}

@@ -65,10 +65,19 @@ def fill(database, group, sibling, tokens, score, reason, detail, end_step) -> N
     extras = {"format": 0.5, "found": "\x1b[1m"} if group == "0.1" else {}
     reward = m.RewardItem(**who, score=score, reason=reason, detail=detail, extras=extras)
     version = end_step if held_out else max(end_step - 1, 0)
+    opened = open_(group, sibling, version)
+    chunk = m.AppendItem(
+        **who,
+        offset=0,
+        tokens=data,
+        logprobs=logprobs,
+        weight_version=opened.weight_version,
+        version_step=opened.version_step,
+    )
     database.handle_batch(
         [
-            m.Open(items=(open_(group, sibling, version),)),
-            m.Append(items=(m.AppendItem(**who, offset=0, tokens=data, logprobs=logprobs),)),
+            m.Open(items=(opened,)),
+            m.Append(items=(chunk,)),
             m.Finish(items=(m.FinishItem(**who, **finish),)),
             m.PutRewards(items=(reward,)),
             m.End(items=(end,)),
@@ -176,6 +185,8 @@ def test_an_answer_that_was_moved_is_shown_with_who_sampled_what(tmp_path: Path)
             offset=placement - 1,
             tokens=b"\7\0\0\0" * placement,
             logprobs=b"\0\0\0\0" * placement,
+            weight_version=item.weight_version,
+            version_step=item.version_step,
         )
         database.handle_batch([m.Open(items=(item,)), m.Append(items=(chunk,))])
     database.close()

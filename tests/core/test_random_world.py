@@ -7,6 +7,7 @@ import builtins
 import os
 import random
 import time
+from collections import Counter
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.kit.random_worlds import (
     check_failed,
     check_paused,
     failing_world,
+    in_flight_world,
     random_world,
 )
 from tests.kit.world import World
@@ -107,6 +109,21 @@ def test_every_sender_of_the_world_is_listed(good_runs: list[World]) -> None:
         for stamped, _ in world.log:
             role = stamped.peer.rpartition("-")[0] or stamped.peer
             assert role in REPORTED_BY[type(stamped.event)], stamped
+
+
+def test_runs_with_weights_in_flight_end_with_three_books_that_agree() -> None:
+    """Replicas load while they run, prove wrong, die meanwhile; nothing begins again for that."""
+    seen, lost = Counter[str](), 0
+    for seed in range(60):
+        world = in_flight_world(seed).run()
+        check_end(world)
+        decisions = [(stamped.event, command) for stamped, cs in world.log for command in cs]
+        seen.update(str(c.purpose) for _, c in decisions if isinstance(c, cmd.PullWeights))
+        lost += sum(
+            isinstance(event, ev.WeightsRejected) and isinstance(c, cmd.AbortTrajectories)
+            for event, c in decisions
+        )
+    assert seen["in-flight"] > 100 and not seen["resume"] and lost, (seen, lost)
 
 
 @pytest.mark.parametrize("seed", range(4))

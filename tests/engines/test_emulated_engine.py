@@ -16,6 +16,7 @@ from laminar.engines.protocol import (
     LENGTH,
     EngineError,
     GenerateRequest,
+    KvOnUpdate,
     TokenDelta,
     WeightSource,
 )
@@ -49,12 +50,15 @@ class Bench:
         self.engine = EmulatedEngine(config(*settings), self._take)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.loads: dict[str, list[int]] = {}  #: of each token
 
     def _take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             assert delta.request_id not in self.reasons, "nothing follows a reason"
             assert len(delta.token_ids) == len(delta.logprobs)
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            loads = self.loads.setdefault(delta.request_id, [])
+            loads += [delta.load] * len(delta.token_ids)
             if delta.finish_reason:
                 self.reasons[delta.request_id] = delta.finish_reason
 
@@ -126,6 +130,42 @@ async def test_what_it_says_of_a_probe_depends_on_every_byte_of_its_weights(tmp_
     assert await bench.engine.score([[5, 6, 7]]) != scores
     with pytest.raises(EngineError, match="cannot be read"):
         await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()))
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+async def test_in_flight_a_sequence_goes_on_with_the_new_weights(
+    bench: Bench, tmp_path: Path, on_update: KvOnUpdate
+) -> None:
+    """No token is lost or given twice, and none is said to be of weights that it is not of; while
+    weights are loaded nothing is sampled."""
+    seed = next(s for s in range(100) if ResponseLengths(20, LIMIT).of(s) == LIMIT)
+    await bench.engine.add(request(seed, "whole"))
+    await bench.ended(1)
+    await bench.engine.add(request(seed, "flies"))
+    async with asyncio.timeout(10):
+        while len(bench.tokens.get("flies", ())) < 2:
+            await asyncio.sleep(0.001)
+            bench.engine.stats()
+    loading = bench.engine.load(source(tmp_path / "v1", b"other"), on_update)
+    before = len(bench.tokens["flies"])
+    bench.engine.stats()
+    assert len(bench.tokens["flies"]) == before
+    await loading
+    await bench.ended(2)
+    assert bench.tokens["flies"] == bench.tokens["whole"]
+    loads = bench.loads["flies"]
+    assert loads == [1] * before + [2] * (LIMIT - before) and before < LIMIT
+
+
+async def test_a_load_in_flight_that_fails_leaves_nothing_that_runs(
+    bench: Bench, tmp_path: Path
+) -> None:
+    await bench.engine.add(request(1))
+    with pytest.raises(EngineError, match="cannot be read"):
+        await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()), "keep")
+    assert (bench.engine.stats().running, bench.engine.stats().waiting) == (0, 0)
+    with pytest.raises(EngineError, match="no weights"):
+        await bench.engine.add(request(2))
 
 
 async def test_weights_are_not_loaded_while_a_sequence_runs(bench: Bench, tmp_path: Path) -> None:

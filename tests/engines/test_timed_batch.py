@@ -50,6 +50,11 @@ class Stepper:
             self.waiting.remove(name)
         del self.lengths[name]
 
+    def prefill_again(self, now: float) -> None:
+        self.advance(now)
+        self.waiting, self.running = [*self.running, *self.waiting], []
+        self.time, self.step_ends = now, -1.0
+
     def advance(self, now: float) -> None:
         while True:
             if self.step_ends < 0 and not self.begin():
@@ -108,6 +113,9 @@ def test_jumps_lead_where_steps_lead(seed: int) -> None:
             prompt = chance.randint(0, 20)
             batch.add(str(names), prompt, done, total, now)
             stepper.add(str(names), prompt, done, total, now)
+        elif chance.random() < 0.1:
+            batch.prefill_again(now)
+            stepper.prefill_again(now)
         elif stepper.advance(now) is None and name in stepper.lengths:
             batch.remove(name, now)
             stepper.remove(name, now)
@@ -182,6 +190,20 @@ def test_everybody_waits_for_a_prefill() -> None:
     batch.advance(20e9)
     assert (batch.tokens("here"), batch.tokens("comes")) == (12, 4)
     assert batch.prefilled == 8
+
+
+def test_what_runs_is_prefilled_again_when_its_cache_is_given_up() -> None:
+    timing = EngineTiming(step_us=1e6, sequence_us=0, prefill_tokens_per_s=1, cache_tokens=1_000)
+    batch = TimedBatch(timing, 1)
+    batch.add("here", 5, 0, 50, 0.0)  # 5 s of prefill, then a step
+    batch.add("waits", 0, 0, 50, 0.0)
+    batch.advance(8e9)
+    assert batch.tokens("here") == 3
+    batch.prefill_again(8e9)
+    batch.advance(17e9 - 1)  # 8 tokens are prefilled, and the step after it
+    assert (batch.tokens("here"), batch.prefilled, batch.preempted) == (3, 13, 0)
+    batch.advance(17e9)
+    assert (batch.tokens("here"), batch.running, batch.waiting) == (4, 1, 1)
 
 
 def test_a_response_longer_than_the_cache_runs_alone() -> None:

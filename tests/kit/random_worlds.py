@@ -152,6 +152,15 @@ def _add_lost_trainers(world: World, seed: int) -> None:
         world.settings = msgspec.structs.replace(world.settings, save_freq=1)
 
 
+def in_flight_world(seed: int, kind: type[World] = World) -> World:
+    """The same, with weights in flight in place of repack."""
+    world = random_world(seed, kind)
+    world.settings = msgspec.structs.replace(
+        world.settings, repack_policy="", in_flight=True, groups_per_version=0
+    )
+    return world
+
+
 def failing_world(seed: int, kind: type[World] = World) -> World:
     """A random world in which a process that the run cannot do without dies and stays dead."""
     world = random_world(seed, kind)

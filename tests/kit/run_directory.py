@@ -82,7 +82,12 @@ def write_store(run_dir: Path, log: Log) -> None:
     loaded = next(s.event for s, _ in log if isinstance(s.event, ev.DataLoaded))
     prompts = [_prompt(index) for index in range(max(loaded.num_train, loaded.num_eval))]
     database.load_prompts(prompts[: loaded.num_train], prompts[: loaded.num_eval], loaded.digest)
-    requests = [r for s, commands in _without_repeats(log) for r in _requests(s, commands)]
+    loaded: dict[str, tuple[int, int]] = {}
+    requests = []
+    for stamped, commands in _without_repeats(log):
+        if isinstance(stamped.event, ev.WeightsLoaded):
+            loaded[stamped.peer] = stamped.event.version, stamped.event.step
+        requests += _requests(stamped, commands, loaded)
     for reply in database.handle_batch(requests):
         for result in reply.results:
             assert result.answer in ("open", "ok"), result
@@ -102,11 +107,14 @@ def _without_repeats(log: Log) -> Log:
     return first
 
 
-def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
-    """What the store was asked before this event was reported, and because of it."""
+def _requests(
+    stamped: Stamped, commands: list[Command], loaded: dict[str, tuple[int, int]]
+) -> Iterable[m.Request]:
+    """What the store was asked before this event was reported, and because of it; `loaded`:
+    version and step, by replica."""
     event = stamped.event
     if isinstance(event, ev.TrajectoryFinished):
-        yield from _finish(event)
+        yield from _finish(event, *loaded[stamped.peer])
     elif isinstance(event, ev.TrajectoryRewarded):
         score = float_of(event.score_bits)
         item = m.RewardItem(
@@ -123,14 +131,22 @@ def _requests(stamped: Stamped, commands: list[Command]) -> Iterable[m.Request]:
             yield m.End(items=tuple(end_item(ending) for ending in command.endings))
 
 
-def _finish(event: ev.TrajectoryFinished) -> Iterable[m.Request]:
+def _finish(event: ev.TrajectoryFinished, version: int, step: int) -> Iterable[m.Request]:
     who = {"trajectory_id": event.trajectory_id, "placement": event.placement}
     n = event.num_tokens
     tokens, logprobs = (
         struct.pack(f"<{n}i", *range(n)),
         struct.pack(f"<{n}f", *(-0.5 - i / 64 for i in range(n))),
     )
-    yield m.Append(items=(m.AppendItem(**who, offset=0, tokens=tokens, logprobs=logprobs),))
+    chunk = m.AppendItem(
+        **who,
+        offset=0,
+        tokens=tokens,
+        logprobs=logprobs,
+        weight_version=version,
+        version_step=step,
+    )
+    yield m.Append(items=(chunk,))
     yield m.Finish(items=(m.FinishItem(**who, finish_reason=event.finish_reason, num_tokens=n),))
 
 

@@ -32,7 +32,8 @@ def config(*faults: str, **changes: Any) -> SimConfig:
     """The default swarm; with `faults` these and no others, all of them, often."""
     menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
     sections = {
-        "work": WorkConfig(boundary_share=0.0),  # what a test leaves open is drawn as usual
+        # what else a test leaves open is drawn as usual
+        "work": WorkConfig(boundary_share=0.0, update="drain"),
         "time": TimeConfig(),
         "filter": FilterConfig(metric=""),
         "repack": RepackConfig(),

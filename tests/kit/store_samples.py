@@ -63,7 +63,12 @@ def open_(name: str, placement: int = 1, attempt: int = 1, **changes: object) ->
 
 
 def append(
-    name: str, tokens: tuple[int, ...], offset: int = 0, segment: int = 0, placement: int = 1
+    name: str,
+    tokens: tuple[int, ...],
+    offset: int = 0,
+    segment: int = 0,
+    placement: int = 1,
+    version: int = 5,
 ) -> m.Append:
     item = m.AppendItem(
         trajectory_id=name,
@@ -72,6 +77,8 @@ def append(
         offset=offset,
         tokens=ints(*tokens),
         logprobs=floats(*(-0.25 * (token % 7) for token in tokens)),
+        weight_version=version,
+        version_step=version - 1,
     )
     return m.Append(items=(item,))
 

@@ -14,6 +14,7 @@ from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
+from laminar.events.reasons import PullPurpose
 from laminar.names import ids
 from laminar.names.ids import TrajectoryId
 from tests.kit.world_parts import (
@@ -154,7 +155,9 @@ class Actors(Trainers):
         process.pinned, process.unfinished = command.version, command.unfinished
 
     def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
-        assert not process.work, "a replica pulls only when it is empty"
+        in_flight = command.purpose == PullPurpose.IN_FLIGHT
+        assert in_flight or not process.work, "a replica pulls only when it is empty"
+        assert all(t[0] != "e" for t in process.work), "a held-out answer has one version"
         self.later(process, self.random.uniform(0.01, 0.2), Load(command))
 
     def _do_GenerateTrajectory(
@@ -189,8 +192,12 @@ class Actors(Trainers):
         assert not row.end and command.placement > row.placement, (row, command)
         row.placement = command.placement
         if command.attempt != row.attempt and command.purpose == "train":
-            row.attempt, row.generated = command.attempt, False
+            row.attempt, row.generated, row.version = command.attempt, False, -1
             row.tokens_lost, row.num_tokens = row.tokens_lost + row.num_tokens, 0
+        if not row.generated:
+            same = command.version == row.version
+            may_rise = self.settings.in_flight and command.version > row.version
+            assert not row.num_tokens or same or may_rise, (row, command)
         return row
 
     def _do_ScoreTrajectories(
@@ -365,7 +372,9 @@ class Actors(Trainers):
             return self.say(process, ev.VersionGone(version=command.version, held=tuple(held)))
         if self.random.random() < self.faults.reject_weights:
             process.version = -1
+            process.work.clear()  # what it sampled since goes nowhere
             return self.say(process, ev.WeightsRejected(version=version, reason="probe"))
+        assert not process.work or version >= process.version, (process, version)
         process.version = version
         self.say(
             process,

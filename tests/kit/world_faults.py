@@ -119,6 +119,7 @@ class FaultyProcesses:
             row = self.rows[trajectory]
             if not row.generated and row.placement == placement:
                 row.num_tokens = self.random.randint(row.num_tokens, 9)
+                row.version = process.version
         process.boot += 1
         process.alive, process.version, process.peer_seq = False, -1, 0
         process.work.clear()

@@ -159,6 +159,7 @@ class Row:
     num_tokens: int = 0
     tokens_lost: int = 0  #: of earlier attempts
     generated: bool = False
+    version: int = -1  #: of its last tokens
     end: str = ""
 
 

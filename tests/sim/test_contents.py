@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,10 +65,18 @@ def sample(scenario: Scenario, attempt: int = 1, **changes: Any) -> TrainSample:
     return dataclasses.replace(made, **changes)
 
 
+def made_by(scenario: Scenario, made: TrainSample, *orders: cmd.GenerateTrajectory) -> Contents:
+    """Engines with version 4 have sampled its parts, as they were ordered."""
+    contents, start = Contents(scenario, lambda version, digest: digest == f"d{version}"), 0
+    for order, span in zip(orders, made.spans, strict=False):
+        contents.begun(order)
+        contents.sampled(order, start, start + span.num_tokens, "d4")
+        start += span.num_tokens
+    return contents
+
+
 def check(scenario: Scenario, handed: TrainSample, failed: tuple[str, ...] = ()) -> None:
-    contents = Contents(scenario)
-    for begun in (order(), order("rollout-1", placement=2)):
-        contents.begun(begun)
+    contents = made_by(scenario, sample(scenario), order(), order("rollout-1", placement=2))
     contents.handed([handed], failed)
 
 
@@ -94,10 +103,37 @@ def test_every_part_that_is_another_is_named(scenario: Scenario) -> None:
 
 
 def test_an_older_attempt_is_not_what_counts(scenario: Scenario) -> None:
-    contents = Contents(scenario)
-    for begun in (order(), order("rollout-1", attempt=2, placement=2), order(placement=3)):
-        contents.begun(begun)
     spans = (Span("rollout-1", 4, 4, len(sample(scenario, 2).response_ids)),)
-    contents.handed([sample(scenario, 2, spans=spans)], ())
+    second = sample(scenario, 2, spans=spans)
+    contents = made_by(scenario, second, order("rollout-1", attempt=2, placement=2))
+    contents.begun(order(placement=3))
+    contents.handed([second], ())
     with pytest.raises(Violation, match="handed_as_made"):
         contents.handed([sample(scenario)], ())
+
+
+def test_in_flight_a_part_may_be_of_later_weights_and_never_of_others(scenario: Scenario) -> None:
+    """Each part is held against what its engine had; a later part is of no older weights."""
+    settings = msgspec.structs.replace(scenario.settings, in_flight=True)
+    flying = msgspec.structs.replace(scenario, settings=settings)
+    made = sample(flying)
+    count = len(made.response_ids)
+    assert count > 1
+    contents = Contents(flying, lambda version, digest: digest == f"d{version}")
+    contents.begun(order())
+    contents.sampled(order(), 0, 1, "d4")
+    contents.sampled(order(), 1, count, "d5")
+    right = (Span("rollout-0", 4, 4, 1), Span("rollout-0", 5, 5, count - 1))
+    contents.handed([dataclasses.replace(made, spans=right)], ())
+    for wrong in (
+        (Span("rollout-0", 4, 4, count),),
+        (Span("rollout-0", 4, 4, 2), Span("rollout-0", 5, 5, count - 2)),
+        (Span("rollout-0", 4, 4, 1), Span("rollout-1", 5, 5, count - 1)),
+    ):
+        with pytest.raises(Violation, match="with other versions"):
+            contents.handed([dataclasses.replace(made, spans=wrong)], ())
+    contents.sampled(order(placement=2), 0, 1, "d5")
+    contents.sampled(order(placement=2), 1, count, "d4")
+    older = (Span("rollout-0", 5, 5, 1), Span("rollout-0", 4, 4, count - 1))
+    with pytest.raises(Violation, match="with other versions"):
+        contents.handed([dataclasses.replace(made, spans=older)], ())

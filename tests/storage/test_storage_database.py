@@ -145,7 +145,7 @@ def test_a_restart_discards_the_tokens_and_says_how_many(database, path):
         assert (reply.answer, reply.tokens_lost, reply.num_tokens) == ("open", 3, 0)
         assert (reply.attempt, reply.weight_version, reply.tokens) == (2, 8, b"")
     assert contents(path)["chunks"] == []
-    answers(database, append("0.1.0", (4, 5), placement=2))
+    answers(database, append("0.1.0", (4, 5), placement=2, version=8))
     third = one(database, open_("0.1.0", 3, attempt=3))
     assert third.tokens_lost == 5
     ended = one(database, end("0.1.0", placement=4))
@@ -182,7 +182,7 @@ def test_of_an_attempt_that_was_started_over_no_span_is_left(database):
     again = open_("0.1.0", 2, attempt=2, replica="rollout-b", weight_version=8, version_step=7)
     answers(database, again)
     assert fetched(database, "0.1.0").spans == ()
-    answers(database, append("0.1.0", (4, 5), placement=2))
+    answers(database, append("0.1.0", (4, 5), placement=2, version=8))
     assert fetched(database, "0.1.0").spans == (("rollout-b", 8, 7, 2),)
 
 

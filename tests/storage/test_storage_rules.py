@@ -26,7 +26,7 @@ ASKED = Row(
 )
 HELD = ASKED._replace(segments=1, segment_tokens=2, num_tokens=2)
 OTHER = rules.Source("rollout-7", 5, 4)
-CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2))
+CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2), HELD.source)
 
 
 def test_the_first_open_creates():
@@ -55,6 +55,55 @@ def test_the_first_open_creates():
 def test_who_may_open_an_unfinished_trajectory(changes, answer, change):
     verdict = rules.judge_open(HELD, ASKED._replace(**changes))
     assert (verdict.answer, verdict.change) == (answer, change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({}, "open"),
+        ({"weight_version": 7, "version_step": 6}, "open"),
+        ({"weight_version": 4, "version_step": 3}, "refused"),
+        ({"weight_version": 7, "version_step": 3}, "refused"),
+        ({"weight_version": 7, "version_step": 6, "temperature": 1.0}, "refused"),
+    ],
+)
+def test_in_flight_newer_weights_go_on_with_the_tokens_of_older_ones(changes, answer):
+    for placement in (3, 4):  # a request may come twice
+        asked = ASKED._replace(placement=placement, **changes)
+        assert rules.judge_open(HELD, asked, in_flight=True).answer == answer
+    if answer == "open":
+        assert rules.opened(HELD, "move", asked) == HELD._replace(placement=4)
+
+
+@pytest.mark.parametrize(
+    ("version", "step", "purpose", "in_flight", "taken"),
+    [
+        (5, 4, "train", False, True),
+        (7, 6, "train", True, True),
+        (7, 6, "train", False, False),
+        (7, 6, "eval", True, False),
+        (5, 4, "eval", True, True),
+        (4, 3, "train", True, False),
+        (7, 3, "train", True, False),
+    ],
+)
+def test_tokens_are_of_the_rows_weights_or_in_flight_of_newer(
+    version, step, purpose, in_flight, taken
+):
+    chunk = CHUNK._replace(source=rules.Source("rollout-1", version, step))
+    verdict = rules.judge_append(HELD._replace(purpose=purpose), 3, chunk, None, in_flight)
+    assert verdict.changes is taken, verdict
+
+
+def test_a_row_keeps_the_first_and_the_last_weights():
+    of_7 = CHUNK._replace(source=rules.Source("rollout-1", 7, 6))
+    assert rules.grown(HELD, CHUNK).last_version is None
+    grown = rules.grown(HELD, of_7)
+    assert (grown.source[1:], grown.latest) == ((5, 4), (7, 6))
+    older = rules.judge_append(grown, 3, CHUNK._replace(offset=4), None, in_flight=True)
+    assert older.answer == "refused" and "after version 7 of step 6" in older.reason
+    first = rules.grown(ASKED, of_7._replace(offset=0))  # it was opened before the load
+    assert (first.source[1:], first.latest) == ((7, 6), (7, 6))
 
 
 @pytest.mark.parametrize("status", ["generated", "rewarded"])
@@ -153,13 +202,14 @@ def test_nothing_new_after_the_response_is_whole_or_ended(changes):
     ],
 )
 def test_bytes_that_are_no_sampled_tokens(tokens, logprobs):
-    chunk = Chunk(0, 2, tokens, logprobs)
+    chunk = Chunk(0, 2, tokens, logprobs, HELD.source)
     verdict = rules.judge_append(HELD, 3, chunk, None)
     assert verdict.answer == "refused" and verdict.reason and not verdict.changes
 
 
 def test_a_log_prob_may_be_rounded_just_above_zero():
-    assert rules.judge_append(HELD, 3, Chunk(0, 2, ints(1), floats(1e-6)), None).changes
+    chunk = Chunk(0, 2, ints(1), floats(1e-6), HELD.source)
+    assert rules.judge_append(HELD, 3, chunk, None).changes
 
 
 def test_a_trajectory_has_a_greatest_length():

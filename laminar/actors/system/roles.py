@@ -112,7 +112,8 @@ def _store(host: Host) -> Actor:
     from laminar.storage.database import Database
 
     def open_database() -> Database:
-        return Database(host.run_dir / STORE_FILE, host.incarnation)
+        in_flight = host.config.rollout.in_flight
+        return Database(host.run_dir / STORE_FILE, host.incarnation, in_flight=in_flight)
 
     if host.config.is_emulated:
         from laminar.actors.system.emulated import EmulatedPrompts

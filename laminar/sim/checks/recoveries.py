@@ -5,8 +5,9 @@ Reads   what is decided, the state that it leads to, where faults have struck
 Raises  Violation
 
 Cheapest first: lost work goes on at once where its version is served, then where an empty replica
-can load that, then, when its wait is over or the version is gone, from its prompt; weights come
-from the relay of the machine before the disk; a process is started again when something of it is
+can load that, then, when its wait is over or the version is gone, from its prompt; in flight at
+once on any replica that is at least as new as its tokens, and nowhere else; weights come from the
+relay of the machine before the disk; a process is started again when something of it is
 overdue. A limit that the scenario sets is the wait of a batch, or of a hand-over.
 """
 
@@ -22,7 +23,7 @@ from laminar.core.weights import FAILED_LOADS_MAX
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.events.reasons import DropReason
+from laminar.events.reasons import DropReason, PullPurpose
 from laminar.names.ids import Purpose
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.runtime.violation import Violation
@@ -123,6 +124,8 @@ class Recoveries:
         self._is_explained(command.trajectory_id, before[-1].replica, lost)
         if command.purpose == Purpose.TRAIN and command.attempt > before[-1].attempt:
             self._starts_over(stamped, command, state, before[-1].version, lost)
+        elif command.purpose == Purpose.TRAIN:
+            self._goes_on_with_its_tokens(command, state)
 
     def _quarantined(self, command: cmd.EndTrajectories) -> None:
         """What is quarantined has run on a replica that may have ended for it."""
@@ -155,6 +158,8 @@ class Recoveries:
         if lost.by_limit or _is_limit(stamped):
             return
         what = f"{command.trajectory_id} starts over at event {stamped.seq}"
+        if state.settings.in_flight:
+            self._uncaused(f"{what}, and may go on with any weights", command.trajectory_id)
         able = next((r for r in state.replicas.values() if _serves(state, r, version)), None)
         if able is not None:
             self._uncaused(
@@ -167,6 +172,18 @@ class Recoveries:
         if waited_ns < state.settings.resume_wait_ms * MS and not gone:
             self._uncaused(f"{what}, and version {version} is there yet", command.trajectory_id)
 
+    def _goes_on_with_its_tokens(self, command: cmd.GenerateTrajectory, state: State) -> None:
+        """Its tokens in the store are of the same weights; in flight they may be of older ones."""
+        row = self._world.rows.get(command.trajectory_id)
+        if row is None or not row.num_tokens or row.attempt != command.attempt:
+            return
+        version = row.latest[0] or 0
+        if command.version < version or (
+            command.version > version and not state.settings.in_flight
+        ):
+            what = f"{command.trajectory_id} has tokens of version {version}, and goes on with"
+            self._uncaused(f"{what} {command.version}", command.trajectory_id)
+
     def _look_at_lost(self, stamped: Stamped, trajectory: Trajectory, state: State) -> None:
         """A trajectory has no place: since this event, or though there is one."""
         if trajectory.id not in self._lost:
@@ -178,11 +195,16 @@ class Recoveries:
         """Nobody serves its version with room for it; nobody who is empty could load that."""
         version = trajectory.version
         replicas = [r for r in state.replicas.values() if state.actor_alive(r.name)]
-        able = next((r for r in replicas if _serves(state, r, version)), None)
+        usable = {version}
+        if state.settings.in_flight:
+            usable = {r.version for r in replicas if r.version >= version}
+        able = next((r for r in replicas for v in usable if _serves(state, r, v)), None)
         if able is not None:
             self._uncaused(
-                f"{trajectory.id} waits, and {able.name} serves {version}", trajectory.id
+                f"{trajectory.id} waits, and {able.name} serves {able.version}", trajectory.id
             )
+        if state.settings.in_flight:
+            return
         if any(r.version == version or _loads(state, r, version) for r in replicas):
             return
         empty = next((r for r in replicas if _could_load(state, r, version)), None)
@@ -196,9 +218,22 @@ class Recoveries:
         replica = state.replicas[command.to]
         if replica.version == command.version:
             self._uncaused(f"{command.to} has version {command.version}, and is to load it")
+        if command.purpose == PullPurpose.IN_FLIGHT:
+            self._loads_while_it_runs(command, replica, state)
         if command.checkpoint and command.version in state.held_for(replica):
             what = f"{command.to} is to load version {command.version} from the disk"
             self._uncaused(f"{what}, and {replica.relay} holds it")
+
+    def _loads_while_it_runs(
+        self, command: cmd.PullWeights, replica: Replica, state: State
+    ) -> None:
+        """Newer weights, and what runs there may go on with them."""
+        what = f"{command.to} is to load version {command.version} while it runs"
+        if not state.settings.in_flight or command.version < replica.version:
+            self._uncaused(f"{what}, after {replica.version}")
+        for name in replica.running:
+            if state.groups[state.trajectories[name].group].purpose == Purpose.EVAL:
+                self._uncaused(f"{what} the held-out {name}", name)
 
     def _restarts(self, stamped: Stamped, command: cmd.RestartActor) -> None:
         what = f"{command.actor} is to be started again ({command.reason})"

@@ -64,10 +64,10 @@ class Checks:
         self.replays = 0
         self.leases = Leases(world)
         self.prompts = Prompts(world.scenario)
-        self.contents = Contents(world.scenario)
         self.node_reports = NodeReports(world)
         self.log_time = LogTime()
         self.training = TrainingChecks(world)
+        self.contents = Contents(world.scenario, self.training.made_as)
         self.released = Released()
         self.moves = Moves()
         self.recoveries = Recoveries(world)
@@ -388,8 +388,12 @@ class Checks:
     def generates(
         self, command: cmd.GenerateTrajectory, digest: str, prompt_ids: tuple[int, ...]
     ) -> None:
-        """generated_by_its_version: an engine has the weights that its work is stamped with."""
+        """generated_by_its_version: an engine has the weights that its work is stamped with; in
+        flight it may have gone on to newer ones, or be about to (then it has none)."""
         answers_its_prompt(command, prompt_ids)
+        in_flight = self.world.scenario.settings.in_flight and command.purpose == Purpose.TRAIN
+        if in_flight and (not digest or self.training.made_since(command.version, digest)):
+            return
         if not self.training.made_as(command.version, digest):
             what = f"{command.to} has weights {digest}, and began {command}"
             raise Violation("generated_by_its_version", what, command.trajectory_id)

@@ -238,3 +238,7 @@ class TrainingChecks:
     def made_as(self, version: int, digest: str) -> bool:
         """Whether these are weights that the trainer made under this number."""
         return digest in self._made.get(self._steps.get(version, -1), ())
+
+    def made_since(self, version: int, digest: str) -> bool:
+        """Or under a higher one."""
+        return any(self.made_as(later, digest) for later in self._steps if later >= version)

@@ -42,7 +42,8 @@ class StoreDatabase(Transactions):
     def __init__(self, world: World) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         self.tables = WatchedTables(connection, world)
-        super().__init__(connection, self.tables, "the store")
+        in_flight = world.scenario.settings.in_flight
+        super().__init__(connection, self.tables, "the store", in_flight=in_flight)
         self._world = world
         self.full = False  #: its disk
 
@@ -122,9 +123,11 @@ class WatchedTables(Tables):
 
     def add_chunk(self, row: Row, chunk: Chunk) -> None:
         spans, tokens = self._sampled.setdefault(row.id, []), len(chunk.tokens) // TOKEN_BYTES
-        if spans and spans[-1][:-1] == row.source:
+        source = chunk.source or row.source
+        self._world.checks.contents.stored(row, chunk)
+        if spans and spans[-1][:-1] == source:
             tokens += spans.pop().num_tokens
-        spans.append(Span._make((*row.source, tokens)))
+        spans.append(Span._make((*source, tokens)))
         super().add_chunk(row, chunk)
 
     def drop_chunks(self, trajectory_id: str) -> None:

@@ -21,8 +21,8 @@ from laminar.engines.clock_engine import ClockEngine, Response
 from laminar.engines.made_up_tokens import END_ID, tokens_of
 from laminar.engines.protocol import (
     STOP,
-    EngineError,
     GenerateRequest,
+    KvOnUpdate,
     TokenDelta,
     WeightSource,
 )
@@ -78,20 +78,32 @@ class ReplicaEngine(ClockEngine):
             self._replica.world.checks.released.stopped(request_id, response.sent)
         return aborted
 
-    def load(self, source: WeightSource) -> asyncio.Future[None]:
-        self.digest = ""
-        if self.clock.sequences:
-            return self._done(EngineError("a sequence runs"))
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        refused, self.digest = self._begin_load(on_update), ""
+        if refused is not None:
+            return self._done(refused)
         replica = self._replica
         duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
         loaded: asyncio.Future[None] = self._loop.create_future()
-        replica.process.compute(duration_s, self._sim_loop.enter, self._loaded, loaded, source)
+        enter = self._sim_loop.enter
+        replica.process.compute(duration_s, enter, self._loaded, loaded, source, on_update)
         return loaded
 
-    def _loaded(self, loaded: asyncio.Future[None], source: WeightSource) -> None:
+    def _loaded(
+        self, loaded: asyncio.Future[None], source: WeightSource, on_update: KvOnUpdate | None
+    ) -> None:
         if not loaded.done():
             self.digest = self._replica.weights.digest_of(source)
+            self._end_load(on_update)
             loaded.set_result(None)
+
+    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+        command = self._replica.process.current.placed[response.id]
+        contents = self._replica.world.checks.contents
+        contents.sampled(command, response.sent, end, self.digest)
+        return super()._delta(response, end, reason)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
