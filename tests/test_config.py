@@ -17,6 +17,7 @@ from tools import reference_toml
 
 ROOT = Path(__file__).parents[1]
 GOOD = ["model.name=m", "data.dataset=spell_backward"]
+PPO = {"algorithm.adv_estimator": "gae"}
 EMULATED = ["rollout.engine=emulated"]
 
 
@@ -478,6 +479,29 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
         ),
         ({"algorithm.adv_estimator": "gae2"}, "adv_estimator = 'gae2' is neither one of grpo"),
         (
+            {"rollout.group_size": 1},
+            'at least 2 siblings, and algorithm.adv_estimator = "gae" one',
+        ),
+        (
+            {"trainer.critic_warmup": 3},
+            "trainer.critic_warmup is for a critic, and algorithm.adv_estimator = 'grpo' has none",
+        ),
+        ({"critic.model.name": "x"}, "critic.model.name is for a critic"),
+        ({"algorithm.lam": 0.9}, "algorithm.lam is for a critic"),
+        ({"algorithm.gamma": 0.9}, "algorithm.gamma is for a critic"),
+        ({**PPO, "trainer.critic_warmup": -1}, "trainer.critic_warmup = -1"),
+        (
+            {**PPO, "trainer.critic_warmup": 9, "trainer.total_training_steps": 9},
+            "trainer.critic_warmup = 9 leaves no step of trainer.total_training_steps = 9",
+        ),
+        ({**PPO, "algorithm.lam": 1.01}, "algorithm.lam = 1.01"),
+        ({**PPO, "algorithm.lam": "adaptiv"}, "algorithm.lam = 'adaptiv'"),
+        ({**PPO, "algorithm.gamma": -0.1}, "algorithm.gamma = -0.1"),
+        ({**PPO, "critic.lam": 2}, "critic.lam = 2"),
+        ({**PPO, "critic.cliprange_value": 0}, "critic.cliprange_value = 0"),
+        ({**PPO, "critic.lr": -1}, "critic.lr = -1"),
+        ({**PPO, "trainer.ranks": 2}, "give trainer.ranks = 1, not 2"),
+        (
             {"algorithm.policy_loss.options": {"tau": 1.0}},
             "has 'tau', but loss_mode = 'vanilla' takes none; remove it",
         ),
@@ -506,3 +530,12 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
     assert load([], flying).rollout.in_flight
     with pytest.raises(ConfigError, match=re.escape(words)):
         load([], [*flying, *settings])
+
+
+def test_with_a_critic_a_group_may_be_of_one() -> None:
+    alone = [*GOOD, "algorithm.adv_estimator=gae", "rollout.group_size=1"]
+    config = load([], [*alone, "algorithm.lam=adaptive"])
+    assert (config.min_scored, config.algorithm.lam) == (1, "adaptive")
+    assert (config.critic_name, config.has_critic) == (config.model.name, True)
+    assert load([], [*alone, "algorithm.lam=1"]).algorithm.lam == 1.0
+    assert load([], [*GOOD, "algorithm.adv_estimator=gae"]).min_scored == 4

@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -94,8 +94,10 @@ def check_memory(config: Config, machines: int, machine: Machine | None = None) 
     if config.is_emulated:
         return []
     directory, machine = config.model.name, machine or this_machine()
-    model = sizes_of(read_hf_config(directory), weight_shapes(directory))
-    run = Run(model, machines, machine)
+    run = Run(_sizes(directory), machines, machine)
+    if config.has_critic:
+        run = replace(run, critic=_sizes(config.critic_name))
+    model = run.model
     places = run.places(config)
     short = [place for place in places if not place.fits]
     if not short:
@@ -106,6 +108,10 @@ def check_memory(config: Config, machines: int, machine: Machine | None = None) 
         f"{directory} has {_count(model.parameters)} parameters, and the run would take more "
         f"memory than there is: {worst}; {ON_TOP}; {_fix(config, run)}"
     )
+
+
+def _sizes(directory: str) -> ModelSizes:
+    return sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
 def memory_lines(places: Sequence[Place]) -> list[str]:
@@ -147,10 +153,11 @@ class Run:
     model: ModelSizes
     machines: int
     machine: Machine
+    critic: ModelSizes | None = None  #: of the model that it begins as
 
     def places(self, config: Config) -> list[Place]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
-        way = way_of(config, gpu=bool(trainer_gpus))
+        way = way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
         trained = footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}

@@ -22,7 +22,9 @@ from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
-from laminar.engines.check import check_engine, count_gpus, weight_shapes
+from laminar.engines.check import EMBEDDING, check_engine, count_gpus, weight_shapes
+from laminar.engines.hf_config import read_hf_config
+from laminar.engines.protocol import EngineError
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
@@ -33,7 +35,7 @@ from laminar.tasks.prompts import load_prompts
 from laminar.tasks.reward_functions import check_rows, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
 from laminar.tasks.row_checks import row_warnings
-from laminar.tasks.tokenizer import end_ids, load_tokenizer
+from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
 from laminar.training.adapted import check_lora
 
 LONGEST_PROMPTS = 64
@@ -68,6 +70,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
     if not config.is_emulated:
         config = localize(config)
         check_model(config, here=here)
+        check_critic(config)
         check_import(
             config.reward.custom_reward_function.path, "reward.custom_reward_function.path"
         )
@@ -188,6 +191,42 @@ def _check_cuda(asked: list[str]) -> None:
         raise ConfigError(
             f"{asked[0]} = 'cuda', but PyTorch {torch.__version__} finds no CUDA GPU on this "
             "machine; use 'auto' or 'cpu', or install a PyTorch for its driver"
+        )
+
+
+def check_critic(config: Config) -> None:
+    """The model that the critic begins as reads the ids of the policy's tokenizer."""
+    name = config.critic.model.name
+    if not name or name == config.model.name:
+        return
+    key = f"critic.model.name = {name!r}"
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"{key} is not a directory; give the path of a Hugging Face model with the tokenizer "
+            "of model.name, its name on the hub, ORG/NAME, or leave it out"
+        )
+    of_policy = load_tokenizer(config.model.name)
+    try:
+        same = load_tokenizer(name).get_vocab() == of_policy.get_vocab()
+        limits = read_hf_config(name)
+        shapes = weight_shapes(name)
+    except (ConfigError, EngineError) as error:
+        raise ConfigError(f"{key} cannot be a critic: {error}") from None
+    if not same:
+        raise ConfigError(
+            f"{key} has another tokenizer than model.name = {config.model.name!r}: the critic "
+            "reads the policy's ids; give a model of the same family, or leave it out"
+        )
+    rows = next((s[0] for n, s in shapes.items() if n.endswith(EMBEDDING)), 0)
+    if rows < (ids := tokenizer_size(of_policy)):
+        raise ConfigError(
+            f"{key} has {rows} embeddings, and the tokenizer of model.name = "
+            f"{config.model.name!r} has ids up to {ids - 1}; give a model that knows them all"
+        )
+    if (most := limits.get("max_position_embeddings") or 0) < config.max_model_len:
+        raise ConfigError(
+            f"{key} reads {most} tokens at most, and data.max_prompt_length + "
+            f"data.max_response_length allow {config.max_model_len}; give a longer model"
         )
 
 

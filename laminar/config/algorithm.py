@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from laminar.config.declaring import Natural, NonNegative, Section, path, says
+from laminar.config.declaring import Natural, NonNegative, Section, Share, path, says
 
 LossAggMode = Literal[
     "token-mean",
@@ -76,9 +76,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     adv_estimator: Annotated[
         str,
         path("file:name"),
-        says("grpo, rloo, ... | your function as path.py:name; see docs/training.md"),
+        says(
+            "grpo, rloo, ..., gae (PPO, with a critic) | your function as path.py:name; see "
+            "docs/training.md"
+        ),
     ] = "grpo"
     norm_adv_by_std_in_grpo: Annotated[bool, says("false: Dr. GRPO")] = True
+    gamma: Annotated[Share, says("with gae: what a token later counts for, as a factor")] = 1.0
+    lam: Annotated[
+        Share | Literal["adaptive"],
+        says("with gae: lambda of the advantages; adaptive: 1 - 20 / length, at least 0"),
+    ] = 1.0
     clip_ratio_low: Annotated[
         NonNegative, says("the PPO ratio is clipped below 1 - this; needs several mini-batches")
     ] = 0.2
@@ -94,7 +102,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         Literal["train", "mask"], says("what happens to a response cut off at its longest")
     ] = "train"
     min_scored: Annotated[
-        int, says("scored responses below which a prompt is dropped; 0: max(2, group_size / 2)")
+        int,
+        says("scored responses below which a prompt is dropped; 0: half of group_size, at least 2"),
     ] = 0
     batch_strategy: Annotated[
         str,

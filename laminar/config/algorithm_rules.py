@@ -35,6 +35,7 @@ ESTIMATORS = (
     "opo",
     "gpg",
     "grpo_passk",
+    "gae",
 )
 """Of algorithm.adv_estimator."""
 REJECTIONS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from laminar.config.algorithm_rules import check_algorithm
+from laminar.config.algorithm_rules import check_algorithm, is_users
 from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
 
@@ -45,6 +45,7 @@ def check_together(c: Config) -> None:
     _check_sizes(c)
     _check_reward(c)
     check_algorithm(c)
+    _check_critic(c)
     if c.store.payload_gb and not c.trainer.save_freq:
         raise ConfigError(
             f"store.payload_gb = {c.store.payload_gb:g} with trainer.save_freq = 0: only what a "
@@ -67,10 +68,36 @@ def _check_group(c: Config) -> None:
             f"rollout.max_num_seqs = {c.rollout.max_num_seqs} is smaller than "
             f"rollout.group_size = {c.rollout.group_size}; a replica must hold one whole group"
         )
-    if c.rollout.group_size < 2:
+    if c.rollout.group_size < c.least_siblings:
         raise ConfigError(
             f"rollout.group_size = {c.rollout.group_size}: a group-relative advantage needs "
-            "at least 2 siblings"
+            'at least 2 siblings, and algorithm.adv_estimator = "gae" one'
+        )
+
+
+def _check_critic(c: Config) -> None:
+    """What only a critic reads is set where there is one; the policy is trained at some time."""
+    warmup, total = c.trainer.critic_warmup, c.trainer.total_training_steps
+    if 0 < total <= warmup:
+        raise ConfigError(
+            f"trainer.critic_warmup = {warmup} leaves no step of trainer.total_training_steps = "
+            f"{total} to the policy: lower one or raise the other"
+        )
+    if c.has_critic:
+        if c.trainer.ranks > 1 or c.trainer.offload != "none":
+            raise ConfigError(
+                'algorithm.adv_estimator = "gae" trains a critic, which is not divided among '
+                f"ranks yet: give trainer.ranks = 1, not {c.trainer.ranks}, and trainer.offload = "
+                '"none"'
+            )
+        return
+    given = {"critic.model.name": c.critic.model.name, "trainer.critic_warmup": warmup}
+    if not is_users(c.algorithm.adv_estimator):  # a function of the user may read them
+        given |= {"algorithm.gamma": c.algorithm.gamma != 1, "algorithm.lam": c.algorithm.lam != 1}
+    if key := next((key for key, value in given.items() if value), ""):
+        raise ConfigError(
+            f"{key} is for a critic, and algorithm.adv_estimator = "
+            f"{c.algorithm.adv_estimator!r} has none: set it to gae (PPO), or remove {key}"
         )
 
 
@@ -257,9 +284,9 @@ def _check_batches(c: Config) -> None:
             f"algorithm.ppo_mini_batch_size = {mini} must divide "
             f"data.train_batch_size = {groups} (both count prompts)"
         )
-    if not 2 <= c.min_scored <= c.rollout.group_size:
+    if not c.least_siblings <= c.min_scored <= c.rollout.group_size:
         raise ConfigError(
-            f"algorithm.min_scored = {c.min_scored} must lie between 2 and "
+            f"algorithm.min_scored = {c.min_scored} must lie between {c.least_siblings} and "
             f"rollout.group_size = {c.rollout.group_size}"
         )
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from laminar.config.algorithm import AlgorithmConfig
-from laminar.config.declaring import Count, Natural, NonNegative, Section, path, says
+from laminar.config.declaring import Count, Natural, NonNegative, Section, Share, path, says
 
 Seconds = Annotated[float, Meta(ge=0.01)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -282,11 +282,33 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=lambda: ["all-linear"])
 
 
+class CriticModelConfig(Section, frozen=True, kw_only=True):
+    name: Annotated[
+        str,
+        path("model"),
+        says("what the critic begins as, with the tokenizer of model.name; empty: model.name"),
+    ] = ""
+
+
+class CriticConfig(Section, frozen=True, kw_only=True):
+    """Only read with algorithm.adv_estimator = "gae"; AdamW as in [optim] but for the rate."""
+
+    lr: Annotated[NonNegative, says("learning rate")] = 1e-5
+    cliprange_value: Annotated[
+        float, Meta(gt=0), says("how far from its value before the step a value is followed")
+    ] = 0.5
+    lam: Annotated[Share, says("lambda of the returns that the critic is trained on")] = 1.0
+    model: CriticModelConfig = CriticModelConfig()
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: Annotated[Natural, says("0: total_epochs passes over the data")] = 0
     total_epochs: Annotated[Count, says("used when total_training_steps is 0")] = 1
     test_freq: Annotated[
         Natural, says("steps from one evaluation to the next; 0: only the first and the last")
+    ] = 0
+    critic_warmup: Annotated[
+        Natural, says("first steps that train the critic alone, and leave the policy as it is")
     ] = 0
     save_freq: Annotated[Natural, says("steps from one checkpoint to the next; 0: none")] = 20
     max_ckpt_to_keep: Annotated[Natural, says("newest checkpoints that are kept; 0: all")] = 2
@@ -510,6 +532,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -553,7 +576,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def min_scored(self) -> int:
         """Rewarded siblings below which a group is dropped."""
-        return self.algorithm.min_scored or max(2, -(-self.rollout.group_size // 2))
+        return self.algorithm.min_scored or max(
+            self.least_siblings, -(-self.rollout.group_size // 2)
+        )
+
+    @property
+    def has_critic(self) -> bool:
+        """Advantages come from the values of a critic, which is trained beside the policy."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def critic_name(self) -> str:
+        """The model that the critic begins as."""
+        return self.critic.model.name or self.model.name
+
+    @property
+    def least_siblings(self) -> int:
+        """Of a group from which advantages can be made."""
+        return 1 if self.has_critic else 2
 
     @property
     def mini_batch_groups(self) -> int:

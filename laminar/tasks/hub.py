@@ -38,8 +38,13 @@ def localize(config: Config) -> Config:
 
 
 def localize_model(config: Config) -> Config:
-    model = msgspec.structs.replace(config.model, name=_model_directory(config.model.name))
-    return msgspec.structs.replace(config, model=model)
+    name = _model_directory("model.name", config.model.name)
+    begun_as = _model_directory("critic.model.name", config.critic.model.name)
+    critic = msgspec.structs.replace(
+        config.critic, model=msgspec.structs.replace(config.critic.model, name=begun_as)
+    )
+    model = msgspec.structs.replace(config.model, name=name)
+    return msgspec.structs.replace(config, model=model, critic=critic)
 
 
 def localize_data(config: Config) -> Config:
@@ -51,7 +56,7 @@ def localize_data(config: Config) -> Config:
     return msgspec.structs.replace(config, data=data)
 
 
-def _model_directory(name: str) -> str:
+def _model_directory(key: str, name: str) -> str:
     found = HUB_MODEL.fullmatch(name)
     if found is None or Path(name).exists():
         return name
@@ -59,7 +64,7 @@ def _model_directory(name: str) -> str:
     return str(
         _fetch(
             wanted,
-            f"model.name = {name!r} is no directory beside a config file or in {Path.cwd()}, and",
+            f"{key} = {name!r} is no directory beside a config file or in {Path.cwd()}, and",
         )
     )
 

@@ -1,6 +1,6 @@
 """The advantage estimators by name, and the user's own: functions of AdvantageInputs.
 
-Reads   [algorithm]; the rewards of a whole batch, and which samples are siblings
+Reads   [algorithm]; the rewards of a whole batch, which samples are siblings, a critic's values
 Gives   AdvantageInputs; Estimator, which gives samples their advantages, float64
 
 Of a whole batch, whatever micro-batches and ranks it is split into. Rows that are left out of a
@@ -9,7 +9,7 @@ step are in no baseline, and have 0.
 A group that scored alike teaches nothing and must give exactly zero. In float32 it does not: the
 mean of seven times 0.7 is not 0.7, and a tiny rest over a tiny standard deviation is a real number
 of wrong sign as often as not. Hence float64, and a spread below which a group counts as constant.
-A group of one has no baseline: its advantage is 0.
+A group of one has no baseline: its advantage is 0, unless a critic is the baseline.
 
     grpo    (R - mean) / (std + 1e-6) with the sample standard deviation (n - 1), as in verl;
             R - mean without norm_adv_by_std_in_grpo (Dr. GRPO, Liu et al. 2025)
@@ -19,6 +19,8 @@ A group of one has no baseline: its advantage is 0.
     opo     R - the mean weighted by length (2505.23585)
     gpg     (R - mean) * sequences / those of a reward other than 0
     grpo_passk   of the best sibling (best - second) / (std + 1e-6), of the others 0 (2503.19595)
+    gae     of each token: the sum of later errors of the critic, each weighed by (gamma lambda)^k,
+            whitened over all tokens of the batch (1506.02438); with gamma = lambda = 1 R - V
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from laminar.training.steps import TrainSample
 
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's
 WHITEN_EPSILON = 1e-8  #: added to the variance; verl's
+ADAPTIVE_ALPHA = 0.05  #: of lambda by length; VAPO's
 CONSTANT_SPREAD = 1e-6  #: rewards that differ by no more than this are equal
 
 Floats = NDArray[np.float64]
@@ -51,7 +54,8 @@ class AdvantageInputs:
     groups: Ints  #: siblings have the same number, from 0
     lengths: Ints  #: response tokens
     extras: Mapping[str, Floats]  #: numbers that the reward function gave besides; NaN: it did not
-    options: Mapping[str, Any]  #: norm_adv_by_std_in_grpo
+    options: Mapping[str, Any]  #: norm_adv_by_std_in_grpo, gamma, lam
+    values: Floats | None = None  #: [tokens]: of a critic, before each token; None: there is none
 
     @cached_property
     def group_sizes(self) -> Ints:
@@ -136,8 +140,43 @@ def grpo_passk(batch: AdvantageInputs) -> Floats:
     return found
 
 
+def gae(batch: AdvantageInputs) -> Floats:
+    lam = batch.options["lam"]
+    found = later_errors(batch, adaptive_lam(batch.lengths) if lam == "adaptive" else lam)
+    return _whitened(found, np.ones(len(found), dtype=np.int64))
+
+
+def adaptive_lam(lengths: Ints) -> Floats:
+    """Lambda of each sequence: 1 - 1 / (0.05 length), and 0 below 20 tokens (2504.05118)."""
+    found: Floats = np.maximum(0.0, 1.0 - 1.0 / (ADAPTIVE_ALPHA * lengths))
+    return found
+
+
+def later_errors(batch: AdvantageInputs, lam: float | Floats) -> Floats:
+    """[tokens]: A_t = d_t + gamma lam A_(t+1), with d_t = r_t + gamma V_(t+1) - V_t.
+
+    The reward is that of the last token, behind which nothing has a value: a response that was
+    cut off ended there. `lam`: of all sequences, or of each.
+    """
+    assert batch.values is not None
+    gamma, ends = batch.options["gamma"], np.cumsum(batch.lengths)
+    after = np.append(batch.values[1:], 0.0)
+    after[ends - 1] = 0.0
+    errors: Floats = gamma * after - batch.values
+    errors[ends - 1] += batch.rewards
+    longest_first = np.argsort(-batch.lengths, kind="stable")
+    decay = np.broadcast_to(gamma * np.asarray(lam), batch.lengths.shape)[longest_first]
+    last, lengths = ends[longest_first] - 1, batch.lengths[longest_first]
+    for back in range(1, int(lengths[0])):  # all sequences at once, from their ends
+        count = int(np.searchsorted(-lengths, -back, side="left"))  # that are longer than this
+        at = last[:count] - back
+        errors[at] += decay[:count] * errors[at + 1]
+    return errors
+
+
 def _whitened(values: Floats, lengths: Ints) -> Floats:
-    """Mean 0 and variance 1 over the tokens, of a value for each sequence; verl's epsilon."""
+    """Mean 0 and variance 1 over the tokens; verl's epsilon. `lengths`: how many tokens have each
+    value."""
     tokens = lengths.sum()
     if np.ptp(values) <= CONSTANT_SPREAD:
         return np.zeros_like(values)
@@ -161,6 +200,7 @@ ESTIMATES: dict[str, Estimate] = {
     "opo": opo,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
+    "gae": gae,
 }
 
 
@@ -174,7 +214,11 @@ class Estimator:
         if name not in ESTIMATES:
             self.users = users_function("algorithm.adv_estimator", name)
         self._function: Estimate = self.users or ESTIMATES[name]
-        self.options = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
+        self.options = {
+            "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+            "gamma": algorithm.gamma,
+            "lam": algorithm.lam,
+        }
 
     def with_advantages(
         self, samples: Sequence[TrainSample], left_out: Container[str] = frozenset()
@@ -187,7 +231,7 @@ class Estimator:
         trained = [s for s in samples if s.sample_id not in left_out]
         if not trained:
             return [replace(s, advantage=0.0) for s in samples]
-        given = iter(self.estimate(self._inputs(trained)))
+        given = iter(self.estimate(inputs_of(trained, self.options)))
         return [
             replace(s, advantage=0.0 if s.sample_id in left_out else next(given)) for s in samples
         ]
@@ -201,23 +245,26 @@ class Estimator:
             return [float(value) for value in found]
         return np.split(found, np.cumsum(batch.lengths)[:-1])
 
-    def _inputs(self, samples: Sequence[TrainSample]) -> AdvantageInputs:
-        rewards = np.array([s.reward for s in samples], dtype=np.float64)
-        if not np.isfinite(rewards).all():
-            bad = samples[int(np.argmin(np.isfinite(rewards)))]
-            raise ValueError(f"sample {bad.sample_id} has the reward {bad.reward}, no finite one")
-        numbers: dict[str, int] = {}
-        names = dict.fromkeys(name for s in samples for name in s.extras)
-        return AdvantageInputs(
-            rewards=rewards,
-            groups=np.array([numbers.setdefault(s.group_id, len(numbers)) for s in samples]),
-            lengths=np.array([len(s.response_ids) for s in samples]),
-            extras={
-                name: np.array([s.extras.get(name, np.nan) for s in samples], dtype=np.float64)
-                for name in names
-            },
-            options=self.options,
-        )
+
+def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> AdvantageInputs:
+    """ValueError for a reward that is not finite."""
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        bad = samples[int(np.argmin(np.isfinite(rewards)))]
+        raise ValueError(f"sample {bad.sample_id} has the reward {bad.reward}, no finite one")
+    numbers: dict[str, int] = {}
+    names = dict.fromkeys(name for s in samples for name in s.extras)
+    return AdvantageInputs(
+        rewards=rewards,
+        groups=np.array([numbers.setdefault(s.group_id, len(numbers)) for s in samples]),
+        lengths=np.array([len(s.response_ids) for s in samples]),
+        extras={
+            name: np.array([s.extras.get(name, np.nan) for s in samples], dtype=np.float64)
+            for name in names
+        },
+        options=options,
+        values=None if samples[0].values is None else np.concatenate([s.values for s in samples]),
+    )
 
 
 def _checked(found: object, batch: AdvantageInputs, users: UserFunction) -> Floats:

@@ -1,8 +1,9 @@
-"""A checkpoint beside its model: the optimizer, trainer.json, and a digest of each of its files.
+"""A checkpoint beside its model: the optimizer, the critic, trainer.json, a digest of each file.
 
 Reads   a directory that `save` completed
-Writes  optimizer.safetensors and digests.json into a directory that has a model and trainer.json;
-        parameters and optimizer of a learner: with adapters, those of the adapters alone
+Writes  optimizer.safetensors, critic/ and digests.json into a directory that has a model and
+        trainer.json; parameters and optimizer of a learner: with adapters, those of the adapters
+        alone
 Gives   `save`, `load`; CheckpointError for what is damaged, ConfigError for what is another
         model's, one sentence each
 
@@ -12,7 +13,7 @@ type than the parameters have, so every byte that training goes on from is check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from laminar.config import ConfigError
 from laminar.run.directory import RESUME_FILE
 from laminar.training import lora, resume, tensor_file
 from laminar.training.adapted import ADAPTER_FILE
+from laminar.training.critic import Critic
 from laminar.training.file_digests import (
+    CRITIC_MODEL_FILE,
+    CRITIC_OPTIMIZER_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     check_digests,
@@ -41,9 +45,15 @@ KINDS = ("exp_avg", "exp_avg_sq", "step")
 them: a step after a restart gives the bytes that it would have given."""
 
 
-def save(directory: Path, moments: Mapping[str, Tensor]) -> None:
-    """Complete a directory that has all but the optimizer; OSError from the disk."""
+def save(
+    directory: Path, moments: Mapping[str, Tensor], critic: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Complete a directory that has all but the optimizer and the critic, by file; OSError from the
+    disk."""
     save_tensors(directory / OPTIMIZER_FILE, moments)
+    for name, tensors in critic.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        save_tensors(directory / name, tensors)
     write_digests(directory)
 
 
@@ -66,9 +76,11 @@ def take(directory: Path, learner: Learner) -> Resume:
     try:
         found = resume.decode((directory / RESUME_FILE).read_bytes())
         learner.restore(found.learner)
-        _load_weights(directory, learner)
+        _load_policy(directory, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
             restore_moments(learner.policy.model, learner.optimizer, file)
+        if learner.critic is not None and found.learner.critic:
+            _load_critic(directory, learner.critic)
     except (OSError, SafetensorError, CheckpointError) as error:
         raise _damaged(directory, error) from error
     except ForeignError as error:
@@ -90,12 +102,31 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     tensor_file.write(path, forms, rows.items())
 
 
-@torch.no_grad()
-def _load_weights(directory: Path, learner: Learner) -> None:
+def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
+    """By file: what a checkpoint has of a critic, as it is now and not copied."""
+    model = critic.model.model
+    return {
+        CRITIC_MODEL_FILE: named_weights(model),
+        CRITIC_OPTIMIZER_FILE: named_moments(model, critic.optimizer),
+    }
+
+
+def _load_critic(directory: Path, critic: Critic) -> None:
+    _load_tensors(directory, CRITIC_MODEL_FILE, dict(named_weights(critic.model.model)))
+    with safe_open(directory / CRITIC_OPTIMIZER_FILE, framework="pt") as file:
+        restore_moments(critic.model.model, critic.optimizer, file)
+
+
+def _load_policy(directory: Path, learner: Learner) -> None:
     model, name = learner.policy.model, MODEL_FILE
     weights = dict(base_weights(model))
     if learner.policy.base:  # of a base of that digest: the model's file has it with the adapters
         name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
+    _load_tensors(directory, name, weights)
+
+
+@torch.no_grad()
+def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> None:
     with safe_open(directory / name, framework="pt") as file:
         other = sorted(set(file.keys()) ^ weights.keys())
         if other:

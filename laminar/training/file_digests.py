@@ -20,15 +20,19 @@ from laminar.training.resume import CheckpointError
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+CRITIC_MODEL_FILE = f"critic/{MODEL_FILE}"
+CRITIC_OPTIMIZER_FILE = f"critic/{OPTIMIZER_FILE}"
 DIGESTS_FILE = "digests.json"
 DIGESTED = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
+"""Of every checkpoint."""
+OF_SOME = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
 BLOCK = 1 << 24
 """Bytes that are read at a time."""
 
 
 def write_digests(directory: Path) -> None:
     """Write the digests of all that training goes on from; OSError from the disk."""
-    names = [*DIGESTED, *([ADAPTER_FILE] if (directory / ADAPTER_FILE).exists() else [])]
+    names = [*DIGESTED, *(name for name in OF_SOME if (directory / name).exists())]
     digests = {name: _digest(directory / name) for name in names}
     (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
 
@@ -39,7 +43,7 @@ def check_digests(directory: Path) -> None:
         digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
-    for name in [*DIGESTED, *([ADAPTER_FILE] if ADAPTER_FILE in digests else [])]:
+    for name in [*DIGESTED, *(name for name in OF_SOME if name in digests)]:
         digest = _digest(directory / name)
         if digest != digests.get(name):
             raise CheckpointError(

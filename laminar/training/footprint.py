@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from laminar.config import Config
@@ -67,6 +67,7 @@ class Way:
     reference: bool
     copies: bool  #: for checkpoints
     published: int  #: bytes of a number in the published weights
+    critic: ModelSizes | None = None  #: has a head of one number in the place of its own
     ranks: int = 1
     offload: Offload = "none"
     adapters: int = 0  #: parameters of all of them; 0: the model itself is trained
@@ -118,8 +119,9 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
     )
 
 
-def way_of(config: Config, *, gpu: bool) -> Way:
-    """How the settings have a model trained, on a GPU or a CPU."""
+def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Way:
+    """How the settings have a model trained, on a GPU or a CPU; `critic`: of the model that it
+    begins as."""
     trainer, algorithm = config.trainer, config.algorithm
     automatic = "bfloat16" if gpu else "float32"
     types = (trainer.dtype, config.weights.dtype)
@@ -134,6 +136,7 @@ def way_of(config: Config, *, gpu: bool) -> Way:
         reference=algorithm.use_kl_loss,
         copies=bool(trainer.save_freq),
         published=BYTES[published],
+        critic=critic,
         ranks=trainer.ranks,
         offload=trainer.offload,
     )
@@ -161,15 +164,30 @@ def footprint(model: ModelSizes, way: Way) -> Footprint:
     }
     if way.reference:
         state["reference model"] = _reference_bytes(model, way)
+    critic = _without_head(way.critic) if way.critic is not None else None
+    if critic is not None:  # its gradients are there when the policy's are not
+        state["critic and its moments"] = 3 * FLOAT32 * critic.parameters
+        state["gradients"] = FLOAT32 * max(model.parameters, critic.parameters)
     device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
     if way.offload == "all":
         device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
     if way.sharded:
         device["layers gathered whole"] = _gathered_bytes(model)
     if way.copies:
-        host["checkpoint copies"] = 3 * FLOAT32 * model.parameters
+        copied = model.parameters + (critic.parameters if critic is not None else 0)
+        host["checkpoint copies"] = 3 * FLOAT32 * copied
         host["a version for its digest"] = way.published * model.parameters
-    return Footprint(_there(device | _pass_bytes(model, way)), _there(host))
+    taken = _pass_bytes(model, way)
+    if critic is not None:
+        taken = max(taken, _pass_bytes(critic, way), key=total)
+    return Footprint(_there(device | taken), _there(host))
+
+
+def _without_head(model: ModelSizes) -> ModelSizes:
+    """As a critic: its head is one row, of which a pass has one number for each token."""
+    head = 0 if model.tied else model.vocabulary * model.hidden
+    parameters = model.parameters - head + model.hidden + 1
+    return replace(model, parameters=parameters, vocabulary=1, tied=False)
 
 
 def total(parts: Mapping[str, int]) -> int:

@@ -10,14 +10,15 @@ without signal, or with a gradient that is not finite, is left out: AdamW would 
 and follow its old momentum all the same. Before the first update the rows are held against what
 their engine said of them; those of an engine with other weights (mismatch.py) are taken away, and
 the step is made as if they had never been in the batch. Rows whose advantage is exactly 0 are read
-only where something else than the advantage gives them a gradient. The step is a function of
-samples, weights, optimizer state and earlier steps; on a CPU with one thread a redone step gives
-the same bytes.
+only where something else than the advantage gives them a gradient. With a critic (critic.py)
+advantages come from its values before the step; its own update follows the policy's, on which it
+does not depend, and in the first trainer.critic_warmup steps there is no other. The step is a
+function of samples, weights, optimizer state and earlier steps; on a CPU with one thread a redone
+step gives the same bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.config import AlgorithmConfig, Config, ConfigError, OptimConfig
+from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.run.user_file import UserFunction
 from laminar.training.adapted import adapters_of
 from laminar.training.advantages import Estimator
@@ -35,7 +36,8 @@ from laminar.training.batching import (
     mini_batches,
     token_rows,
 )
-from laminar.training.footprint import footprint, sizes_of, way_of
+from laminar.training.critic import Critic
+from laminar.training.footprint import ModelSizes, footprint, sizes_of, way_of
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import (
     TokenFigures,
@@ -47,6 +49,7 @@ from laminar.training.metrics import (
 )
 from laminar.training.mismatch import MismatchLimits, movement_rows, rounding_of, scores_of
 from laminar.training.model import (
+    VALUE_HEAD,
     BasePolicy,
     Compute,
     LoadedPolicy,
@@ -55,15 +58,16 @@ from laminar.training.model import (
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
+from laminar.training.optimizer import adamw, apply_gradient, set_rate
 from laminar.training.passes import passes
 from laminar.training.policy_losses import PolicyLoss
 from laminar.training.ranks import ONE, Ranks
 from laminar.training.resume import ForeignError, LearnerFacts
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
+    CRITIC_WARMUP,
     MISMATCH,
     NO_SIGNAL,
-    NON_FINITE,
     StepResult,
     TrainSample,
     Update,
@@ -96,10 +100,11 @@ class _Batch:
     proximal: list[list[Tensor]]  #: the scores of each pass with the weights before the step
     figures: TokenFigures  #: with one mini-batch all there are, else only the mismatch
     losses: tuple[float, float | None] | None  #: of the one mini-batch, whose gradient is there
+    trains: bool  #: whether the policy is to be updated
 
 
 class Learner:
-    """Owns the policy, the optimizer and, with a KL term, the reference."""
+    """Owns the policy, the optimizer, with a KL term the reference, and with gae the critic."""
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class Learner:
         policy: LoadedPolicy,
         *,
         reference: LoadedPolicy | BasePolicy | None = None,
+        critic: LoadedPolicy | None = None,
         total_steps: int = 0,
         ranks: Ranks = ONE,
     ) -> None:
@@ -114,18 +120,16 @@ class Learner:
 
         `ranks`: which of several this is; each has the same config and rows of the same policy.
         """
-        check_schedule(config.optim, total_steps)
-        if config.algorithm.use_kl_loss and reference is None:
-            raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
+        check_schedule(config.optim, total_steps - config.trainer.critic_warmup)
+        _check_loaded(config, reference, critic)
         if policy.device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
         if _recomputes(config, policy.device):
-            recompute_layers(policy.model)
-        self.config = config
-        self.policy = policy
+            for trained in (policy, critic) if critic is not None else (policy,):
+                recompute_layers(trained.model)
+        self.config, self.policy = config, policy
         self.reference = reference if config.algorithm.use_kl_loss else None
-        self.total_steps = total_steps
-        self.ranks = ranks
+        self.total_steps, self.ranks = total_steps, ranks
         self._estimator = Estimator(config.algorithm)
         self._objective = ObjectiveConfig(
             config.algorithm,
@@ -136,8 +140,11 @@ class Learner:
         self._compute = self._objective.compute
         self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
         self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
-        self.optimizer = _adamw(config.optim, policy)
-        self.estimated_bytes = _estimated_bytes(config, policy)
+        self.optimizer = adamw(config.optim, policy.model)
+        self.critic: Critic | None = None
+        if critic is not None:
+            self.critic = Critic(config, critic, self._compute, total_steps, ranks)
+        self.estimated_bytes = _estimated_bytes(config, policy, critic)
         self.reference_digest = ""
         if self.reference is not None:
             model = self.reference
@@ -151,9 +158,13 @@ class Learner:
         a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
         """
         _check(samples, self.policy.vocab_limit)
-        _set_rate(self.optimizer, learning_rate(self.config.optim, step, self.total_steps))
+        warm_up = self.config.trainer.critic_warmup
+        rate = learning_rate(self.config.optim, max(0, step - warm_up), self.total_steps - warm_up)
+        set_rate(self.optimizer, rate)
+        if self.critic is not None:
+            samples = self.critic.with_values(samples)
         ready = self._estimator.with_advantages(samples)
-        batch = self._batch(ready)
+        batch = self._batch(ready, trains=step >= warm_up)
         mismatch = batch.figures.mismatch()
         made = {span.weight_version: span.version_step for s in samples for span in s.spans}
         suspects = self._limits.suspects(mismatch, made, step)
@@ -162,17 +173,19 @@ class Learner:
         if left_out:
             ready = self._estimator.with_advantages(samples, left_out)
             trained = [s for s in ready if s.sample_id not in left_out]
-            batch = self._batch(trained)
+            batch = self._batch(trained, trains=step >= warm_up)
         updates, figures = self._updates(batch, step)
+        of_critic = self._train_critic(trained, step)
         return StepResult(
             step=step,
             updates=updates,
             metrics=batch_metrics(ready, step)
             | token_metrics(figures)
             | _update_metrics(updates)
+            | of_critic
             | {
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.minis)),
-                "actor/lr": self.optimizer.param_groups[0]["lr"],
+                "actor/lr": rate,
                 "mismatch/left_out": float(len(left_out)),
                 "mismatch/moved": self._limits.moved_by(step),
             }
@@ -215,6 +228,7 @@ class Learner:
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
             prompts_once=self.policy.prompts_once,
             reference=self.reference_digest,
+            critic=self.config.critic_name if self.critic is not None else "",
             functions=_digests(self._objective.policy_loss.users, self._estimator.users),
             base=self.policy.base,
             adapters=adapters_of(self.config.lora),
@@ -227,29 +241,8 @@ class Learner:
         self._limits.restore(facts.moved)
 
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
-        """Count everything, then keep what is trained.
-
-        A masked sequence stays in the counts and in its group's baseline; it has no gradient. So
-        does one without advantage, where only the advantage gives a gradient: of these, one for
-        each replica and version is scored, so that no engine goes unproven.
-        """
-        algorithm = self.config.algorithm
-        counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
-        masks = algorithm.truncated == "mask"
-        unmasked = [s for s in samples if not (masks and s.truncated)]
-        trained = [s for s in unmasked if self._reads_all or np.any(s.advantage)]
-        flat = [s for s in unmasked if not (self._reads_all or np.any(s.advantage))]
-        scored = one_of_each_origin(flat)
-        passes_of_trained = self._passes(trained)
-        return _MiniBatch(
-            sample_ids=tuple(s.sample_id for s in samples),
-            counts=counts,
-            trained=trained,
-            scored=scored,
-            skipped=len(flat) - len(scored),
-            micros=passes_of_trained + self._passes(scored),
-            with_gradient=len(passes_of_trained),
-        )
+        masks = self.config.algorithm.truncated == "mask"
+        return _mini_batch(samples, masks, self._reads_all, self._passes)
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """This rank's."""
@@ -261,23 +254,30 @@ class Learner:
             ranks=self.ranks,
         )
 
-    def _batch(self, ready: Sequence[TrainSample]) -> _Batch:
+    def _train_critic(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+        """Its half of a step, which needs nothing of the policy's but to know whose rows count."""
+        if self.critic is None or not samples:
+            return {}
+        self.optimizer.zero_grad(set_to_none=True)  # one model's gradients are there at a time
+        return self.critic.train_step(samples, step)
+
+    def _batch(self, ready: Sequence[TrainSample], *, trains: bool) -> _Batch:
         """Everything before the first update: with one mini-batch that includes its gradient.
 
-        `ready`: samples with their advantages.
+        `ready`: samples with their advantages. `trains`: whether there are to be updates.
         With several, the scores at the start of the step are taken; the same micro-batches are used
         as in training, so that the ratio of the first mini-batch is exactly 1.
         """
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
         figures = TokenFigures()
-        if len(minis) == 1:  # the current score is the one at the start of the step
+        if len(minis) == 1 and trains:  # the current score is the one at the start of the step
             losses, scores = self._accumulate(minis[0], None, figures)
             proximal = [scores]
         else:
             proximal = [[self._proximal(micro, figures) for micro in mini.micros] for mini in minis]
             losses = None
         figures.join(self.ranks, [s for mini in minis for s in mini.read])
-        return _Batch(minis, proximal, figures, losses)
+        return _Batch(minis, proximal, figures, losses, trains)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
         scores = score(self.policy, micro, self._compute)
@@ -289,6 +289,10 @@ class Learner:
         if not batch.minis:
             self._limits.moved(step, 0.0)
             return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures
+        if not batch.trains:
+            self._limits.moved(step, 0.0)
+            left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
+            return tuple(left), batch.figures
         few = movement_rows([s for mini in batch.minis for s in mini.trained])
         before = scores_of(few, _scored_passes(batch), self.ranks)
         figures = batch.figures if batch.losses else TokenFigures()
@@ -311,12 +315,9 @@ class Learner:
         reason: str | None = NO_SIGNAL
         norm = 0.0
         if mini.trained:
-            limit = self.config.optim.clip_grad or math.inf  # 0 switches clipping off
-            parameters = self.policy.model.parameters()
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-            reason = NON_FINITE if not math.isfinite(norm) else None if norm else NO_SIGNAL
-        if reason is None:
-            self.optimizer.step()
+            norm, reason = apply_gradient(
+                self.optimizer, self.policy.model, self.config.optim.clip_grad
+            )
         return Update(mini.sample_ids, reason, norm, *losses)
 
     def _accumulate(
@@ -346,21 +347,53 @@ class Learner:
         return (pg_loss, None if kl_loss is None else kl_sum), found
 
 
+def _mini_batch(
+    samples: list[TrainSample],
+    masks: bool,
+    reads_all: bool,
+    passes_of: Callable[[Sequence[TrainSample]], list[MicroBatch]],
+) -> _MiniBatch:
+    """Count everything, then keep what is trained.
+
+    A masked sequence stays in the counts and in its group's baseline; it has no gradient. So
+    does one without advantage, where only the advantage gives a gradient: of these, one for
+    each replica and version is scored, so that no engine goes unproven.
+    """
+    unmasked = [s for s in samples if not (masks and s.truncated)]
+    trained = [s for s in unmasked if reads_all or np.any(s.advantage)]
+    flat = [s for s in unmasked if not (reads_all or np.any(s.advantage))]
+    scored = one_of_each_origin(flat)
+    passes_of_trained = passes_of(trained)
+    return _MiniBatch(
+        sample_ids=tuple(s.sample_id for s in samples),
+        counts=BatchCounts(sum(len(s.response_ids) for s in samples), len(samples)),
+        trained=trained,
+        scored=scored,
+        skipped=len(flat) - len(scored),
+        micros=passes_of_trained + passes_of(scored),
+        with_gradient=len(passes_of_trained),
+    )
+
+
 def _reads_all(algorithm: AlgorithmConfig, policy_loss: PolicyLoss) -> bool:
     """Whether something else than its advantage may give a row a gradient."""
     other_terms = algorithm.use_kl_loss or algorithm.entropy_coeff != 0
     return other_terms or not policy_loss.needs_advantage
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def _scored_passes(batch: _Batch) -> Iterator[tuple[MicroBatch, Tensor]]:
     """All passes with their scores before the updates."""
     for mini, scores in zip(batch.minis, batch.proximal, strict=True):
         yield from zip(mini.micros, scores, strict=True)
+
+
+def _check_loaded(
+    config: Config, reference: LoadedPolicy | BasePolicy | None, critic: LoadedPolicy | None
+) -> None:
+    if config.algorithm.use_kl_loss and reference is None:
+        raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
+    if config.has_critic != (critic is not None):
+        raise ConfigError('a critic is loaded with algorithm.adv_estimator = "gae", and only then')
 
 
 def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:
@@ -423,18 +456,6 @@ def take_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
     learner.policy.model.load_state_dict(load().model.state_dict())
 
 
-def _adamw(optim: OptimConfig, policy: LoadedPolicy) -> torch.optim.AdamW:
-    """Fused: the update takes no memory beside the moments, on a CPU a sixth of the time."""
-    return torch.optim.AdamW(
-        [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
-
-
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Means over the step's mini-batches; the losses are already sums over their tokens."""
     found = {
@@ -446,12 +467,17 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
 
 
-def _estimated_bytes(config: Config, policy: LoadedPolicy) -> int:
+def _estimated_bytes(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> int:
     """What was said before the start that training takes of this device."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in base_weights(policy.model).items()}
-    model = sizes_of(policy.model.config.to_dict(), shapes)
-    way = way_of(config, gpu=policy.device.type == "cuda")
-    return sum(footprint(model, way).device.values())
+    of_critic = _sizes(critic) if critic is not None else None
+    way = way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
+    return sum(footprint(_sizes(policy), way).device.values())
+
+
+def _sizes(policy: LoadedPolicy) -> ModelSizes:
+    tensors = base_weights(policy.model).items()
+    shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
+    return sizes_of(policy.model.config.to_dict(), shapes)
 
 
 def _recomputes(config: Config, device: torch.device) -> bool:

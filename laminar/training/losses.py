@@ -72,6 +72,19 @@ def kl_term(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
     raise ValueError(f"KL loss type {kind!r} is not one of low_var_kl, k2")
 
 
+def value_losses(
+    values: Tensor, before: Tensor, returns: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of a critic's values, and whether it was clipped, both [tokens].
+
+    The larger of two errors: of the value, and of the value held within `cliprange` of that
+    `before` the step, so that one that has gone further has no gradient away from there.
+    """
+    held = torch.maximum(torch.minimum(values, before + cliprange), before - cliprange)
+    free, limited = (values - returns).square(), (held - returns).square()
+    return 0.5 * torch.maximum(free, limited), (limited > free).float().detach()
+
+
 def token_coefficients(
     mode: str, lengths: Tensor, counts: BatchCounts, max_response_length: int
 ) -> Tensor:

@@ -20,6 +20,7 @@ the engine's; gradients do not depend on that mode.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -29,8 +30,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from laminar.config import Config, ConfigError
 from laminar.training import lora
@@ -41,6 +47,8 @@ from laminar.training.losses import entropy_of, gather_targets, log_softmax_at
 from laminar.training.tensor_file import Form, Forms
 
 Entropy = Literal["none", "value", "gradient"]
+HEAD, VALUE_HEAD = "lm_head.", "score."
+"""What the heads of a policy and of a critic are called in transformers."""
 CHECKED_TOKENS = 16
 HEAD_TOLERANCE = 1e-3
 """Nats. Rounding of float32 is 1e-5; a scale or a cap that acts is tenths and more."""
@@ -85,11 +93,7 @@ class LoadedPolicy:
 
         The entropy of a whole vocabulary has a gradient only where one is asked for.
         """
-        with _autocast(self.device, compute.dtype):
-            output = self.model.base_model(
-                input_ids=rows.input_ids, use_cache=False, **self._layout(rows)
-            )
-        hidden = output.last_hidden_state.flatten(0, 1)
+        hidden = self._hidden(rows, compute)
         head = partial(
             _head_scores,
             head=self.model.get_output_embeddings(),
@@ -97,7 +101,7 @@ class LoadedPolicy:
             dtype=compute.dtype,
             entropy=entropy,
         )
-        tensors = (hidden.index_select(0, rows.index), rows.targets, temperature)
+        tensors = (hidden, rows.targets, temperature)
         if len(rows.targets) <= compute.chunk_tokens:
             return TokenScores(*head(*tensors))
         chunks = zip(*(tensor.split(compute.chunk_tokens) for tensor in tensors), strict=True)
@@ -106,6 +110,24 @@ class LoadedPolicy:
             for chunk in chunks
         ]
         return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
+
+    def values(self, rows: TokenRows, compute: Compute) -> Tensor:
+        """Of a critic: what each of the rows' targets is predicted from is worth, [tokens] float32.
+
+        The head is so small that it computes in float32.
+        """
+        model: Any = self.model
+        values: Tensor = model.score(self._hidden(rows, compute).float())[:, 0]
+        return values
+
+    def _hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
+        """[tokens, width]: of the positions that predict the targets."""
+        with _autocast(self.device, compute.dtype):
+            output = self.model.base_model(
+                input_ids=rows.input_ids, use_cache=False, **self._layout(rows)
+            )
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        return hidden.index_select(0, rows.index)
 
     def _layout(self, rows: TokenRows) -> dict[str, Any]:
         """What the model has to know of rows that are not padded."""
@@ -196,6 +218,44 @@ def recompute_layers(model: nn.Module) -> None:
         )
 
 
+def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
+    """Load the layers of `name` in float32, with a head of one number that begins at zero; raises
+    ConfigError. A head of its own is left out."""
+    with _quiet():  # that the head is new
+        model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
+    check_loaded(name, critic_info(info))
+    model.to(device)  # type: ignore[arg-type]
+    return as_critic(model, tokenizer_size, device=model.device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing that is no error."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model lacks or has too much to become a critic, besides a head."""
+    missing = {key for key in info["missing_keys"] if not key.startswith(VALUE_HEAD)}
+    unexpected = {key for key in info["unexpected_keys"] if not key.startswith(HEAD)}
+    return {"missing_keys": missing, "unexpected_keys": unexpected}
+
+
+@torch.no_grad()
+def as_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
+    """A model for token classification of one label, whose values are 0."""
+    for parameter in model.score.parameters():
+        parameter.zero_()
+    if once := not why_padded(model, device):
+        read_prompts_once(model)
+    return LoadedPolicy(model.eval(), vocab_limit, once)
+
+
 def load_policy(
     name: str, device: torch.device | str, *, tokenizer_size: int, adapt: Config | None = None
 ) -> LoadedPolicy:
@@ -231,11 +291,13 @@ def _adapt(model: PreTrainedModel, config: Config, device: torch.device) -> None
     lora.start(model, config.seed)
 
 
-def _from_pretrained(name: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+def _from_pretrained(
+    name: str, kind: Any = AutoModelForCausalLM, **options: Any
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """The model and what its loading left out or over."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        loaded: Any = kind.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise not_loadable(name, error) from error

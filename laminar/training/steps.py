@@ -22,6 +22,7 @@ from laminar.storage.rules import Span
 # Why an update is left out.
 NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
 NON_FINITE = "non-finite-gradient"
+CRITIC_WARMUP = "critic-warmup"  #: of the first steps, which train the critic alone
 MISMATCH = "mismatch"  #: no row of the batch came from the weights that it names
 
 Ids = NDArray[np.int32]
@@ -71,6 +72,7 @@ class TrainSample:
     spans: tuple[Span, ...]  #: who sampled which part of the response, in order
     correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
+    values: NDArray[np.float64] | None = None  #: of a critic, before each token of the response
     advantage: float | NDArray[np.float64] = 0.0  #: of all response tokens alike, or of each
 
     def __post_init__(self) -> None:

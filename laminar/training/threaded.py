@@ -9,6 +9,7 @@ Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from laminar.training.learner import Learner, measured_step, take_weights
 from laminar.training.model import (
     BasePolicy,
     LoadedPolicy,
+    load_critic,
     load_policy,
     named_weights,
     weight_forms,
@@ -43,6 +45,7 @@ class Copied(NamedTuple):
     weights: Tensors
     moments: Tensors
     adapters: Tensors
+    critic: dict[str, Tensors]  #: by file
 
 
 Describe = Callable[..., Any]
@@ -81,8 +84,16 @@ class ThreadedLearner:
             reference = BasePolicy(policy)
         elif config.algorithm.use_kl_loss:
             reference = await asyncio.to_thread(self._load, config.model.name)
+        critic = None
+        if config.has_critic:
+            name = config.critic_name
+            critic = await asyncio.to_thread(
+                load_critic, name, self._device, tokenizer_size=self._size
+            )
         total = config.trainer.total_training_steps
-        self.learner = Learner(config, policy, reference=reference, total_steps=total)
+        self.learner = Learner(
+            config, policy, reference=reference, critic=critic, total_steps=total
+        )
         shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         padded = why_padded(policy.model, self._device)
@@ -123,6 +134,7 @@ class ThreadedFiles(ThreadedDirectories):
         self._source = source
         self._describe = describe
         self._weights, self._moments, self._adapters = KeptCopies(), KeptCopies(), KeptCopies()
+        self._critic: dict[str, KeptCopies] = defaultdict(KeptCopies)
 
     async def copy(self) -> Copied:
         return await asyncio.to_thread(self._copy)
@@ -138,10 +150,12 @@ class ThreadedFiles(ThreadedDirectories):
     def _copy(self) -> Copied:
         learner = self._learner()
         model = learner.policy.model
+        critic = checkpoint.critic_tensors(learner.critic) if learner.critic is not None else {}
         return Copied(
             self._weights.copy(named_weights(model)),
             self._moments.copy(named_moments(model, learner.optimizer)),
             self._adapters.copy(lora.file_tensors(model)),
+            {name: self._critic[name].copy(tensors) for name, tensors in critic.items()},
         )
 
     def _write(self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]) -> None:
@@ -149,7 +163,7 @@ class ThreadedFiles(ThreadedDirectories):
         model = self._learner().policy.model
         export.write_model(model, self._source, directory, weights, extra, adapters)
         if copied is not None:
-            checkpoint.save(directory, copied.moments)
+            checkpoint.save(directory, copied.moments, copied.critic)
 
 
 def device_of(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from laminar.training.steps import TrainSample
 
 Make = Callable[..., Config]
 Estimate = Callable[..., Floats]
+WITHOUT_CRITIC = [name for name in ESTIMATORS if name != "gae"]
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_every_name_has_its_function() -> None:
 
 @pytest.mark.parametrize("size", range(1, 17))
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_equal_rewards_give_exactly_zero(
     size: int, reward: float, name: str, advantages: Estimate
 ) -> None:
@@ -85,7 +86,7 @@ def test_rloo_is_the_mean_of_the_others_and_scaled_dr_grpo(size: int, advantages
     np.testing.assert_allclose(rloo, size / (size - 1) * plain, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_a_row_that_is_left_out_is_in_no_baseline(
     name: str, make_config: Make, make_samples: Callable[..., list[TrainSample]]
 ) -> None:

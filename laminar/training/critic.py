@@ -1,0 +1,158 @@
+"""The critic of PPO: values of the tokens of a batch, and their own training step.
+
+Reads   TrainSamples; [critic], algorithm.gamma
+Gives   Critic: samples with values, metrics; changes the critic's weights and optimizer in place
+
+The value of a token is what the critic expects of the state before it: it is read where the policy
+reads the token's log-prob, so that the first one is that of the whole prompt, and it cannot know
+the token itself. It is trained on returns R_t = A_t + V_t, in which A_t has a lambda of its own
+(critic.lam); with gamma = lambda = 1 that is the reward. The values before the step are read once,
+for advantages and returns alike; the loss follows a value no further than cliprange_value from them
+(verl's). Like the policy's, it is a sum over tokens with coefficients of the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar.config import Config
+from laminar.training.advantages import Floats, inputs_of, later_errors
+from laminar.training.batching import MicroBatch, mini_batches
+from laminar.training.losses import BatchCounts, token_coefficients, value_losses
+from laminar.training.model import Compute, LoadedPolicy
+from laminar.training.optimizer import adamw, apply_gradient, set_rate
+from laminar.training.passes import passes
+from laminar.training.ranks import ONE, Ranks
+from laminar.training.schedule import learning_rate
+from laminar.training.steps import TrainSample
+
+Returns = dict[str, Floats]
+"""By sample id: of each token of the response."""
+
+
+class Critic:
+    """Owns the model and its optimizer."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: LoadedPolicy,
+        compute: Compute,
+        total_steps: int = 0,
+        ranks: Ranks = ONE,
+    ) -> None:
+        """`model`: of model.py: load_critic."""
+        self.config, self.model, self.ranks = config, model, ranks
+        self._optim = msgspec.structs.replace(config.optim, lr=config.critic.lr)
+        self.optimizer = adamw(self._optim, model.model)
+        self._compute, self._total_steps = compute, total_steps
+
+    @torch.no_grad()
+    def with_values(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """The samples in their order, each with the present values of its tokens."""
+        lengths = [len(s.response_ids) for s in samples]
+        ends = np.cumsum(lengths)
+        flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
+        at = {s.sample_id: (end - n, end) for s, n, end in zip(samples, lengths, ends, strict=True)}
+        for micro in self._passes(samples):
+            values = self.model.values(micro.rows, self._compute).double().cpu()
+            if micro.empty:
+                continue
+            parts = values.split(micro.rows.counts.tolist())
+            for sample_id, part in zip(micro.sample_ids, parts, strict=True):
+                first, end = at[sample_id]
+                flat[first:end] = part
+        parts = np.split(self.ranks.sum(flat).numpy(), ends[:-1])
+        return [replace(s, values=part) for s, part in zip(samples, parts, strict=True)]
+
+    def train_step(self, samples: Sequence[TrainSample], index: int) -> dict[str, float]:
+        """Consume a batch, of samples with values, as training step `index`; metrics.
+
+        A masked sequence is in the counts, and is not trained on.
+        """
+        rate = learning_rate(self._optim, index, self._total_steps)
+        set_rate(self.optimizer, rate)
+        returns = returns_of(samples, self.config)
+        minis = mini_batches(samples, self.config.mini_batch_groups)
+        updates = [self._update(mini, returns) for mini in minis]
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = np.sum([figures for figures, _, _ in updates], axis=0)
+        tokens = max(sums[3], 1.0)
+        return {
+            "critic/vf_loss": float(sums[0] / len(minis)),
+            "critic/vf_clipfrac": float(sums[1] / tokens),
+            "critic/vpred_mean": float(sums[2] / tokens),
+            "critic/explained_variance": explained_variance(samples, returns),
+            "critic/grad_norm": float(np.mean([norm for _, norm, _ in updates])),
+            "critic/skipped_updates": float(sum(reason is not None for _, _, reason in updates)),
+            "critic/lr": rate,
+        }
+
+    def _update(
+        self, samples: Sequence[TrainSample], returns: Returns
+    ) -> tuple[Floats, float, str | None]:
+        """One mini-batch: sums of its losses, clipped values, values and tokens; the norm of the
+        gradient, and why there was no update."""
+        algorithm, sums = self.config.algorithm, torch.zeros(4, dtype=torch.float64)
+        counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
+        masks = algorithm.truncated == "mask"
+        trained = [s for s in samples if not (masks and s.truncated)]
+        before = {s.sample_id: s.values for s in trained}
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in self._passes(trained):
+            values = self.model.values(micro.rows, self._compute)
+            losses, clipped = value_losses(
+                values,
+                _tokens(micro, before, values.device),
+                _tokens(micro, returns, values.device),
+                self.config.critic.cliprange_value,
+            )
+            coefficients = token_coefficients(
+                algorithm.loss_agg_mode, micro.lengths, counts, self.config.data.max_response_length
+            ) * (not micro.empty)
+            loss = (coefficients * losses).sum()
+            torch.autograd.backward(loss)
+            if not micro.empty:
+                figures = (loss.detach(), clipped.sum(), values.detach().sum(), len(losses))
+                sums += torch.tensor([float(figure) for figure in figures], dtype=torch.float64)
+        norm, reason = apply_gradient(self.optimizer, self.model.model, self.config.optim.clip_grad)
+        return self.ranks.sum(sums).numpy(), norm, reason
+
+    def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        """This rank's."""
+        return passes(
+            samples,
+            self.config.trainer.micro_batch_tokens,
+            self.model.device,
+            prompts_once=self.model.prompts_once,
+            ranks=self.ranks,
+        )
+
+
+def returns_of(samples: Sequence[TrainSample], config: Config) -> Returns:
+    inputs = inputs_of(samples, {"gamma": config.algorithm.gamma})
+    assert inputs.values is not None
+    found = later_errors(inputs, config.critic.lam) + inputs.values
+    parts = np.split(found, np.cumsum(inputs.lengths)[:-1])
+    return {s.sample_id: part for s, part in zip(samples, parts, strict=True)}
+
+
+def _tokens(micro: MicroBatch, of: Mapping[str, Floats | None], device: torch.device) -> Tensor:
+    """[tokens] float32 of a pass."""
+    flat = np.concatenate([of[sample_id] for sample_id in micro.sample_ids])
+    return torch.from_numpy(flat.astype(np.float32)).to(device)
+
+
+def explained_variance(samples: Sequence[TrainSample], returns: Returns) -> float:
+    """Of the returns of all tokens, the share of the variance that the values before the step
+    explain: 1 at best, 0 for a constant; 0 where the returns do not vary."""
+    values = np.concatenate([s.values for s in samples])
+    wanted = np.concatenate([returns[s.sample_id] for s in samples])
+    variance = wanted.var()
+    return float(1.0 - (wanted - values).var() / variance) if variance > 0 else 0.0
