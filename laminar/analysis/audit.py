@@ -91,7 +91,7 @@ def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | No
         return None
     try:
         found.problems += store_book.own_problems(run_dir)
-        return store_book.read_store(run_dir)
+        return store_book.read_store(run_dir, in_flight=account.in_flight)
     except (ConfigError, sqlite3.Error) as error:
         found.problems.append(f"store: it cannot be read: {error}")
         return None

@@ -21,7 +21,7 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.reasons import DropReason, End, FinishReason
+from laminar.events.reasons import DropReason, End, FinishReason, PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId
 
 TRUNCATED = FinishReason.LENGTH
@@ -72,12 +72,17 @@ class Account:
         #: every order, by step and version: a batch that was interrupted is ordered again
         self.orders: dict[tuple[int, int], cmd.TrainStep] = {}
         self.data: ev.DataLoaded | None = None
-        #: what each attempt was ordered to generate with, by its number
+        #: what each attempt was ordered to generate with first, by its number
         self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
+        #: who may have sampled of it, with which version: ordered to, or ordered to load it while
+        #: it ran the trajectory
+        self.sources: dict[TrajectoryId, set[tuple[str, int]]] = {}
+        self.in_flight = False  #: versions may change under a trajectory
         self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
         self._asked: dict[int, tuple[cmd.Ending, ...]] = {}  #: by command id
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self.in_flight = state.settings.in_flight
         self._take_event(stamped.event, state)
         for index, command in enumerate(commands):
             self._take_command(command, stamped.seq * COMMANDS_PER_EVENT_MAX + index, state)
@@ -101,7 +106,9 @@ class Account:
     def _take_command(self, command: Command, command_id: int, state: State) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
             stamp = Stamp(command.version, command.version_step)
-            self.stamps.setdefault(command.trajectory_id, {})[command.attempt] = stamp
+            self.stamps.setdefault(command.trajectory_id, {}).setdefault(command.attempt, stamp)
+            sources = self.sources.setdefault(command.trajectory_id, set())
+            sources.add((command.to, command.version))
             if command.trajectory_id not in self.issued:
                 self.issued[command.trajectory_id] = command.purpose
                 self.groups[command.group] = self.groups.get(command.group, 0) + 1
@@ -110,6 +117,9 @@ class Account:
             self.commanded |= {ending.trajectory_id: ending for ending in command.endings}
             ended = (state.groups.get(ending.group) for ending in command.endings)
             self.mixed |= {group.id for group in ended if group is not None and group.mixed}
+        elif isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
+            for name in state.replicas[command.to].running:
+                self.sources[name].add((command.to, command.version))
         elif isinstance(command, cmd.TrainStep):
             self.steps[command.step_index] = Step(command)
             self.orders[command.step_index, command.version] = command

@@ -18,15 +18,17 @@ from laminar.analysis.history import WallClock
 from laminar.core.scores import float_of
 from laminar.core.state import State
 from laminar.core.statuses import TrajectoryStatus
+from laminar.core.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 
 #: what can change in a life, in the order in which it usually does
-DISPATCHED, STARTED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
+DISPATCHED, STARTED, UPDATED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
     "dispatched",
     "started",
+    "updated",
     "lost",
     "finished",
     "scoring",
@@ -81,6 +83,8 @@ class Placement:
     started: Moment | None = None
     tokens_resumed: int = 0
     left: Moment | None = None
+    #: versions with which it went on there, loaded in flight
+    updates: list[tuple[Moment, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -135,6 +139,7 @@ class Lives:
             return []  # a gauge: it changes no life
         changes = [
             *self._of_event(now, event, state),
+            *self._updates(now, event, commands, state),
             *self._losses(now, state),
         ]
         for command in commands:
@@ -150,6 +155,22 @@ class Lives:
             yield from self._rewarded(now, event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
             yield from self._ended(now, event, state)
+
+    def _updates(
+        self, now: Moment, event: Event, commands: list[Command], state: State
+    ) -> Iterator[Change]:
+        """What a replica runs goes on with weights that it has loaded in flight."""
+        if not isinstance(event, ev.WeightsLoaded) or not state.settings.in_flight:
+            return
+        placed = {c.trajectory_id for c in commands if isinstance(c, cmd.GenerateTrajectory)}
+        for name, trajectory in state.trajectories.items():
+            if name in placed or trajectory.status not in IN_ENGINE:
+                continue
+            placement = self.open[name].placement
+            last = placement.updates[-1][1] if placement.updates else placement.version
+            if last < trajectory.version:
+                placement.updates.append((now, trajectory.version))
+                yield Change(UPDATED, self.open[name])
 
     def _started(self, now: Moment, event: ev.TrajectoryStarted, state: State) -> Iterator[Change]:
         life = self._accepted(event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING)

@@ -120,10 +120,19 @@ class Moves:
             f"It was placed on {begin.replica} with v{begin.version} at "
             f"{self._moments.said(begin.dispatched)}, because of {said(first)}."
         )
+        yield from self._update_lines(begin)
         for move in self._moves:
             yield from self._move_lines(move)
+            yield from self._update_lines(move.after)
         yield from self._end_lines(life)
         yield from self._stay_lines()
+
+    def _update_lines(self, placement: Placement) -> Iterable[str]:
+        for moment, version in placement.updates:
+            yield (
+                f"It went on with v{version}, which {placement.replica} loaded in flight, at "
+                f"{self._moments.said(moment)}."
+            )
 
     def _stay_lines(self) -> Iterable[str]:
         """Why repack left it where it was, while its replica was in its tail."""

@@ -349,7 +349,7 @@ def _sample(sample: Sample) -> Iterator[str]:
     yield f'<span class="score">score {score}</span>{"".join(glances)}</summary>'
     cut = ", truncated" if sample.truncated else ""
     yield (
-        f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, version {row.weight_version} on '
+        f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '
         f"{escape(sample.sampled_on)}</p>"
     )
     if row.reward_reason not in (None, "", "ok") or row.reward_detail:

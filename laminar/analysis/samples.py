@@ -78,10 +78,26 @@ class Sample(NamedTuple):
 
     @property
     def sampled_on(self) -> str:
-        """The replica; of an answer that was moved each one, with the number of its tokens."""
+        """The replica; of an answer that was moved, or went on with other weights, each part with
+        the number of its tokens."""
         if len(self.spans) < 2:
             return self.spans[0].replica if self.spans else self.row.replica or "-"
-        return ", ".join(f"{span.replica} ({span.num_tokens})" for span in self.spans)
+        several = len({span.weight_version for span in self.spans}) > 1
+        return ", ".join(
+            f"{span.replica}{f' v{span.weight_version}' if several else ''} ({span.num_tokens})"
+            for span in self.spans
+        )
+
+    @property
+    def sampled_by(self) -> str:
+        """The version, or the first and the last, with the steps that made them."""
+        row, (last, last_step) = self.row, self.row.latest
+        if last == row.weight_version:
+            return f"version {row.weight_version} (made by {row.version_step} steps)"
+        return (
+            f"versions {row.weight_version} to {last} (made by {row.version_step} to {last_step} "
+            "steps)"
+        )
 
     def fields(self) -> dict[str, Any]:
         """Everything, under the names of docs/debugging.md."""

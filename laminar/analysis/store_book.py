@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from laminar.core.versions import step_of
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books
-from laminar.storage.rules import Row
+from laminar.storage.rules import Row, Span
 
 
 class End(NamedTuple):
@@ -39,6 +41,8 @@ class StoreBook(NamedTuple):
     rows: dict[TrajectoryId, Row]
     meta: dict[str, str]
     removed: set[str]  #: trajectories whose tokens were removed
+    #: who sampled which part with which weights, by trajectory; of a run with weights in flight
+    spans: dict[TrajectoryId, tuple[Span, ...]]
 
     def bad_rewards(self) -> dict[str, int]:
         """Stored rewards that no reward function gave, by reason."""
@@ -46,10 +50,11 @@ class StoreBook(NamedTuple):
         return dict(Counter(reason for reason in rewarded if reason and reason != "ok"))
 
 
-def read_store(run_dir: Path) -> StoreBook:
+def read_store(run_dir: Path, *, in_flight: bool) -> StoreBook:
     with books.open_tables(run_dir / STORE_FILE) as tables:
         rows = {TrajectoryId(row.id): row for row in tables.rows()}
-        return StoreBook(rows, tables.meta(), tables.removed_payloads())
+        spans = {name: tables.spans(row) for name, row in rows.items() if in_flight and row.replica}
+        return StoreBook(rows, tables.meta(), tables.removed_payloads(), spans)
 
 
 def own_problems(run_dir: Path) -> list[str]:
@@ -66,6 +71,7 @@ def store_problems(store: StoreBook, first: Account, latest: Account) -> list[st
             problems.append(f"store: trajectory {name} is missing")
         elif row is not None and name in first.closed:
             problems += _closed_problems(name, row, first)
+            problems += _span_problems(name, row, store.spans.get(name, ()), first)
     for name, row in store.rows.items():
         if name not in latest.issued:
             problems.append(f"store: trajectory {name} is stored but was never issued")
@@ -125,7 +131,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         ("tokens lost to restarts", row.tokens_lost, tokens_lost),
     ]
     ordered = account.stamps.get(name, {}).get(row.attempt)
-    if ordered is not None:
+    if ordered is not None and not account.in_flight:
         pairs.append(("weights (version, step)", (row.weight_version, row.version_step), ordered))
     finished, rewarded = account.finished.get(name), account.rewarded.get(name)
     if finished is not None:
@@ -139,6 +145,31 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         for what, stored, logged in pairs
         if stored != logged
     ]
+
+
+def _span_problems(
+    name: TrajectoryId, row: Row, spans: Sequence[Span], account: Account
+) -> list[str]:
+    """In flight: parts are all of it, each of weights that were loaded there then, none older than
+    the part before. (Of other runs the weights are compared above.)"""
+    if not account.in_flight:
+        return []
+    problems, known = [], account.sources.get(name, set())
+    if sum(span.num_tokens for span in spans) != row.num_tokens:
+        problems.append(f"store: the parts of {name} are not its {row.num_tokens} tokens")
+    problems += [
+        f"store: {span.num_tokens} tokens of {name} are of version {span.weight_version} on "
+        f"{span.replica}, which by the log did not have it with that version"
+        for span in spans
+        if (span.replica, span.weight_version) not in known
+    ]
+    weights = [(span.weight_version, span.version_step) for span in spans]
+    if any(b[0] < a[0] or b[1] < a[1] for a, b in pairwise(weights)):
+        problems.append(f"store: {name} went on with older weights than it had: {weights}")
+    ordered = account.stamps.get(name, {}).get(row.attempt)
+    if weights and ordered is not None and weights[0] < tuple(ordered):
+        problems.append(f"store: {name} begins with {weights[0]}, before it was ordered: {ordered}")
+    return problems
 
 
 def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:

@@ -28,7 +28,10 @@ from laminar.analysis.plain import plain
 from laminar.analysis.process_logs import LogLine, log_lines
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
+from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.reasons import PullPurpose
 
 LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
 WARNINGS = ("warning", "error", "critical")
@@ -121,19 +124,56 @@ def dump(run_dir: Path) -> Iterator[str]:
 def _lines(
     run_dir: Path, subject: Subject | None, moments: Moments, *, recent: bool = False
 ) -> Iterator[_Line]:
+    loads = _Loads(subject)
     for record in records(run_dir, recent=recent):
         if isinstance(record, EventRecord):
             event = typed_event(record)
             process, seconds = event.peer, moments.seconds(moments.at(event))
-            text = _event_line(event, seconds, subject)
+            text = _event_line(event, seconds, None if loads.ends(event) else subject)
         elif isinstance(record, DecisionRecord):
             command = typed_command(record)
             process, seconds = command.to, moments.seconds(moments.now)
-            text = _decision_line(record.cause, command, seconds, subject)
+            text = _decision_line(
+                record.cause, command, seconds, None if loads.begins(command) else subject
+            )
         else:
             process, text = "", "" if subject else _other_line(record)
         if text:
             yield _Line(moments.now.unix_ns, moments.now.seq, process, text)
+
+
+class _Loads:
+    """Loads in flight under the trajectory that a story is about: they do not name it."""
+
+    def __init__(self, subject: Subject | None) -> None:
+        self._name = subject.name if subject and subject.kind == "trajectory" else ""
+        self._holder = ""  #: the replica that it was placed on last
+        self._loading = False
+
+    def begins(self, command: Command) -> bool:
+        """Whether this is an order to load, of the replica that runs it."""
+        if isinstance(command, cmd.GenerateTrajectory) and command.trajectory_id == self._name:
+            self._holder, self._loading = command.to, False
+        in_flight = (
+            isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT
+        )
+        if in_flight and self._holder == command.to:
+            self._loading = True
+            return True
+        return False
+
+    def ends(self, stamped: Stamped) -> bool:
+        """Whether this is what came of such an order."""
+        event = stamped.event
+        over = isinstance(event, ev.TrajectoryFinished) and event.trajectory_id == self._name
+        gone = isinstance(event, ev.ReplicaReady) and stamped.peer == self._holder
+        if over or gone:
+            self._holder = ""
+        loaded = isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionGone)
+        ends = self._loading and loaded and stamped.peer == self._holder
+        if ends:
+            self._loading = False
+        return ends
 
 
 def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:

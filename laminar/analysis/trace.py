@@ -29,6 +29,7 @@ from laminar.analysis.lives import (
     REWARDED,
     SCORING,
     STARTED,
+    UPDATED,
     Change,
     Life,
     Lives,
@@ -186,6 +187,9 @@ class Trace:
         elif what == STARTED:
             resumed = life.placement.tokens_resumed
             self._tracks.inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
+        elif what == UPDATED:
+            _, version = life.placement.updates[-1]
+            self._tracks.inner(slot, us, f"goes on with v{version}", event=now.seq)
         elif what == FINISHED:
             facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
             self._tracks.end(slot, us, event=now.seq, **facts)

@@ -109,10 +109,7 @@ def lines(sample: Sample) -> Iterator[str]:
     if sample.extras:
         yield f"  {', '.join(f'{name} {_value(v)}' for name, v in sample.extras.items())}"
     cut = ", truncated" if sample.truncated else ""
-    yield (
-        f"  {row.num_tokens} tokens{cut}, by version {row.weight_version} (made by "
-        f"{row.version_step} steps) on {sample.sampled_on}"
-    )
+    yield f"  {row.num_tokens} tokens{cut}, by {sample.sampled_by} on {sample.sampled_on}"
     yield from _block("prompt", sample.prompt)
     yield from _block("response", sample.response)
     if sample.answer not in (None, ""):

@@ -131,7 +131,7 @@ class ForwardWeights(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.ROLLOUT)
 class PullWeights(Command, frozen=True, kw_only=True):
-    """Load weights from this machine's relay, or from disk; the replica runs nothing meanwhile."""
+    """Load weights from this machine's relay or from disk; nothing runs meanwhile but in flight."""
 
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.storage.rules import Span
-from laminar.training.steps import Ids, TrainSample
+from laminar.training.steps import Ids, Part, TrainSample, parts_of
 
 
 class Run(NamedTuple):
@@ -57,6 +57,7 @@ class MicroBatch:
 
     sample_ids: tuple[str, ...]  #: of the rows
     spans: tuple[Span, ...]  #: of all tokens
+    parts: tuple[Part, ...]  #: of these
     rows: TokenRows
     behaviour: Tensor
     advantages: Tensor
@@ -139,6 +140,7 @@ def micro_batch(
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
         spans=tuple(span for s in samples for span in s.spans),
+        parts=tuple(part for s in samples for part in parts_of(s.spans)),
         rows=rows,
         behaviour=torch.from_numpy(behaviour).to(device),
         advantages=torch.from_numpy(advantages).to(device),

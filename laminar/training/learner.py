@@ -166,7 +166,7 @@ class Learner:
         ready = self._estimator.with_advantages(samples)
         batch = self._batch(ready, trains=step >= warm_up)
         mismatch = batch.figures.mismatch()
-        made = {span.weight_version: span.version_step for s in samples for span in s.spans}
+        made = _oldest_behind(samples)
         suspects = self._limits.suspects(mismatch, made, step)
         left_out = sampled_by(samples, suspects)
         trained = ready
@@ -189,7 +189,7 @@ class Learner:
                 "mismatch/left_out": float(len(left_out)),
                 "mismatch/moved": self._limits.moved_by(step),
             }
-            | by_origin(mismatch, reward_by_version(samples)),
+            | by_origin(mismatch, batch.figures.went_on(), reward_by_version(samples)),
             mismatch=mismatch,
             suspects=suspects,
             left_out=left_out,
@@ -394,6 +394,16 @@ def _check_loaded(
         raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
     if config.has_critic != (critic is not None):
         raise ConfigError('a critic is loaded with algorithm.adv_estimator = "gae", and only then')
+
+
+def _oldest_behind(samples: Sequence[TrainSample]) -> dict[int, int]:
+    """Steps that made the oldest weights behind the tokens of each version: what went on in flight
+    may have done so over a cache of theirs."""
+    made: dict[int, int] = {}
+    for sample in samples:
+        for version in {span.weight_version for span in sample.spans}:
+            made[version] = min(made.get(version, sample.version_step), sample.version_step)
+    return made
 
 
 def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:

@@ -20,11 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from laminar.storage.rules import Span
 from laminar.training.advantages import CONSTANT_SPREAD
 from laminar.training.batching import MicroBatch, by_group
 from laminar.training.ranks import Ranks
-from laminar.training.steps import Mismatch, Origin, TrainSample, origin_of
+from laminar.training.steps import (
+    Mismatch,
+    Origin,
+    Part,
+    TrainSample,
+    parts_of,
+    token_staleness,
+)
 
 Column = NDArray[np.float64]  # one number per sample
 
@@ -71,7 +77,8 @@ class TokenFigures:
         self.sample_ids: list[str] = []
         self._sums: dict[str, list[Column]] = {}
         self._maxima: dict[str, list[Column]] = {}
-        self._origins: dict[Origin, Column] = {}  #: sums of MISMATCH_FIGURES, then tokens
+        #: sums of MISMATCH_FIGURES, then tokens; of an origin apart for what went on (`Part`)
+        self._parts: dict[Part, Column] = {}
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
         """Take the figures [tokens] of one micro-batch; of an empty one, their names."""
@@ -87,7 +94,7 @@ class TokenFigures:
             self._sums.setdefault(name, []).append(np.add.reduceat(array, starts))
             self._maxima.setdefault(name, []).append(np.maximum.reduceat(array, starts))
         if not micro.empty:
-            self._add_to_origins(micro.spans, [arrays[name] for name in MISMATCH_FIGURES])
+            self._add_to_parts(micro, [arrays[name] for name in MISMATCH_FIGURES])
 
     def join(self, ranks: Ranks, samples: Sequence[TrainSample]) -> None:
         """Have the figures of all ranks, once; `samples`: whose they are, each of one rank."""
@@ -102,27 +109,30 @@ class TokenFigures:
             ranks.sum(torch.from_numpy(table))
             columns.update((name, [column]) for name, column in zip(columns, table, strict=True))
         self.sample_ids = [s.sample_id for s in samples]
-        origins = dict.fromkeys(origin_of(span) for s in samples for span in s.spans)
+        parts = dict.fromkeys(part for s in samples for part in parts_of(s.spans))
         none = np.zeros(len(MISMATCH_FIGURES) + 1)
-        sums = np.stack([self._origins.get(origin, none) for origin in origins])
+        sums = np.stack([self._parts.get(part, none) for part in parts])
         ranks.sum(torch.from_numpy(sums))
-        self._origins = dict(zip(origins, sums, strict=True))
+        self._parts = dict(zip(parts, sums, strict=True))
 
-    def _add_to_origins(self, spans: Sequence[Span], figures: Sequence[Column]) -> None:
-        """`figures`: per token of these spans."""
-        counts = np.array([span.num_tokens for span in spans])
+    def _add_to_parts(self, micro: MicroBatch, figures: Sequence[Column]) -> None:
+        """`figures`: per token of its spans."""
+        counts = np.array([span.num_tokens for span in micro.spans])
         starts = np.cumsum(counts) - counts
         columns = [*(np.add.reduceat(figure, starts) for figure in figures), counts]
-        for span, sums in zip(spans, np.stack(columns, axis=1), strict=True):
-            origin = origin_of(span)
-            self._origins[origin] = self._origins.get(origin, 0.0) + sums
+        for part, sums in zip(micro.parts, np.stack(columns, axis=1), strict=True):
+            self._parts[part] = self._parts.get(part, 0.0) + sums
 
     def mismatch(self) -> dict[Origin, Mismatch]:
         """Means over the tokens that an origin has sampled; a masked sample has no figures."""
-        return {
-            origin: Mismatch(float(diff / tokens), float(k3 / tokens), int(tokens))
-            for origin, (diff, k3, tokens) in self._origins.items()
-        }
+        sums: dict[Origin, Column] = {}
+        for part, column in self._parts.items():
+            sums[part.origin] = sums.get(part.origin, 0.0) + column
+        return {origin: _mean(column) for origin, column in sums.items()}
+
+    def went_on(self) -> dict[Origin, Mismatch]:
+        """The same over tokens of responses that went on there, with weights loaded in flight."""
+        return {part.origin: _mean(sums) for part, sums in self._parts.items() if part.went_on}
 
     def __contains__(self, name: str) -> bool:
         return name in self._maxima
@@ -140,6 +150,11 @@ class TokenFigures:
 
     def maximum(self, name: str) -> float:
         return float(np.concatenate(self._maxima[name]).max())
+
+
+def _mean(sums: Column) -> Mismatch:
+    diff, k3, tokens = sums
+    return Mismatch(float(diff / tokens), float(k3 / tokens), int(tokens))
 
 
 def token_metrics(figures: TokenFigures) -> dict[str, float]:
@@ -182,6 +197,7 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
+    found |= token_staleness(samples, step)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
 
 
@@ -237,7 +253,9 @@ def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, 
 
 
 def by_origin(
-    mismatch: Mapping[Origin, Mismatch], rewards: Mapping[int, tuple[float, int]]
+    mismatch: Mapping[Origin, Mismatch],
+    went_on: Mapping[Origin, Mismatch],
+    rewards: Mapping[int, tuple[float, int]],
 ) -> dict[str, float]:
     """Flat metrics of the largest mismatches and of the newest versions, ORIGINS_SHOWN each.
 
@@ -246,8 +264,10 @@ def by_origin(
     worst = nlargest(ORIGINS_SHOWN, mismatch.items(), key=_size)
     newest = sorted(rewards)[-ORIGINS_SHOWN:]
     figures = {f"by_origin/mismatch_kl/{name}/{v}": m.mean_k3 for (name, v), m in worst}
+    flown = nlargest(ORIGINS_SHOWN, went_on.items(), key=_size)
     figures |= {f"by_origin/reward/{v}": rewards[v][0] for v in newest}
     left_out = len(mismatch) + len(rewards) - len(figures)
+    figures |= {f"by_origin/mismatch_kl/{name}/{v}/went_on": m.mean_k3 for (name, v), m in flown}
     return figures | ({"by_origin/left_out": float(left_out)} if left_out else {})
 
 

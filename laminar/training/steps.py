@@ -34,6 +34,22 @@ def origin_of(span: Span) -> Origin:
     return span.replica, span.weight_version
 
 
+class Part(NamedTuple):
+    """Of what a span is a part, where trainer and engine are compared."""
+
+    origin: Origin
+    went_on: bool  #: its replica had sampled of the response before, with older weights
+
+
+def parts_of(spans: Sequence[Span]) -> list[Part]:
+    """Of the spans of one response, in order."""
+    before = [None, *spans[:-1]]
+    return [
+        Part(origin_of(span), last is not None and last.replica == span.replica)
+        for last, span in zip(before, spans, strict=True)
+    ]
+
+
 class ModelLayout(NamedTuple):
     """The tensors of a model, in the order in which they are published."""
 
@@ -194,3 +210,13 @@ def contents_of(samples: Sequence[TrainSample]) -> Iterator[Content]:
             truncated=sample.truncated,
             spans=sample.spans,
         )
+
+
+def token_staleness(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+    """Metrics of the tokens of a batch: how many steps after their own weights they are trained."""
+    spans = [span for sample in samples for span in sample.spans]
+    total = sum((step - span.version_step) * span.num_tokens for span in spans)
+    return {
+        "staleness/token_mean": total / sum(span.num_tokens for span in spans),
+        "staleness/token_max": float(step - min(span.version_step for span in spans)),
+    }

@@ -145,7 +145,7 @@ def test_a_step_reports_the_worst_origins_of_ten_thousand_replicas_and_counts_th
         for version in (7, 8, 9)
     }
     origins["rollout-5.5", 8] = Mismatch(0.1, float("nan"), 1)
-    figures = by_origin(origins, dict.fromkeys(range(100), (0.5, 1)))
+    figures = by_origin(origins, {}, dict.fromkeys(range(100), (0.5, 1)))
     shown = [name for name in figures if name.startswith("by_origin/mismatch_kl/")]
     assert shown[0] == "by_origin/mismatch_kl/rollout-5.5/8"
     assert {name.split("/")[2] for name in shown[1:]} == set(names[-11:])
@@ -158,7 +158,7 @@ def test_a_step_reports_the_worst_origins_of_ten_thousand_replicas_and_counts_th
 
 
 def test_few_origins_are_all_reported() -> None:
-    few = by_origin({("rollout-0", 3): Mismatch(0.1, 0.25, 1)}, {3: (1.0, 8)})
+    few = by_origin({("rollout-0", 3): Mismatch(0.1, 0.25, 1)}, {}, {3: (1.0, 8)})
     assert few == {"by_origin/mismatch_kl/rollout-0/3": 0.25, "by_origin/reward/3": 1.0}
 
 

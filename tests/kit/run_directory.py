@@ -37,13 +37,17 @@ CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
 TEMPERATURE = 1.0  #: of all that was sampled
 
 
-def world_log(leave_out: float = 0.0) -> Log:
+def world_log(leave_out: float = 0.0, *, in_flight: bool = False) -> Log:
     """Three steps, two evaluations, some siblings that could not be scored, repeated events.
 
-    `leave_out`: share of the rows of batches that the trainer leaves out.
+    `leave_out`: share of the rows of batches that the trainer leaves out; `in_flight`: some
+    answers take longer than a step, and go on with newer weights.
     """
     config = settings(total_steps=3, test_freq=2)
-    faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=0.0, leave_out=leave_out)
+    if in_flight:
+        config = settings(total_steps=3, test_freq=2, in_flight=True, groups_per_version=0)
+    tail = 0.3 if in_flight else 0.0
+    faults = Faults(fail_sibling=0.1, repeat_event=0.1, slow_tail=tail, leave_out=leave_out)
     world = World(config, num_train=30, num_eval=4, faults=faults, seed=3).run()
     ordered = {
         c.step_index: c
@@ -78,16 +82,21 @@ def make_run(run_dir: Path, log: Log) -> None:
 
 
 def write_store(run_dir: Path, log: Log) -> None:
-    database = Database(run_dir / "store.sqlite", 1)
+    begun = next(s.event for s, _ in log if isinstance(s.event, ev.CoordinatorStarted))
+    in_flight = begun.settings.in_flight
+    database = Database(run_dir / "store.sqlite", 1, in_flight=in_flight)
     loaded = next(s.event for s, _ in log if isinstance(s.event, ev.DataLoaded))
     prompts = [_prompt(index) for index in range(max(loaded.num_train, loaded.num_eval))]
     database.load_prompts(prompts[: loaded.num_train], prompts[: loaded.num_eval], loaded.digest)
-    loaded: dict[str, tuple[int, int]] = {}
+    weights: dict[str, tuple[int, int]] = {}
     requests = []
     for stamped, commands in _without_repeats(log):
         if isinstance(stamped.event, ev.WeightsLoaded):
-            loaded[stamped.peer] = stamped.event.version, stamped.event.step
-        requests += _requests(stamped, commands, loaded)
+            weights[stamped.peer] = stamped.event.version, stamped.event.step
+        requests += _requests(stamped, commands, weights)
+        for command in commands:
+            if isinstance(command, cmd.GenerateTrajectory):
+                weights[command.trajectory_id] = command.version, command.version_step
     for reply in database.handle_batch(requests):
         for result in reply.results:
             assert result.answer in ("open", "ok"), result
@@ -108,13 +117,13 @@ def _without_repeats(log: Log) -> Log:
 
 
 def _requests(
-    stamped: Stamped, commands: list[Command], loaded: dict[str, tuple[int, int]]
+    stamped: Stamped, commands: list[Command], weights: dict[str, tuple[int, int]]
 ) -> Iterable[m.Request]:
-    """What the store was asked before this event was reported, and because of it; `loaded`:
-    version and step, by replica."""
+    """What the store was asked before this event was reported, and because of it;
+    `weights`: version and step that a replica has, or that a trajectory began with."""
     event = stamped.event
     if isinstance(event, ev.TrajectoryFinished):
-        yield from _finish(event, *loaded[stamped.peer])
+        yield from _finish(event, weights[event.trajectory_id], weights[stamped.peer])
     elif isinstance(event, ev.TrajectoryRewarded):
         score = float_of(event.score_bits)
         item = m.RewardItem(
@@ -131,22 +140,27 @@ def _requests(
             yield m.End(items=tuple(end_item(ending) for ending in command.endings))
 
 
-def _finish(event: ev.TrajectoryFinished, version: int, step: int) -> Iterable[m.Request]:
+def _finish(
+    event: ev.TrajectoryFinished, first: tuple[int, int], last: tuple[int, int]
+) -> Iterable[m.Request]:
+    """A part of it was sampled with the first weights (version, step), the rest with the last."""
     who = {"trajectory_id": event.trajectory_id, "placement": event.placement}
     n = event.num_tokens
     tokens, logprobs = (
         struct.pack(f"<{n}i", *range(n)),
         struct.pack(f"<{n}f", *(-0.5 - i / 64 for i in range(n))),
     )
-    chunk = m.AppendItem(
-        **who,
-        offset=0,
-        tokens=tokens,
-        logprobs=logprobs,
-        weight_version=version,
-        version_step=step,
-    )
-    yield m.Append(items=(chunk,))
+    parts = [(0, n, last)] if first == last else [(0, n // 2, first), (n // 2, n, last)]
+    for start, end, (version, step) in parts:
+        chunk = m.AppendItem(
+            **who,
+            offset=start,
+            tokens=tokens[4 * start : 4 * end],
+            logprobs=logprobs[4 * start : 4 * end],
+            weight_version=version,
+            version_step=step,
+        )
+        yield m.Append(items=(chunk,))
     yield m.Finish(items=(m.FinishItem(**who, finish_reason=event.finish_reason, num_tokens=n),))
 
 

@@ -135,6 +135,7 @@ class EmulatedLearner:
                 "emulated": 1.0,
                 "reward/mean": fmean(s.reward for s in samples),
                 "response_length/mean": fmean(len(s.response_ids) for s in samples),
+                **steps.token_staleness(samples, step),
             },
             mismatch={},
             suspects={},
