@@ -1,11 +1,12 @@
 """The Laminar paper's throughput table in virtual time, and this project's policies beside it.
 
-Usage: python tools/bench/paper.py [--quick] [-j 2] [--results FILE]
+Usage: python tools/bench/paper.py [--quick | --cells CELL ...] [-j 2] [--results FILE]
 Prints one JSON line per run, progress on standard error; then for each cell (model, GPUs) and
 system the prediction with its interval, beside the paper where its table was read (32B), and this
 project's policies by the paper's under the same bound on staleness, each at its better number.
 
 --quick    32B on 32 and 64 GPUs
+--cells    those of a model (72B) or one (72B:256), in the place of all
 --results  runs that this file has are not run again; new ones are added to it
 
 synchronous  colocated (verl): all GPUs generate a batch, then all train it
@@ -49,6 +50,7 @@ from tools.bench.repack_world import RepackWorld
 CONSTANTS = Path(__file__).with_name("paper.toml")
 SOURCES = ("read", "fitted", "derived", "guessed")
 FITTED_MODEL = "32B"
+QUICK = (f"{FITTED_MODEL}:32", f"{FITTED_MODEL}:64")
 NO_BOUND = 1_000
 HEAD, BYTES = 128, 2  #: dimensions of a head; of a number
 
@@ -314,14 +316,20 @@ def _prediction(model: str, gpus: int, system: str, runs: list[dict[str, Any]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--quick", dest="cells", action="store_const", const=QUICK, default=[])
+    only.add_argument("--cells", nargs="+", metavar="CELL")
     parser.add_argument("-j", "--jobs", type=int, default=2)
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     begun = time.monotonic()
     cells = [(model, int(gpus)) for model, by_gpus in K["split"].items() for gpus in by_gpus]
-    if arguments.quick:
-        cells = [(FITTED_MODEL, 32), (FITTED_MODEL, 64)]
+    for word in arguments.cells:
+        if not any(word in (model, f"{model}:{gpus}") for model, gpus in cells):
+            known = " ".join(f"{model}:{gpus}" for model, gpus in cells)
+            parser.error(f"--cells {word}: there is no such cell; there are {known}")
+    if wanted := arguments.cells:
+        cells = [cell for cell in cells if cell[0] in wanted or f"{cell[0]}:{cell[1]}" in wanted]
     runs = [run for cell in cells for run in runs_of(*cell)]
     lines = []
     for line in results(runs, measured, arguments.jobs, arguments.results):

@@ -42,7 +42,9 @@ from tests.kit.live_bytes import LiveBytes, saved_bytes
 
 ROWS, PROMPT = 4, 5
 TEMPERATURE = 0.7
-BARS = {"peak": 0.25, "cpu": 1.1, "loss": 1e-6, "gradient": 1e-6, "saved": 0.1}
+BARS = {"peak": 0.25, "cpu": 1.7, "loss": 1e-6, "gradient": 1e-6, "saved": 0.1}
+"""`cpu`: the forward pass of a chunk is made twice; were it as long as the backward pass, that
+alone would be 1.5."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "policy": {},
     "entropy bonus": {"algorithm.entropy_coeff": 0.01},
