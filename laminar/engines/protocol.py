@@ -132,8 +132,7 @@ class ReplicaEngine(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
-        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle, or after
-        a load with which sequences went on.
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; what runs is not touched.
 
         EngineError for what is not finite.
         """
@@ -171,16 +170,18 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], on_update: KvOnUpdate | None = None
+    ) -> None:
         """Replace all weights by copies of `tensors` (Hugging Face names).
 
-        EngineError while a sequence runs, and for a tensor that is unknown, missing, given twice
-        or of another shape; after a failed load the engine has no weights.
+        EngineError for a tensor that is unknown, missing, given twice or of another shape; what
+        `on_update` means, and what is left after an error, ReplicaEngine.load says.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; only while idle.
+        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; what runs is not touched.
 
         EngineError for what `step` raises too: log-probs that are not finite are never returned.
         """

@@ -76,8 +76,9 @@ class EngineRunner:
     def load(
         self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
-        """Copy a version into the engine; EngineError while a sequence runs, in any case."""
-        return self.call(lambda engine: engine.load_weights(self._weights.tensors(source)))
+        """Copy a version into the engine."""
+        tensors = self._weights.tensors
+        return self.call(lambda engine: engine.load_weights(tensors(source), on_update))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""

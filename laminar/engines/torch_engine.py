@@ -1,15 +1,17 @@
 """The embedded engine: continuous batching over a fixed number of cache slots.
 
-Reads   GenerateRequests; Hugging Face tensors
+Reads   GenerateRequests; Hugging Face tensors, also while sequences run
 Gives   one TokenDelta per running sequence and step
 
 Running sequences occupy slots 0 .. n - 1 without holes (the last one moves into a freed slot), so
 each step is one forward pass over neighbouring cache rows. Attention runs over spans of rows of
 similar length (spans.py): a step costs what its rows hold, not the longest row for each. Requests
 that arrive with the same tokens, as a group's siblings do, are prefilled once and get copies of the
-cache. Sampling is counter-based: a sequence that moves to another replica of the same weights
-continues with the very same tokens (float32; reduced precision rounds differently from one batch
-to another).
+cache. When sequences go on with other weights, they keep their cache or are prefilled again; a
+prompt's cache is copied only to a sequence of the same load. Scores have a cache of their own, so
+that none of this is touched. Sampling is counter-based: a sequence that moves to another replica of
+the same weights continues with the very same tokens (float32; reduced precision rounds differently
+from one batch to another).
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ from laminar.engines.protocol import (
     EngineError,
     EngineStats,
     GenerateRequest,
+    KvOnUpdate,
     TokenDelta,
 )
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.sampling import uniforms
-from laminar.engines.spans import Lengths, Spans
+from laminar.engines.spans import Lengths, Spans, round_up
 from laminar.engines.torch_model import DecoderModel
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
+SCORE_CACHE = 8192  #: positions of the cache that scores have, unless one sequence is longer
 
 
 @dataclass(slots=True)
@@ -47,8 +51,8 @@ class _Sequence:
     """A running request; the cache holds its tokens but the last."""
 
     request: GenerateRequest
-    length: int  #: tokens, prompt included
-    last_id: int
+    ids: list[int]  #: prompt included
+    load: int  #: whose weights made the cache of its prompt
 
 
 class TorchEngine:
@@ -86,6 +90,7 @@ class TorchEngine:
         )
         self._spans = Spans(self._model.call_cost)
         self._loaded = False
+        self._loads = 0  #: that have begun
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
 
@@ -117,31 +122,44 @@ class TorchEngine:
         tokens, logprobs = self._decode()
         return self._emit(tokens, logprobs)
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._need_idle("load weights")
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], on_update: KvOnUpdate | None = None
+    ) -> None:
+        self._loads += 1
+        if on_update is None:
+            self._need_idle("load weights")
         self._loaded = False
-        self._model.weights.load(tensors)
+        try:
+            self._model.weights.load(tensors)
+        except EngineError:
+            self.close()
+            raise
         self._loaded = True
+        if on_update == "recompute":
+            self._prefill_again()
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._need_idle("score")
         self._need_weights()
         for index, sequence in enumerate(sequences):
             name = f"sequence {index}"
             check_sequence(name, sequence, self._max_len, self._model.vocab_limit)
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         scores: list[list[float]] = [[] for _ in sequences]
-        for start in range(0, len(order), self._slots):
-            batch = order[start : start + self._slots]
-            rows = self._score_rows([sequences[i] for i in batch])
+        while order:
+            longest = round_up(len(sequences[order[0]]))
+            count = max(1, SCORE_CACHE // longest)
+            batch, order = order[:count], order[count:]
+            with self._model.cache_of_its_own(len(batch), longest):
+                rows = self._score_rows([sequences[i] for i in batch])
+            self._need_finite([score for row in rows for score in row])
             for index, row in zip(batch, rows, strict=True):
                 scores[index] = row
         return scores
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            kv_used_tokens=sum(sequence.length for sequence in self._active),
+            kv_used_tokens=sum(len(sequence.ids) for sequence in self._active),
             kv_capacity_tokens=self._slots * self._max_len,
             running=len(self._active),
             waiting=len(self._waiting),
@@ -190,25 +208,41 @@ class TorchEngine:
         if not siblings:
             return
         self._spans.rows_changed()
-        sources = {s.request.prompt_ids: slot for slot, s in enumerate(self._active)}
+        sources = {
+            s.request.prompt_ids: slot
+            for slot, s in enumerate(self._active)
+            if s.load == self._loads
+        }
         fresh = sorted((ids for ids in siblings if ids not in sources), key=len, reverse=True)
         first = len(self._active)
         for slot, ids in enumerate(fresh, first):
-            self._active.append(_Sequence(siblings[ids].pop(0), len(ids), ids[-1]))
+            self._active.append(_Sequence(siblings[ids].pop(0), list(ids), self._loads))
             sources[ids] = slot
         if fresh:
             for _ in self._model.prefill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK):
                 pass  # only the cache is wanted: the last token goes through the decode step
         for ids, requests in siblings.items():
-            copies = [_Sequence(request, len(ids), ids[-1]) for request in requests]
+            copies = [_Sequence(request, list(ids), self._loads) for request in requests]
             self._model.cache.copy(sources[ids], len(self._active), len(copies), len(ids) - 1)
             self._active += copies
+
+    @torch.inference_mode()
+    def _prefill_again(self) -> None:
+        """Make the cache of all that runs with the present weights."""
+        self._active.sort(key=lambda sequence: -len(sequence.ids))
+        self._spans.rows_changed()
+        if self._active:
+            rows = [sequence.ids[:-1] for sequence in self._active]
+            for _ in self._model.prefill(rows, 0, PREFILL_CHUNK):
+                pass
+        for sequence in self._active:
+            sequence.load = self._loads
 
     def _decode(self) -> tuple[list[int], list[float]]:
         """One forward pass over all running sequences; the sampled ids and their log-probs."""
         n = len(self._active)
         lengths = self._in_order()
-        last_ids = np.fromiter((s.last_id for s in self._active), np.int64, n)
+        last_ids = np.fromiter((s.ids[-1] for s in self._active), np.int64, n)
         seeds = np.fromiter((s.request.seed for s in self._active), np.uint64, n)
         temperatures = np.fromiter((s.request.temperature for s in self._active), np.float64, n)
         device = self._model.device
@@ -221,7 +255,7 @@ class TorchEngine:
 
     def _in_order(self) -> Lengths:
         """The lengths of the running rows, which are moved before where that saves time."""
-        lengths = np.fromiter((s.length for s in self._active), np.int64, len(self._active))
+        lengths = np.fromiter((len(s.ids) for s in self._active), np.int64, len(self._active))
         order = self._spans.order(lengths)
         if order is None:
             return lengths
@@ -234,16 +268,15 @@ class TorchEngine:
         deltas, finished = [], []
         for slot, sequence in enumerate(self._active):
             request, token, logprob = sequence.request, tokens[slot], logprobs[slot]
-            sequence.length += 1
-            sequence.last_id = token
+            sequence.ids.append(token)
             reason = None
             if token in request.stop_ids:
                 reason = STOP
-            elif sequence.length - len(request.prompt_ids) >= request.max_new_tokens:
+            elif len(sequence.ids) - len(request.prompt_ids) >= request.max_new_tokens:
                 reason = LENGTH
             if reason:
                 finished.append(slot)
-            deltas.append(TokenDelta(request.request_id, [token], [logprob], reason))
+            deltas.append(TokenDelta(request.request_id, [token], [logprob], reason, self._loads))
         for slot in reversed(finished):  # from the end: what moves down is never finished itself
             self._release(slot)
         return deltas
@@ -253,11 +286,11 @@ class TorchEngine:
         self._spans.rows_changed()
         last = self._active.pop()
         if slot < len(self._active):
-            self._model.cache.copy(len(self._active), slot, 1, last.length - 1)
+            self._model.cache.copy(len(self._active), slot, 1, len(last.ids) - 1)
             self._active[slot] = last
 
     def _score_rows(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Scores of at most `max_num_seqs` sequences, longest first."""
+        """Scores of sequences, longest first, in as many slots."""
         rows = [sequence[:-1] for sequence in sequences]
         scores: list[list[float]] = [[] for _ in rows]
         for start, hidden in self._model.prefill(rows, 0, SCORE_CHUNK):
@@ -267,7 +300,6 @@ class TorchEngine:
                 ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
                 chosen = logits[row, : len(ids)].gather(-1, ids.to(logits.device)[:, None])
                 scores[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
-        self._need_finite([score for row in scores for score in row])
         return scores
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -173,7 +174,7 @@ class DecoderModel:
         self.vocab_limit = vocab_limit
         positions = round_up(max_len)
         self.weights = Weights(spec, dtype, device)
-        self.cache = KVCache(spec, slots, positions, dtype, device)
+        self.cache = self._cache(slots, positions)
         self.cos, self.sin = (table.to(device, dtype) for table in _rope_tables(spec, positions))
         self._steps = torch.arange(positions, device=device)
         position_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
@@ -181,6 +182,18 @@ class DecoderModel:
         self.call_cost = CALL_BYTES[device.type] // position_bytes
         kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
         self._head_kind = torch.tensor(kinds, device=device)
+
+    def _cache(self, slots: int, positions: int) -> KVCache:
+        return KVCache(self.spec, slots, positions, self.dtype, self.device)
+
+    @contextmanager
+    def cache_of_its_own(self, slots: int, positions: int) -> Iterator[None]:
+        """Within it another cache, of this size, is read and written; it is gone afterwards."""
+        kept, self.cache = self.cache, self._cache(slots, positions)
+        try:
+            yield
+        finally:
+            self.cache = kept
 
     def forward(self, ids: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
         """Run `ids` [n, L] at `positions` ([n, L], or with one span [1, L] for all) in n slots.

@@ -1,0 +1,43 @@
+"""What an engine records for tokens that were sampled while its weights changed, by transformers.
+
+Gives   sampled_logprobs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from laminar.engines.protocol import KvOnUpdate
+
+
+@torch.no_grad()
+def sampled_logprobs(
+    models: Mapping[int, Any],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    loads: Sequence[int],
+    on_update: KvOnUpdate,
+    *,
+    temperature: float = 1.0,
+    limit: int | None = None,
+) -> list[float]:
+    """The log-prob of each token; `loads[i]` is the key in `models` of what sampled token i.
+
+    recompute: each model has read all tokens before. keep: it has read only those that no model had
+    read before its first step, the first one the prompt.
+    """
+    ids, rows = [*prompt, *tokens], []
+    first, cache = 0, None
+    for load, span in groupby(range(len(tokens)), lambda index: loads[index]):
+        begin, end = first, len(prompt) + list(span)[-1]
+        begin = begin if on_update == "keep" else 0
+        read = models[load](torch.tensor([ids[begin:end]]), past_key_values=cache, use_cache=True)
+        cache = read.past_key_values if on_update == "keep" else None
+        rows.append(read.logits[0, max(first, len(prompt) - 1) - begin :, :limit])
+        first = end
+    logprobs = torch.log_softmax(torch.cat(rows).float() / temperature, -1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()  # type: ignore[no-any-return]
