@@ -516,10 +516,6 @@ def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> N
     ("settings", "words"),
     [
         (['rollout.update="in-fligt"'], "rollout.update"),
-        (
-            ['rollout.engine="vllm"', "data.dataset=chain_sum", "model.name=m"],
-            "loads weights only while nothing runs",
-        ),
         (['repack.policy="gain"'], 'give repack.policy = "off"'),
         (["rollout.groups_per_version=4"], "leave rollout.groups_per_version out"),
         (['rollout.kv_on_update="drop"'], "rollout.kv_on_update"),

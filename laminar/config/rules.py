@@ -20,7 +20,6 @@ QUESTION_BYTES_MAX = 14 << 20
 BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
 EMULATED_TOKENS_MAX = 1 << 16
 """Of a prompt or a response: so many are made up before they begin again."""
-IN_FLIGHT_ENGINES = ("emulated",)  #: that load weights while sequences run
 MACHINES_MAX = 253
 """Of a run, beside the first: the highest number of a node."""
 CONFIG_CHARS_MAX = 1 << 20
@@ -102,15 +101,10 @@ def _check_critic(c: Config) -> None:
 
 
 def _check_update(c: Config) -> None:
-    """Weights in flight: which engines can, and what makes no sense beside it."""
+    """Weights in flight: what makes no sense beside it."""
     rollout = c.rollout
     if not rollout.in_flight:
         return
-    if rollout.engine not in IN_FLIGHT_ENGINES:
-        raise ConfigError(
-            f'rollout.update = "in-flight" with rollout.engine = {rollout.engine!r}: that engine '
-            'loads weights only while nothing runs; give rollout.update = "drain"'
-        )
     if c.repack.policy != "off":
         raise ConfigError(
             f'rollout.update = "in-flight" with repack.policy = {c.repack.policy!r}: in flight no '

@@ -1,7 +1,8 @@
 """vLLM behind the seam: an AsyncLLM, whose engine core and workers are processes of their own.
 
-Reads   GenerateRequests, WeightSources; what the core reports after each of its steps
-Gives   deltas to `on_deltas` on the loop, StepRecords, EngineStats; `failed`
+Reads   GenerateRequests, WeightSources, also while sequences run; what the core reports after each
+        of its steps
+Gives   deltas to `on_deltas` on the loop (vllm_requests.py), StepRecords, EngineStats; `failed`
 
 Ids in, ids out, with the processed log-probs of the sampled tokens. No request has a seed of its
 own: vLLM cannot go on with a seeded request elsewhere, so the engine has one seed and a sampled
@@ -23,14 +24,12 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from laminar.engines.protocol import (
-    LENGTH,
-    STOP,
     EngineError,
     EngineStats,
     GenerateRequest,
@@ -41,6 +40,7 @@ from laminar.engines.protocol import (
 )
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.vllm_output import Output
+from laminar.engines.vllm_requests import Requests
 from laminar.names.process_end import how_it_ended
 
 T = TypeVar("T")
@@ -53,7 +53,6 @@ STILL_S = 60.0
 """With work to do, a core that ends no step for so long is taken for dead: a prefill is chunked."""
 WATCH_S = 1.0
 STEP_RECORDS_MAX = 65_536  #: kept between two drains; the oldest are dropped first
-REASONS = {"stop": STOP, "length": LENGTH}
 
 
 class Gauges(StatLoggerBase):
@@ -91,9 +90,6 @@ class Gauges(StatLoggerBase):
         pass
 
 
-Done = asyncio.Future[None]
-
-
 class VllmEngine:
     """ReplicaEngine (protocol.py); vllm_start.py makes it."""
 
@@ -109,13 +105,13 @@ class VllmEngine:
         vocab_limit: int,
     ) -> None:
         """`thread` is the one that the core was started from; it ends with the engine."""
-        self._llm, self._gauges, self._thread, self._on_deltas = llm, gauges, thread, on_deltas
+        self._llm, self._gauges, self._thread = llm, gauges, thread
         self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
         self._printed, self._loop = printed, asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._loaded = False
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._undelivered: list[TokenDelta] = []
+        self._running = Requests(llm, on_deltas, self._given_up)
+        self._loads = 0  #: that have begun
         self._scored = 0
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -136,16 +132,19 @@ class VllmEngine:
             return accepted
         if not self._running:
             self._gauges.last_ns = time.monotonic_ns()
-        task = self._loop.create_task(self._generate(request))
-        self._running[request.request_id] = task
+        self._running.add(request)
         accepted.set_result(None)
         return accepted
 
     def abort(self, request_id: str) -> asyncio.Future[bool]:
-        return self._loop.create_task(self._abort(request_id))
+        call = self._within(RPC_S, "an abort", self._running.abort(request_id))
+        return self._loop.create_task(call)
 
-    def load(self, source: WeightSource, on_update: KvOnUpdate | None = None) -> Done:
-        return self._loop.create_task(self._load(source))
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        self._loads += 1
+        return self._loop.create_task(self._load(source, on_update))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         return self._loop.create_task(self._score(sequences))
@@ -169,15 +168,11 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._watcher.cancel()
-        for task in self._running.values():
-            task.cancel()
-        self._running.clear()
+        self._running.drop()
         await self._loop.run_in_executor(self._thread, self._llm.shutdown)
         self._thread.shutdown(wait=False)
         if not self.failed.done():
             self.failed.set_result(None)
-
-    # --- requests -----------------------------------------------------------------------------
 
     def _check(self, request: GenerateRequest) -> None:
         self._need_life()
@@ -186,80 +181,54 @@ class VllmEngine:
             raise EngineError(f"request {request.request_id} is already running; abort it first")
         check_request(request, self._max_model_len, self._vocab_limit)
 
-    async def _generate(self, request: GenerateRequest) -> None:
-        """One request from its prompt to its end; ends early when it is aborted."""
-        params = SamplingParams(
-            temperature=request.temperature,
-            max_tokens=request.max_new_tokens - len(request.done_ids),
-            stop_token_ids=sorted(request.stop_ids),
-            ignore_eos=True,  # stop_ids are all that ends a response
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        prompt = {"prompt_token_ids": [*request.prompt_ids, *request.done_ids]}
-        try:
-            async for output in self._llm.generate(prompt, params, request.request_id):
-                self._take(request.request_id, output.outputs[0])
-        except EngineDeadError:
-            self._fail(self._death())
-        except Exception as error:
-            self._fail(f"vLLM gave up {request.request_id}: {type(error).__name__}: {error}")
-
-    def _take(self, request_id: str, completion: Any) -> None:
-        """New tokens of a request that is still wanted."""
-        if request_id not in self._running:
-            return
-        tokens = list(completion.token_ids)
-        scores = completion.logprobs or ()
-        logprobs = [row[token].logprob for row, token in zip(scores, tokens, strict=True)]
-        if not all(map(math.isfinite, logprobs)):
-            return self._fail("the model gives log-probs that are not finite: broken weights")
-        reason = REASONS.get(completion.finish_reason)
-        if reason is not None:
-            del self._running[request_id]
-        if not self._undelivered:
-            self._loop.call_soon(self._deliver)
-        self._undelivered.append(TokenDelta(request_id, tokens, logprobs, reason))
-
-    def _deliver(self) -> None:
-        """All deltas of this turn of the loop, in order."""
-        deltas, self._undelivered = self._undelivered, []
-        if deltas:
-            self._on_deltas(deltas)
-
-    async def _abort(self, request_id: str) -> bool:
-        task = self._running.pop(request_id, None)
-        if task is None:
-            return False
-        self._deliver()
-        task.cancel()  # vLLM takes the cancellation of its consumer for an abort
-        await self._within(RPC_S, "an abort", asyncio.wait([task]))
-        return True
-
     # --- weights ------------------------------------------------------------------------------
 
-    async def _load(self, source: WeightSource) -> None:
-        self._need_idle("load weights")
-        self._loaded = False
-        llm = self._llm
-        await self._within(RPC_S, "a pause", llm.pause_generation(mode="abort", clear_cache=True))
+    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+        self._need_life()
+        if on_update is None:
+            self._need_idle("load weights")
+            self._loaded = False
+        label = str(self._loads)
+        self._running.hold()
+        try:
+            failure = await self._replace(source, on_update, label)
+            if failure:
+                raise EngineError(failure)
+            self._loaded = True
+        except EngineError:
+            self._loaded = False
+            self._running.drop()
+            raise
+        finally:
+            self._gauges.last_ns = time.monotonic_ns()
+            self._running.go_on()
+
+    async def _replace(self, source: WeightSource, on_update: KvOnUpdate | None, label: str) -> str:
+        """Between two steps of the core; why that failed, or nothing."""
+        llm, keeps = self._llm, on_update == "keep"
+        mode: PauseMode = "abort" if on_update is None else "keep"
+        pause = llm.pause_generation(mode=mode, clear_cache=not keeps)
+        await self._within(RPC_S, "a pause", pause)
+        if keeps:
+            await self._within(RPC_S, "an abort", self._running.salt(label))
         table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
         where = (source.path, source.offset, source.nbytes, table)
         answers = await self._within(
             LOAD_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
         )
-        cleared = await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
-        await self._within(RPC_S, "a resume", llm.resume_generation())
+        # Refused while a sequence holds blocks: so it also proves that the pause has cleared them.
+        cleared = keeps or await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
+        await self._within(RPC_S, "a label", llm.update_weight_version(label))
         failures = [answer for answer in answers if answer]
-        if failures:
-            raise EngineError(failures[0])
         if not cleared:
-            raise EngineError("vLLM kept cached keys and values of the weights before")
-        self._loaded = True
+            failures.append("vLLM kept cached keys and values of the weights before")
+        if failures:
+            self._running.drop()
+        await self._within(RPC_S, "a resume", llm.resume_generation())
+        return failures[0] if failures else ""
 
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._need_idle("score")
+        self._need_life()
         self._need_weights()
         for index, ids in enumerate(sequences):
             check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
@@ -295,7 +264,6 @@ class VllmEngine:
             raise EngineError("the engine has no weights; load some first")
 
     def _need_idle(self, what: str) -> None:
-        self._need_life()
         if self._running:
             raise EngineError(
                 f"cannot {what} while {len(self._running)} sequences are running; "
@@ -323,7 +291,7 @@ class VllmEngine:
             still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
             if self._llm.errored:
                 self._fail(self._death())
-            elif self._running and still_s > STILL_S:
+            elif self._running and not self._running.held and still_s > STILL_S:
                 self._fail(
                     f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
                     f"{len(self._running)} requests to work on"
@@ -337,13 +305,19 @@ class VllmEngine:
         memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
         return f"vLLM's engine core has died, {how_it_ended(code)}{memory}"
 
+    def _given_up(self, request_id: str, error: Exception | str) -> None:
+        if isinstance(error, EngineDeadError):
+            self._fail(self._death())
+        elif isinstance(error, str):
+            self._fail(error)
+        else:
+            self._fail(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
+
     def _fail(self, why: str) -> None:
         """Once: nothing goes on waiting for an answer that cannot come."""
         if not self.failed.done():
             self.failed.set_exception(EngineError(why))
-            for task in self._running.values():
-                task.cancel()
-            self._running.clear()
+            self._running.drop()
 
 
 async def _as_coroutine(call: Awaitable[T]) -> T:

@@ -121,7 +121,8 @@ def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
+        # While all of ours run, weights that have just been loaded are to be proved.
+        "max_num_seqs": rollout.max_num_seqs + rollout.in_flight,
         "enforce_eager": vllm.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER,

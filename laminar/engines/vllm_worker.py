@@ -53,7 +53,7 @@ class LaminarWorker:
     def laminar_load(
         self, path: str, offset: int, nbytes: int, tensors: list[tuple[str, str, list[int], int]]
     ) -> str:
-        """Replace all weights; why that failed, or nothing. Only while no request runs."""
+        """Replace all weights; why that failed, or nothing. Only while the core runs no step."""
         places = tuple(TensorPlace(n, d, tuple(shape), at) for n, d, shape, at in tensors)
         source = WeightSource(path, offset, nbytes, places)
         try:

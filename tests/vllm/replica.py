@@ -13,7 +13,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from laminar.config import Config, load
 from laminar.engines.build import start_engine
-from laminar.engines.protocol import GenerateRequest, TensorPlace, TokenDelta, WeightSource
+from laminar.engines.protocol import (
+    GenerateRequest,
+    KvOnUpdate,
+    TensorPlace,
+    TokenDelta,
+    WeightSource,
+)
 from laminar.engines.vllm_engine import VllmEngine
 
 VOCAB = 128
@@ -89,6 +95,7 @@ class Replica:
         self.directory = directory
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.loads: dict[str, list[int]] = {}  #: of each token
         self.reasons: dict[str, str] = {}
         self._versions = 0
         self._news = asyncio.Event()
@@ -104,13 +111,18 @@ class Replica:
             assert delta.request_id not in self.reasons, "a delta after the end"
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
+            loads = [delta.load] * len(delta.token_ids)
+            self.loads.setdefault(delta.request_id, []).extend(loads)
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
         self._news.set()
 
-    async def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    async def load(
+        self, tensors: dict[str, torch.Tensor], on_update: KvOnUpdate | None = None
+    ) -> None:
         self._versions += 1
-        await self.engine.load(write_version(self.directory / f"v{self._versions}", tensors))
+        source = write_version(self.directory / f"v{self._versions}", tensors)
+        await self.engine.load(source, on_update)
 
     async def generate(
         self,

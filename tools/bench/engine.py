@@ -13,6 +13,10 @@ probe          engine against trainer after each load, nats: means and the large
 mismatch       behaviour log-probs of sampled tokens against the trainer's scores of them:
                mean and largest difference, mean k3, share of tokens whose probabilities differ by
                more than a tenth, and by more than the cap of the importance weight
+in_flight      rows whose weights change in mid-answer by so much of their norm, cache kept and made
+               again: |log-probs of what they sample then - the trainer's|, mean and beside the
+               change; seconds of the load, from there until every row has a token, and the tokens
+               that were prefilled again
 decode         tokens per second of so many rows, counted once every row has its first token
 prefill        prompt tokens per second, of distinct prompts
 long_row       seconds of a decode step with one row --times as long as the others, over those of
@@ -43,10 +47,12 @@ import numpy as np
 
 from laminar.actors.weight_loader import source_of
 from laminar.config import Config, load
+from laminar.config.algorithm_rules import weight_bounds
 from laminar.engines.build import start_engine
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import (
     GenerateRequest,
+    KvOnUpdate,
     ReplicaEngine,
     TokenDelta,
     WeightSource,
@@ -68,6 +74,9 @@ class Driver:
         self.random = np.random.default_rng(seed)
         self._requests = 0
         self._rows: dict[str, tuple[list[int], list[float]]] = {}
+        self._loads: dict[str, list[tuple[int, float]]] = {}  # of each token, and when it came
+        self._wanted = 0  # tokens of every row, for `until`
+        self._reached = asyncio.Event()
         self._times: list[tuple[float, str, int]] = []
         self._left: set[str] = set()
         self._done = asyncio.Event()
@@ -83,11 +92,27 @@ class Driver:
             tokens, logprobs = self._rows[delta.request_id]
             tokens += delta.token_ids
             logprobs += delta.logprobs
+            self._loads[delta.request_id] += [(delta.load, now)] * len(delta.token_ids)
             self._times.append((now, delta.request_id, len(delta.token_ids)))
             if delta.finish_reason is not None:
                 self._left.discard(delta.request_id)
         if not self._left:
             self._done.set()
+        if self._wanted and all(len(tokens) >= self._wanted for tokens, _ in self._rows.values()):
+            self._wanted = 0
+            self._reached.set()
+
+    async def until(self, tokens: int) -> None:
+        """Every row has so many."""
+        self._reached.clear()
+        self._wanted = tokens
+        await asyncio.wait_for(self._reached.wait(), DONE_S)
+
+    def since(self, load: int) -> tuple[list[int], float]:
+        """By row, the first token that was sampled after it; when every row had it."""
+        firsts = [[at for at, _ in row].index(load) for row in self._loads.values()]
+        rows = zip(firsts, self._loads.values(), strict=True)
+        return firsts, max(row[first][1] for first, row in rows)
 
     def prompts(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(self.random.integers(self.vocab, size=n).tolist()) for n in lengths]
@@ -99,6 +124,7 @@ class Driver:
         names = [f"r{self._requests + index}" for index in range(len(prompts))]
         self._requests += len(prompts)
         self._rows = {name: ([], []) for name in names}
+        self._loads = {name: [] for name in names}
         self._times, self._left = [], set(names)
         self._done.clear()
         added = [
@@ -165,6 +191,10 @@ class Trainer:
         write_tensors(view, self.specs, self.weights)
         return time.monotonic() - started
 
+    def copy(self) -> Any:
+        """All weights as one vector."""
+        return self._torch.cat([tensor.detach().float().flatten() for _, tensor in self.weights])
+
     def source(self) -> WeightSource:
         return source_of(str(self.path), 0, self.specs, self.nbytes)
 
@@ -213,7 +243,7 @@ async def mismatch(driver: Driver, trainer: Trainer, args: argparse.Namespace) -
     sequences = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, rows, strict=True)]
     theirs = [row[args.prompt - 1 :] for row in trainer.scores(sequences)]
     apart = difference(theirs, [logprobs for _, logprobs in rows])
-    cap = trainer.config.algorithm.rollout_correction.rollout_is_threshold
+    _, cap = weight_bounds(trainer.config.algorithm.rollout_correction)
     show(
         "mismatch",
         tokens=len(apart),
@@ -225,6 +255,40 @@ async def mismatch(driver: Driver, trainer: Trainer, args: argparse.Namespace) -
         share_a_tenth_off=float((np.abs(apart) > FAR).mean()),
         share_capped=float((apart > np.log(cap)).mean()),
     )
+
+
+async def in_flight(driver: Driver, trainer: Trainer, args: argparse.Namespace) -> None:
+    loads = args.versions
+    kinds: tuple[KvOnUpdate, ...] = ("keep", "recompute")
+    for kind in [kind for _ in range(args.rounds) for kind in kinds]:
+        prompts = driver.prompts([args.prompt] * args.mismatch_rows)
+        running = asyncio.ensure_future(driver.run(prompts, args.new))
+        await driver.until(args.new // 4)
+        before = trainer.copy()
+        trainer.publish(args.move)
+        changed = float((trainer.copy() - before).norm() / before.norm())
+        started = time.monotonic()
+        await driver.engine.load(trainer.source(), kind)
+        loaded = time.monotonic()
+        rows = await running
+        loads += 1
+        firsts, ready = driver.since(loads)
+        sequences = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, rows, strict=True)]
+        theirs = [
+            row[args.prompt - 1 + first :]
+            for row, first in zip(trainer.scores(sequences), firsts, strict=True)
+        ]
+        ours = [logprobs[first:] for (_, logprobs), first in zip(rows, firsts, strict=True)]
+        mean = float(np.abs(difference(theirs, ours)).mean())
+        show(
+            f"in_flight_{kind}",
+            change=changed,
+            mean_abs=mean,
+            mean_by_change=mean / changed,
+            load_s=loaded - started,
+            token_s=ready - loaded,
+            prefilled_again=0 if kind == "keep" else sum(firsts) + args.prompt * len(rows),
+        )
 
 
 async def speed(driver: Driver, args: argparse.Namespace) -> None:
@@ -278,6 +342,7 @@ async def measure(args: argparse.Namespace) -> None:
     try:
         await loads(driver, trainer, args.versions, args.move)
         await mismatch(driver, trainer, args)
+        await in_flight(driver, trainer, args)
         await speed(driver, args)
         await long_row(driver, args)
         stats = driver.engine.stats()
