@@ -294,7 +294,9 @@ class Learner:
             left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
             return tuple(left), batch.figures
         few = movement_rows([s for mini in batch.minis for s in mini.trained])
-        before = scores_of(few, _scored_passes(batch), self.ranks)
+        exact = self._compute.dtype == torch.float32  # else rounding depends on the other rows
+        scored = _scored_passes(batch) if exact else self._scored(few)
+        before = scores_of(few, scored, self.ranks)
         figures = batch.figures if batch.losses else TokenFigures()
         updates = tuple(
             self._update(mini, batch.losses or self._accumulate(mini, scores, figures)[0])
@@ -304,11 +306,14 @@ class Learner:
             figures.join(self.ranks, [s for mini in batch.minis for s in mini.read])
         distance = 0.0
         if any(u.skipped_reason is None for u in updates):
-            passes_after = [(m, score(self.policy, m, self._compute)) for m in self._passes(few)]
-            after = scores_of(few, passes_after, self.ranks)
+            after = scores_of(few, self._scored(few), self.ranks)
             distance = float((after - before).abs().mean())
         self._limits.moved(step, distance)
         return updates, figures
+
+    def _scored(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
+        """Passes of these alone, with their scores by the current weights."""
+        return [(m, score(self.policy, m, self._compute)) for m in self._passes(samples)]
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
@@ -323,10 +328,7 @@ class Learner:
     def _accumulate(
         self, mini: _MiniBatch, proximal: list[Tensor] | None, figures: TokenFigures
     ) -> tuple[tuple[float, float | None], list[Tensor]]:
-        """Forward over all passes, backward where there is a gradient.
-
-        Gives policy and KL loss, and the scores of each pass.
-        """
+        """Forward and, with a gradient, backward over all passes; the losses, and their scores."""
         self.optimizer.zero_grad(set_to_none=True)
         pg_loss, kl_loss, found = 0.0, None if self.reference is None else 0.0, []
         for i, micro in enumerate(mini.micros):

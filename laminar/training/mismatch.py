@@ -6,9 +6,9 @@ Gives   Suspect: an origin whose rows are not to be trained; the scores that mov
 A probe proves that weights have arrived. It cannot see keys and values that were kept from older
 weights, or a wrong temperature: the log-probs of the sampled tokens can. With the weights that
 generated a row, the trainer would score it as the engine did, up to rounding. The trainer has moved
-on since; how far is measured, on a few rows of every batch scored before its updates, by the step
-itself, and once more after them. By the triangle inequality honest rows differ by no more than
-rounding and the sum of these movements.
+on since; how far is measured, on a few rows of every batch scored before its updates, in float32 by
+the step itself, and once more after them. By the triangle inequality honest rows differ by no more
+than rounding and the sum of these movements.
 """
 
 from __future__ import annotations
