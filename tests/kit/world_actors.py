@@ -214,7 +214,8 @@ class Actors(Trainers):
                     trajectory_id=item.trajectory_id,
                     placement=item.placement,
                     score_bits=bits,
-                    correct=bits > 0 and not failed,
+                    # Without a filter, whose metric it may be, all are right.
+                    correct=(bits > 0 or not self.settings.filter_metric) and not failed,
                     reason="error" if failed else "ok",
                     num_tokens=self.rows[item.trajectory_id].num_tokens,
                     detail="KeyError: 'x' (reward.py:4)" if failed else "",
