@@ -112,6 +112,7 @@ def _check(before: Config, config: Config, run: Path, step: int) -> None:
             f"{key} = {new!r} is another model than that of {run}, {old!r}: a fork keeps it; to "
             "begin with another model, use laminar train"
         )
+    _check_adapters(before, config, run)
     if config.run_dir.absolute() == run.absolute():
         raise ConfigError(f"run.name = {config.run.name!r} is the run that is forked; give another")
     total = config.trainer.total_training_steps
@@ -120,6 +121,17 @@ def _check(before: Config, config: Config, run: Path, step: int) -> None:
             f"trainer.total_training_steps = {total} leaves a fork at step {step} nothing to do; "
             "give a larger number"
         )
+
+
+def _check_adapters(before: Config, config: Config, run: Path) -> None:
+    for key in ("lora.rank", "lora.alpha", "lora.target_modules"):
+        old, new = values_of(before)[key], values_of(config)[key]
+        if old != new and (before.lora.rank or config.lora.rank):
+            raise ConfigError(
+                f"{key} = {new!r} is not what {run} has, {old!r}, and a fork goes on with its "
+                f"adapters: leave it, or begin with others by laminar train with model.name = "
+                f"{run}/export"
+            )
 
 
 def _origin(before: Config, run: Path, directory: Path) -> Origin:

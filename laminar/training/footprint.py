@@ -13,17 +13,17 @@ what kernels take while they run.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from laminar.config import Config
+from laminar.training.adapted import ALL_LINEAR, LAYER
+from laminar.training.adapted import matrices as matrices_of
 
 FLOAT32 = 4  #: bytes of each parameter, gradient and moment
 BYTES = {"float32": 4, "bfloat16": 2}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NORMS = 2  #: of a layer, over the hidden size
 UNITS, UNITS_WITH_BONUS = 4, 5
 """Tensors [tokens of a chunk, vocabulary] float32 that are there at a time, at the most; with an
@@ -53,6 +53,7 @@ class ModelSizes:
     biases: int  #: of those matrices
     largest_layer: int  #: its parameters
     largest_matrix: int  #: of a layer
+    matrices: Mapping[str, int]  #: by name, such as q_proj: inputs and outputs, of all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class Way:
     critic: ModelSizes | None = None  #: has a head of one number in the place of its own
     ranks: int = 1
     offload: Offload = "none"
-    adapters: int = 0  #: parameters of all of them; 0: the model itself is trained
+    rank: int = 0  #: of adapters; 0: the model itself is trained
+    modules: tuple[str, ...] = ()  #: that have them
 
     @property
     def base(self) -> int:
@@ -116,6 +118,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
         biases=sum(math.prod(s) for name, s in own.items() if name.endswith(".bias")),
         largest_layer=max(layers.values(), default=0),
         largest_matrix=max(matrices, default=0),
+        matrices=matrices_of(own),
     )
 
 
@@ -139,6 +142,8 @@ def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Wa
         critic=critic,
         ranks=trainer.ranks,
         offload=trainer.offload,
+        rank=config.lora.rank,
+        modules=tuple(config.lora.target_modules),
     )
 
 
@@ -157,30 +162,43 @@ def pass_tokens(config: Config) -> int:
 
 def footprint(model: ModelSizes, way: Way) -> Footprint:
     """What is there when a pass takes the most."""
-    state = {
-        "parameters": FLOAT32 * model.parameters,
-        "gradients": FLOAT32 * model.parameters,
-        "Adam's moments": 2 * FLOAT32 * model.parameters,
-    }
-    if way.reference:
-        state["reference model"] = _reference_bytes(model, way)
+    trained = _adapters(model, way) if way.rank else model.parameters
     critic = _without_head(way.critic) if way.critic is not None else None
-    if critic is not None:  # its gradients are there when the policy's are not
-        state["critic and its moments"] = 3 * FLOAT32 * critic.parameters
-        state["gradients"] = FLOAT32 * max(model.parameters, critic.parameters)
+    state = _state_bytes(model, critic, way, trained)
     device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
     if way.offload == "all":
         device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
     if way.sharded:
-        device["layers gathered whole"] = _gathered_bytes(model)
+        device["layers gathered whole"] = _gathered_bytes(model, way)
     if way.copies:
-        copied = model.parameters + (critic.parameters if critic is not None else 0)
-        host["checkpoint copies"] = 3 * FLOAT32 * copied
+        copied = model.parameters + 2 * trained + (trained if way.rank else 0)
+        copied += 3 * critic.parameters if critic is not None else 0
+        host["checkpoint copies"] = FLOAT32 * copied
         host["a version for its digest"] = way.published * model.parameters
     taken = _pass_bytes(model, way)
-    if critic is not None:
-        taken = max(taken, _pass_bytes(critic, way), key=total)
+    if critic is not None:  # it has no adapters
+        taken = max(taken, _pass_bytes(critic, replace(way, rank=0)), key=total)
     return Footprint(_there(device | taken), _there(host))
+
+
+def _state_bytes(
+    model: ModelSizes, critic: ModelSizes | None, way: Way, trained: int
+) -> dict[str, int]:
+    """What is there between two passes; `trained`: parameters of the policy that are."""
+    state = {
+        "gradients": FLOAT32 * trained,
+        "Adam's moments": 2 * FLOAT32 * trained,
+    }
+    if way.rank:  # the reference is the base
+        state = {"base": _held_bytes(model, way), "adapters": FLOAT32 * trained} | state
+    else:
+        state = {"parameters": FLOAT32 * model.parameters} | state
+        if way.reference:
+            state["reference model"] = _held_bytes(model, way)
+    if critic is not None:  # its gradients are there when the policy's are not
+        state["critic and its moments"] = 3 * FLOAT32 * critic.parameters
+        state["gradients"] = FLOAT32 * max(trained, critic.parameters)
+    return state
 
 
 def _without_head(model: ModelSizes) -> ModelSizes:
@@ -188,6 +206,15 @@ def _without_head(model: ModelSizes) -> ModelSizes:
     head = 0 if model.tied else model.vocabulary * model.hidden
     parameters = model.parameters - head + model.hidden + 1
     return replace(model, parameters=parameters, vocabulary=1, tied=False)
+
+
+def _adapters(model: ModelSizes, way: Way) -> int:
+    """Their parameters, of all layers."""
+    return way.rank * sum(model.matrices.get(name, 0) for name in _chosen(model, way))
+
+
+def _chosen(model: ModelSizes, way: Way) -> Collection[str]:
+    return model.matrices if ALL_LINEAR in way.modules else way.modules
 
 
 def total(parts: Mapping[str, int]) -> int:
@@ -198,21 +225,23 @@ def _there(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def _reference_bytes(model: ModelSizes, way: Way) -> int:
-    """Linear layers are of the compute type; embedding and norms, and a head that is the
-    embedding, stay float32. In rows of ranks all is float32."""
-    if way.sharded:
-        return FLOAT32 * model.parameters
+def _held_bytes(model: ModelSizes, way: Way) -> int:
+    """Of a model that is not trained. Linear layers are of the compute type; embedding and norms,
+    and a head that is the embedding, stay float32. In rows of ranks all is float32."""
     linear = model.products + model.biases
     linear += 0 if model.tied else model.vocabulary * model.hidden
-    return way.compute * linear + FLOAT32 * (model.parameters - linear)
+    size = way.base if way.rank else FLOAT32 if way.sharded else way.compute
+    return size * linear + FLOAT32 * (model.parameters - linear)
 
 
-def _gathered_bytes(model: ModelSizes) -> int:
+def _gathered_bytes(model: ModelSizes, way: Way) -> int:
     """What no rank holds in parts while it is used: a layer with its gradients and the layer
-    fetched next; embedding, head and last norm, which are of no layer, with theirs."""
+    fetched next; embedding, head and last norm, which are of no layer, with theirs. A base has no
+    gradients."""
     outside = (1 if model.tied else 2) * model.vocabulary * model.hidden + model.hidden
-    return FLOAT32 * (3 * model.largest_layer + 2 * outside)
+    layers, ends = (2, 1) if way.rank else (3, 2)
+    adapters = 3 * _adapters(model, way) // max(model.layers, 1)
+    return FLOAT32 * (layers * model.largest_layer + ends * outside + adapters)
 
 
 def _pass_bytes(model: ModelSizes, way: Way) -> dict[str, int]:
@@ -220,20 +249,24 @@ def _pass_bytes(model: ModelSizes, way: Way) -> dict[str, int]:
     of all layers are there; and the backward step through a layer, which may compute its own
     again."""
     casts = way.compute if way.compute < FLOAT32 else 0
-    of_layer = activation_bytes(model, way.compute)
+    of_layer = activation_bytes(model, way.compute) + _adapter_activations(model, way)
     kept = model.layers * (FLOAT32 * model.hidden if way.recomputes else of_layer)
     kept = way.tokens * (kept + _end_bytes(model))
     again = way.tokens * of_layer if way.recomputes else 0
-    gradients = way.compute * way.tokens * model.inner + FLOAT32 * model.largest_matrix
+    gradients = way.compute * way.tokens * model.inner
+    gradients += 0 if way.rank else FLOAT32 * model.largest_matrix
     names = ("activations", "casts of the weights", "head and logits")
     products = model.products
+    if way.rank:
+        products = _adapters(model, way) + (products if way.base > way.compute else 0)
     in_use = products // max(model.layers, 1) if way.recomputes else products
+    of_embedding = model.tied and not way.rank
     moments = (
         (kept, 0 if way.recomputes else casts * products, _head_bytes(model, way)),
         (
             kept + again + gradients,
             casts * in_use,
-            FLOAT32 * model.vocabulary * model.hidden if model.tied else 0,
+            FLOAT32 * model.vocabulary * model.hidden if of_embedding else 0,
         ),
     )
     return dict(zip(names, max(moments, key=sum), strict=True))
@@ -256,6 +289,18 @@ def activation_bytes(model: ModelSizes, compute: int) -> int:
     return size
 
 
+def _adapter_activations(model: ModelSizes, way: Way) -> int:
+    """What a layer with adapters keeps of a token, less what it keeps without: what comes out of
+    each A, and in bfloat16 another cast of what attention gives. Norms, whose weights are not
+    trained, do not keep what they have normalised."""
+    if not way.rank:
+        return 0
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    size = way.compute * way.rank * len(_chosen(model, way)) - FLOAT32 * NORMS * model.hidden
+    size += way.compute * q if way.compute < FLOAT32 else 0
+    return size - (way.compute * (q + kv) if model.qk_norm else 0)
+
+
 def _end_bytes(model: ModelSizes) -> int:
     """Of a token outside of all layers: last norm, the hidden states that are scored, rotary
     embedding."""
@@ -270,6 +315,9 @@ def _head_bytes(model: ModelSizes, way: Way) -> int:
     chunks = -(-way.tokens // tokens)
     units = UNITS_WITH_BONUS if way.entropy_bonus else UNITS
     logits = FLOAT32 * units * tokens * model.vocabulary
+    if way.rank:  # a base has no gradients, and a head of its own is of the compute type
+        cast = way.compute * head if way.compute < (FLOAT32 if model.tied else way.base) else 0
+        return logits + cast
     cast = way.compute * head if way.compute < FLOAT32 else 0
     added = FLOAT32 * head * (HEAD_SUMS if chunks > 1 or model.tied else 1)
     return max(logits + cast + (FLOAT32 * head if chunks > 1 else 0), added)

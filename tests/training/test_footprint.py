@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from laminar.config import Config
 from laminar.storage.rules import Span
+from laminar.training import lora
 from laminar.training.batching import collate
 from laminar.training.footprint import (
     Way,
+    _adapter_activations,
     activation_bytes,
     footprint,
     pass_tokens,
@@ -35,6 +37,7 @@ from laminar.training.model import (
     Compute,
     LoadedPolicy,
     _autocast,
+    base_weights,
     cast_linear,
     named_weights,
     recompute_layers,
@@ -42,6 +45,7 @@ from laminar.training.model import (
 from laminar.training.objective import ObjectiveConfig, objective
 from laminar.training.policy_losses import PolicyLoss
 from laminar.training.steps import TrainSample
+from tests.kit.extras import needs_peft
 from tests.kit.live_bytes import LiveBytes, saved_bytes
 
 Make = Callable[..., Any]
@@ -79,7 +83,7 @@ def made(family: str, vocabulary: int = 64, *, tied: bool = True, layers: int = 
 
 
 def sizes(model: Any) -> Any:
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in base_weights(model).items()}
     return sizes_of(model.config.to_dict(), shapes)
 
 
@@ -117,9 +121,10 @@ def peak_of_a_pass(model: Any, way: Way, config: Config) -> int:
         recompute_layers(model)
     vocabulary = model.config.vocab_size
     micro = collate(samples(vocabulary), torch.device("cpu"))
-    for parameter in model.parameters():
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in trained]
     dtype = next(t for t in DTYPES.values() if t.itemsize == way.compute)
     chunks = Compute(dtype, way.chunk_tokens)
     how = ObjectiveConfig(config.algorithm, PolicyLoss(config.algorithm), RESPONSE, chunks)
@@ -133,10 +138,16 @@ def peak_of_a_pass(model: Any, way: Way, config: Config) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", WIDTHS)
 def test_what_a_layer_keeps_of_a_token(family: str, dtype: str) -> None:
+    assert kept_of_a_token(dtype, lambda layers: made(family, layers=layers)) == activation_bytes(
+        sizes(made(family)), DTYPES[dtype].itemsize
+    )
+
+
+def kept_of_a_token(dtype: str, make: Callable[[int], Any]) -> float:
     """To the byte: counted are two lengths and two depths, the rest of the model falls out."""
     kept = {}
-    for layers in (1, 2):
-        model = made(family, layers=layers)
+    for layers in (2, 3):  # nothing before the first adapter has a gradient
+        model = make(layers)
         for tokens in (20, 100):
             ids = torch.zeros(1, tokens, dtype=torch.int64)
 
@@ -145,8 +156,7 @@ def test_what_a_layer_keeps_of_a_token(family: str, dtype: str) -> None:
                     model.base_model(input_ids=ids, use_cache=False)
 
             kept[layers, tokens] = saved_bytes(model.parameters(), forward)
-    found = kept[2, 100] - kept[2, 20] - (kept[1, 100] - kept[1, 20])
-    assert found / 80 == activation_bytes(sizes(model), DTYPES[dtype].itemsize)
+    return (kept[3, 100] - kept[3, 20] - (kept[2, 100] - kept[2, 20])) / 80
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
@@ -202,6 +212,76 @@ def test_the_state_is_exact(family: str, tied: bool, make_config: Make) -> None:
     cast_linear(model, torch.bfloat16)
     asked = footprint(sizes(model), way("bfloat16", reference=True))
     assert asked.device["reference model"] == bytes_of(model.parameters())
+
+
+RANK = 8
+
+
+def adapted(config: Config, dtype: str, family: str, vocabulary: int = 64, **more: Any) -> Any:
+    """As a run has it: the base of the compute type, adapters float32."""
+    model = made(family, vocabulary, **more)
+    if dtype == "bfloat16":
+        cast_linear(model, torch.bfloat16)
+    lora.inject(model, config.lora)
+    return model
+
+
+def adapting(dtype: str, **more: Any) -> Way:
+    published = DTYPES[dtype].itemsize
+    return way(dtype, rank=RANK, modules=("all-linear",), **({"published": published} | more))
+
+
+@needs_peft
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_state_of_adapters_is_exact(dtype: str, tied: bool, make_config: Make) -> None:
+    config = make_config({"trainer.device": "cpu", "lora.rank": RANK})
+    model = adapted(config, dtype, "qwen3", 300, tied=tied)
+    learner = Learner(config, LoadedPolicy(model, 300, base="of a test"))
+    adapters = [parameter for _, parameter in lora.adapters(model)]
+    for parameter in adapters:
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step()
+    moments = [
+        state[kind] for state in learner.optimizer.state.values() for kind in state
+        if kind != "step"
+    ]  # fmt: skip
+    found = footprint(sizes(model), adapting(dtype, copies=True, reference=True))
+    assert found.device["base"] == bytes_of(base_weights(model).values())
+    assert found.device["adapters"] == found.device["gradients"] == bytes_of(adapters)
+    assert found.device["Adam's moments"] == bytes_of(moments)
+    assert not {"parameters", "reference model"} & found.device.keys()
+    copied = [tensor for _, tensor in named_weights(model)]
+    assert found.host["checkpoint copies"] == bytes_of([*copied, *adapters, *moments])
+    shared = footprint(sizes(model), adapting(dtype, ranks=2))
+    assert 2 * shared.device["base"] == 4 * sizes(model).parameters
+
+
+@needs_peft
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", WIDTHS)
+def test_what_a_layer_with_adapters_keeps_of_a_token(
+    family: str, dtype: str, make_config: Make
+) -> None:
+    config = make_config({"lora.rank": RANK})
+    found = kept_of_a_token(dtype, lambda layers: adapted(config, dtype, family, layers=layers))
+    model, asked = sizes(made(family)), adapting(dtype)
+    assert found == activation_bytes(model, asked.compute) + _adapter_activations(model, asked)
+
+
+@needs_peft
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "vocabulary"), [("qwen2", 64), ("qwen3", 16_384)])
+def test_a_pass_with_adapters_takes_what_is_said_within_a_fifth(
+    family: str, dtype: str, recomputes: bool, vocabulary: int, make_config: Make
+) -> None:
+    config = make_config({"lora.rank": RANK})
+    model = adapted(config, dtype, family, vocabulary)
+    asked = adapting(dtype, recomputes=recomputes)
+    parts = footprint(sizes(model), asked).device
+    said = sum(parts.get(n, 0) for n in ("activations", "casts of the weights", "head and logits"))
+    assert said == pytest.approx(peak_of_a_pass(model, asked, config), rel=0.2)
 
 
 def test_ranks_and_offload_move_the_state() -> None:

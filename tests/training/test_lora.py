@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from laminar.actors.model_files import save_model
 from laminar.actors.trainer import NO_PROBE
+from laminar.cli.fork import _check_adapters
 from laminar.config import Config, ConfigError
 from laminar.run.directory import RESUME_FILE
 from laminar.training import adapted, checkpoint, lora
@@ -387,6 +388,16 @@ async def test_a_damaged_adapter_is_seen(
     path.unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors"):
         checkpoint.load(saved, make_learner())
+
+
+def test_a_fork_keeps_its_adapters(make_config: Make) -> None:
+    before, run = make_config(SETTINGS), Path("runs/a")
+    _check_adapters(before, make_config(SETTINGS | {"optim.lr": 1.0}), run)
+    unused = make_config({"lora.rank": 0, "lora.alpha": 3})
+    _check_adapters(make_config(), unused, run)
+    for key, value in {"lora.rank": 0, "lora.alpha": 3, "lora.target_modules": ["q_proj"]}.items():
+        with pytest.raises(ConfigError, match=rf"^{key} = .* is not what runs/a has, .*/export"):
+            _check_adapters(before, make_config(SETTINGS | {key: value}), run)
 
 
 # --- mistakes ---------------------------------------------------------------------------------
