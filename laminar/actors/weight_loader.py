@@ -151,9 +151,7 @@ class WeightLoader:
         manifest = version.manifest
         reloaded = manifest.digest != self.digest
         source = source_of(version.path, 0, manifest.tensors, manifest.total_bytes)
-        failure = ""
-        if reloaded:
-            failure = await self._load_from(version.view, source, manifest)
+        failure = await self._load_from(version.view, source, manifest) if reloaded else ""
         version.close()
         if not failure:
             return self._loaded(order, manifest, started, reloaded)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 from laminar.config import ConfigError
-from laminar.config.tree import LoraConfig
+from laminar.config.training import LoraConfig
 from laminar.run.program import with_extra
 
 ADAPTER_DIR = "adapter"

@@ -82,6 +82,11 @@ def mini_batches(samples: Sequence[TrainSample], groups: int) -> list[list[Train
     return [[s for group in siblings[i : i + groups] for s in group] for i in starts]
 
 
+def unmasked(samples: Sequence[TrainSample], truncated: str) -> list[TrainSample]:
+    """Those that have a gradient; `truncated`: algorithm.truncated."""
+    return [s for s in samples if not (truncated == "mask" and s.truncated)]
+
+
 def micro_batches(lengths: Sequence[int], max_padded_tokens: int) -> list[list[int]]:
     """Indices of rows that share a pass: rows * longest <= max_padded_tokens, or one row.
 

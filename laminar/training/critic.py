@@ -23,7 +23,7 @@ from torch import Tensor
 
 from laminar.config import Config
 from laminar.training.advantages import Floats, inputs_of, later_errors
-from laminar.training.batching import MicroBatch, mini_batches
+from laminar.training.batching import MicroBatch, mini_batches, unmasked
 from laminar.training.losses import BatchCounts, token_coefficients, value_losses
 from laminar.training.model import Compute, LoadedPolicy
 from laminar.training.optimizer import adamw, apply_gradient, set_rate
@@ -100,9 +100,8 @@ class Critic:
         """One mini-batch: sums of its losses, clipped values, values and tokens; the norm of the
         gradient, and why there was no update."""
         algorithm, sums = self.config.algorithm, torch.zeros(4, dtype=torch.float64)
-        counts = BatchCounts(sum(len(s.response_ids) for s in samples), len(samples))
-        masks = algorithm.truncated == "mask"
-        trained = [s for s in samples if not (masks and s.truncated)]
+        counts = BatchCounts.of(samples)
+        trained = unmasked(samples, algorithm.truncated)
         before = {s.sample_id: s.values for s in trained}
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self._passes(trained):

@@ -35,9 +35,18 @@ from laminar.training.batching import (
     micro_batches,
     mini_batches,
     token_rows,
+    unmasked,
 )
 from laminar.training.critic import Critic
-from laminar.training.footprint import ModelSizes, footprint, sizes_of, way_of
+from laminar.training.footprint import (
+    FLOAT32,
+    ModelSizes,
+    Way,
+    footprint,
+    sizes_of,
+    total,
+    way_of,
+)
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import (
     TokenFigures,
@@ -62,7 +71,7 @@ from laminar.training.optimizer import adamw, apply_gradient, set_rate
 from laminar.training.passes import passes
 from laminar.training.policy_losses import PolicyLoss
 from laminar.training.ranks import ONE, Ranks
-from laminar.training.resume import ForeignError, LearnerFacts
+from laminar.training.resume import LearnerFacts, check_same
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
     CRITIC_WARMUP,
@@ -124,7 +133,8 @@ class Learner:
         _check_loaded(config, reference, critic)
         if policy.device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
-        if _recomputes(config, policy.device):
+        way = _way(config, policy, critic)
+        if way.recomputes:
             for trained in (policy, critic) if critic is not None else (policy,):
                 recompute_layers(trained.model)
         self.config, self.policy = config, policy
@@ -135,7 +145,7 @@ class Learner:
             config.algorithm,
             PolicyLoss(config.algorithm),
             config.data.max_response_length,
-            Compute(_compute_dtype(config, policy.device), config.trainer.logit_chunk_tokens),
+            _compute(way),
         )
         self._compute = self._objective.compute
         self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
@@ -144,11 +154,10 @@ class Learner:
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(config, critic, self._compute, total_steps, ranks)
-        self.estimated_bytes = _estimated_bytes(config, policy, critic)
+        self.estimated_bytes = total(footprint(_sizes(policy), way).device)  #: of the device
         self.reference_digest = ""
         if self.reference is not None:
-            model = self.reference
-            self.reference_digest = digest(model) if isinstance(model, LoadedPolicy) else model.base
+            self.reference_digest = _digest_of(self.reference)
             self.reference.cast(self._compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
@@ -237,12 +246,12 @@ class Learner:
 
     def restore(self, facts: LearnerFacts) -> None:
         """What a checkpoint has besides parameters and optimizer; ForeignError."""
-        _check_same(facts, self.facts())
+        check_same(facts, self.facts())
         self._limits.restore(facts.moved)
 
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
-        masks = self.config.algorithm.truncated == "mask"
-        return _mini_batch(samples, masks, self._reads_all, self._passes)
+        truncated = self.config.algorithm.truncated
+        return _mini_batch(samples, truncated, self._reads_all, self._passes)
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """This rank's."""
@@ -351,7 +360,7 @@ class Learner:
 
 def _mini_batch(
     samples: list[TrainSample],
-    masks: bool,
+    truncated: str,
     reads_all: bool,
     passes_of: Callable[[Sequence[TrainSample]], list[MicroBatch]],
 ) -> _MiniBatch:
@@ -361,14 +370,14 @@ def _mini_batch(
     does one without advantage, where only the advantage gives a gradient: of these, one for
     each replica and version is scored, so that no engine goes unproven.
     """
-    unmasked = [s for s in samples if not (masks and s.truncated)]
-    trained = [s for s in unmasked if reads_all or np.any(s.advantage)]
-    flat = [s for s in unmasked if not (reads_all or np.any(s.advantage))]
+    found = unmasked(samples, truncated)
+    trained = [s for s in found if reads_all or np.any(s.advantage)]
+    flat = [s for s in found if not (reads_all or np.any(s.advantage))]
     scored = one_of_each_origin(flat)
     passes_of_trained = passes_of(trained)
     return _MiniBatch(
         sample_ids=tuple(s.sample_id for s in samples),
-        counts=BatchCounts(sum(len(s.response_ids) for s in samples), len(samples)),
+        counts=BatchCounts.of(samples),
         trained=trained,
         scored=scored,
         skipped=len(flat) - len(scored),
@@ -436,26 +445,6 @@ def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -
     return replace(result, metrics=result.metrics | memory)
 
 
-def _check_same(before: LearnerFacts, now: LearnerFacts) -> None:
-    """ForeignError for other adapters, another base or another reference. A fork may have a KL term
-    where the other run had none."""
-    if before.adapters != now.adapters:
-        raise ForeignError(
-            f"it has {before.adapters or 'no adapters'}, and this run has "
-            f"{now.adapters or 'none'} (lora.rank, lora.alpha, lora.target_modules)"
-        )
-    if before.base != now.base:
-        raise ForeignError(
-            f"its adapters belong to a base of digest {before.base}, and model.name has "
-            f"{now.base} now"
-        )
-    if before.reference and now.reference not in ("", before.reference):
-        raise ForeignError(
-            f"its KL term compares with a reference of digest {before.reference}, and model.name "
-            f"has {now.reference} now"
-        )
-
-
 def _digests(*functions: UserFunction | None) -> dict[str, str]:
     """Of the user's files, by setting."""
     return {function.key: function.digest for function in functions if function is not None}
@@ -479,27 +468,21 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
 
 
-def _estimated_bytes(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> int:
-    """What was said before the start that training takes of this device."""
+def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
+    return digest(reference) if isinstance(reference, LoadedPolicy) else reference.base
+
+
+def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> Way:
+    """How the settings have them trained on this device."""
     of_critic = _sizes(critic) if critic is not None else None
-    way = way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
-    return sum(footprint(_sizes(policy), way).device.values())
+    return way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
+
+
+def _compute(way: Way) -> Compute:
+    return Compute(torch.bfloat16 if way.compute < FLOAT32 else torch.float32, way.chunk_tokens)
 
 
 def _sizes(policy: LoadedPolicy) -> ModelSizes:
     tensors = base_weights(policy.model).items()
     shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
     return sizes_of(policy.model.config.to_dict(), shapes)
-
-
-def _recomputes(config: Config, device: torch.device) -> bool:
-    name = config.trainer.activation_checkpointing
-    return device.type == "cuda" if name == "auto" else name == "on"
-
-
-def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """trainer.dtype, where auto is float32 on a CPU and bfloat16 autocast on a GPU."""
-    name = config.trainer.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

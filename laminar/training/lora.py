@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laminar.config import ConfigError
-from laminar.config.tree import LoraConfig
+from laminar.config.training import LoraConfig
 from laminar.training.adapted import ADAPTER_DIR, chosen_modules, module_of
 from laminar.training.tensor_file import rows_of
 

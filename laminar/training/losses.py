@@ -10,10 +10,13 @@ micro-batches, and there is no place where a micro-batch could be averaged by mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from laminar.training.steps import TrainSample
 
 MAX_LOG_RATIO = 20.0  #: exp(20) is 5e8: beyond it a ratio is only an overflow in the making
 MAX_KL = 10.0  #: verl's bound on the k3 estimate of one token
@@ -25,6 +28,10 @@ class BatchCounts:
 
     tokens: int  #: response tokens
     sequences: int
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample]) -> BatchCounts:
+        return cls(sum(len(s.response_ids) for s in samples), len(samples))
 
 
 def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:

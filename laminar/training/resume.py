@@ -41,6 +41,26 @@ class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     moved: dict[int, float]
 
 
+def check_same(before: LearnerFacts, now: LearnerFacts) -> None:
+    """ForeignError for other adapters, another base or another reference. A fork may have a KL term
+    where the other run had none."""
+    if before.adapters != now.adapters:
+        raise ForeignError(
+            f"it has {before.adapters or 'no adapters'}, and this run has "
+            f"{now.adapters or 'none'} (lora.rank, lora.alpha, lora.target_modules)"
+        )
+    if before.base != now.base:
+        raise ForeignError(
+            f"its adapters belong to a base of digest {before.base}, and model.name has "
+            f"{now.base} now"
+        )
+    if before.reference and now.reference not in ("", before.reference):
+        raise ForeignError(
+            f"its KL term compares with a reference of digest {before.reference}, and model.name "
+            f"has {now.reference} now"
+        )
+
+
 class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One checkpoint."""
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 from transformers import Qwen2ForTokenClassification
 
-from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
-from laminar.run.directory import RESUME_FILE
-from laminar.training import advantages, checkpoint, critic, resume
+from laminar.training import advantages, checkpoint, critic
 from laminar.training.advantages import Estimator
 from laminar.training.critic import Critic
 from laminar.training.export import write_model
@@ -29,9 +27,9 @@ from laminar.training.model import (
     load_policy,
     named_weights,
 )
-from laminar.training.resume import CheckpointError, Resume
+from laminar.training.resume import CheckpointError
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
-from laminar.training.threaded import ThreadedFiles
+from tests.kit.checkpoints import saved
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -284,11 +282,7 @@ class Run:
         return [self.learner.train_step(samples, step) for step, samples in found]
 
     async def save(self, directory: Path) -> Path:
-        files = ThreadedFiles(lambda: self.learner, str(self.source), None)  # type: ignore[arg-type]
-        facts = self.learner.facts()
-        found = Resume(version=2, step=2, before="", batches=(("0.0.0",),), learner=facts)
-        await save_model(files, directory, await files.copy(), {RESUME_FILE: resume.encode(found)})
-        return directory
+        return await saved(self.learner, self.source, directory)
 
 
 @pytest.fixture

@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
-from laminar.run.directory import RESUME_FILE
 from laminar.training import checkpoint, resume
 from laminar.training.checkpoint import named_moments
 from laminar.training.learner import Learner
 from laminar.training.model import LoadedPolicy, load_policy
 from laminar.training.resume import CheckpointError, Resume
-from laminar.training.threaded import ThreadedFiles
+from tests.kit.checkpoints import saved
 
 Make = Callable[..., Any]
 SETTINGS = {
@@ -54,11 +52,7 @@ class Run:
         return self.learner.train_step(samples, step)
 
     async def save(self, directory: Path) -> Path:
-        files = ThreadedFiles(lambda: self.learner, str(self.source), None)  # type: ignore[arg-type]
-        facts = self.learner.facts()
-        found = Resume(version=2, step=2, before="", batches=(("0.0.0",),), learner=facts)
-        await save_model(files, directory, await files.copy(), {RESUME_FILE: resume.encode(found)})
-        return directory
+        return await saved(self.learner, self.source, directory)
 
     def content(self) -> dict[str, bytes]:
         """Parameters and moments, byte by byte."""
