@@ -53,6 +53,9 @@ BOUNDARIES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 """The least that a run may have, none, and numbers with two digits: ids and names in text have no
 other order than that of numbers. Engines take a whole group at least."""
+MANY_SIBLINGS = 10
+"""In so large a group one response is long: where the batch's wait is a choice it is the longest,
+or nearly every group would be given up for it, and the run would not end."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
@@ -147,7 +150,7 @@ def _with_boundaries(work: WorkConfig, seed: int) -> WorkConfig:
 def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
     """What the core decides by; repack apart."""
     group_size = pick(work.group_size)
-    return Settings(
+    settings = Settings(
         seed=seed,
         groups_per_step=pick(work.groups_per_step),
         group_size=group_size,
@@ -171,6 +174,9 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
         rules=NEW_RUN,
         eval_answers=_pick_from(stream(seed, "answers"))(work.eval_answers),
     )
+    if group_size < MANY_SIBLINGS or isinstance(work.batch_wait_ms, int):
+        return settings
+    return msgspec.structs.replace(settings, batch_wait_ms=max(work.batch_wait_ms))
 
 
 def draw(config: SimConfig, seed: int) -> Scenario:

@@ -28,13 +28,14 @@ from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Event
+from laminar.events.base import COORDINATOR, Event, Stamped
 from laminar.events.reasons import DropReason
 from laminar.names import exit_codes
-from laminar.names.ids import TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 from laminar.sim.checks import failures, final_checks
 from laminar.sim.checks.durability import reported_is_stored
 from laminar.sim.checks.liveness import heals_in_time
+from laminar.sim.checks.moves import share_is_kept
 from laminar.sim.faults.effects import LOST
 from laminar.sim.machine.memory import ReachableWeights
 from laminar.sim.run import run_seed
@@ -44,6 +45,7 @@ from laminar.sim.scenario import seconds
 from laminar.sim.world import World
 from laminar.storage import messages as m
 from laminar.storage import rules
+from tests.kit.bench import Bench, only
 from tests.kit.sim_worlds import PACKED, calm, config, ran, records
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
@@ -343,6 +345,49 @@ def test_an_engine_that_keeps_its_former_weights(monkeypatch: pytest.MonkeyPatch
     kept: dict[ReachableWeights, str] = {}  #: of each boot
     monkeypatch.setattr(ReachableWeights, "digest_of", planted)
     assert run_seed(calm(**SMALL), 3).invariant == "generated_by_its_version"
+
+
+def test_a_share_is_kept_by_what_runs_when_new_groups_are_given() -> None:
+    """Held-out prompts that are given after them take what room there is."""
+    bench = Bench(repack_policy="gain", groups_per_step=1, num_eval=2)
+    given = only(cmd.GenerateTrajectory, bench.start())
+    asked = [replace(c, purpose=Purpose.EVAL, trajectory_id=f"e{c.trajectory_id}") for c in given]
+    bench.replica().running |= dict.fromkeys((c.trajectory_id for c in asked), 1)
+    share_is_kept([*given, *asked], bench.state)
+    assert broken(lambda: share_is_kept([*asked, *given], bench.state)) == "share_is_kept"
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_a_death_on_a_machine_that_is_silent_is_blamed_on_no_prompt(cut_off: bool) -> None:
+    """One replica died while its machine was silent, three others of the same prompt."""
+    with World(calm(nodes=1, **SMALL), 3) as world:
+        world.begin()
+        checks, names = world.checks, [f"rollout-{i}" for i in range(4)]
+        while not {name for name, _ in checks.boots} >= set(names):
+            assert world.scheduler.step()
+        (key,) = (key for key in checks.boots if key[0] == names[0])
+        lost = ev.HeartbeatLost(
+            actor=key[0], actor_incarnation=key[1], silent_ms=8_000, cut_off=cut_off
+        )
+        state = world.coordinator.state
+        assert state is not None
+        checks._learn_fences(coordinator_says(lost), state)
+        for placement, name in enumerate(names[:3], 1):
+            checks.poisoned(generates(name, placement), "node-0")
+        if cut_off:
+            checks.poisoned(generates(names[3], 4), "node-0")
+        else:
+            last = generates(names[3], 4)
+            assert broken(lambda: checks.poisoned(last, "node-0")) == "poison_is_quarantined"
+
+
+def coordinator_says(event: Event) -> Stamped:
+    return Stamped(seq=1, time_ns=0, peer=COORDINATOR, incarnation=0, peer_seq=0, event=event)
+
+
+def generates(to: str, placement: int) -> cmd.GenerateTrajectory:
+    (first, *_) = only(cmd.GenerateTrajectory, Bench().start())
+    return replace(first, to=to, placement=placement)
 
 
 def test_standstill(monkeypatch: pytest.MonkeyPatch) -> None:

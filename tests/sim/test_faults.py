@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from laminar.core.failures import FailureKind
@@ -9,6 +11,7 @@ from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.names import exit_codes
+from laminar.sim.faults import cuts
 from laminar.sim.faults.cuts import CUTS
 from laminar.sim.faults.faults import (
     KINDS,
@@ -191,10 +194,26 @@ def test_poisonous_prompt_ends_quarantined() -> None:
     assert outcome.coverage.get("dropped:quarantined", 0) > 0
 
 
-def test_data_of_one_prompt_is_not_poisoned() -> None:
-    """No pass over it would have a batch, so the run would never end."""
-    world = World(config("poison-prompt", **{**SMALL, "num_train": 1}), 3)
-    assert not world.faults.poison and not world.faults.may_poison
+@pytest.mark.parametrize(("num_train", "poisoned"), [(1, False), (4, False), (5, True)])
+def test_data_is_poisoned_only_beside_a_batch_of_other_prompts(
+    num_train: int, poisoned: bool
+) -> None:
+    """A batch is four groups: with fewer others a step costs the deaths of several passes."""
+    world = World(config("poison-prompt", **{**SMALL, "num_train": num_train}), 3)
+    assert (bool(world.faults.poison), world.faults.may_poison) == (poisoned, poisoned)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_line_that_holds_through_flaps_may_be_silent_alone(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it costs then is not held against the product as the cost of a cut of a machine."""
+    monkeypatch.setattr(cuts, "HOLDS", float(holds))
+    faults = World(config("machine-flaps", nodes=2, **SMALL), 3).faults
+    cuts.CUTS["machine-flaps"](faults, random.Random(1))
+    struck = [name for name, times in faults.cuts.items() if times]
+    assert struck and all(faults.explains(faults.world.processes[name]) for name in struck)
+    assert any(faults.only_cut_off(faults.world.processes[n]) for n in struck) == (not holds)
 
 
 def test_node_storm_joins_together() -> None:

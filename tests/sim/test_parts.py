@@ -16,7 +16,7 @@ from laminar.sim.faults.faults import KINDS
 from laminar.sim.scenario import BOUNDARIES, draw, stream
 from laminar.sim.scheduler import SECOND, Scheduler
 from laminar.sim.world import World
-from tests.kit.sim_worlds import calm
+from tests.kit.sim_worlds import calm, config
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +35,12 @@ def test_things_happen_in_order_of_time_then_of_planning() -> None:
 def test_streams_of_other_concerns_are_other_streams() -> None:
     assert stream(1, "a").random() == stream(1, "a").random() != stream(1, "b").random()
     assert stream(1, "a").random() != stream(2, "a").random()
+
+
+@pytest.mark.parametrize(("group_size", "waits"), [(4, {1_000, 5_000}), (11, {5_000})])
+def test_a_batch_waits_long_for_large_groups(group_size: int, waits: set[int]) -> None:
+    swarm = config(group_size=group_size, batch_wait_ms=(1_000, 5_000))
+    assert {draw(swarm, seed).settings.batch_wait_ms for seed in range(20)} == waits
 
 
 # --- timing -------------------------------------------------------------------------------------

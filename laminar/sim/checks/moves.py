@@ -56,7 +56,7 @@ class Moves:
         for order in orders:
             self._moved_may_be_moved(order, state)
         if state.settings.repack_policy == "gain":
-            _share_is_kept(commands, state)
+            share_is_kept(commands, state)
         if orders and state.settings.repack_policy == "gain":
             _emptied_has_new_work(len(orders), state)
 
@@ -104,11 +104,20 @@ def _share(state: State) -> int:
     return math.ceil(admitted / len(state.live_replicas()))
 
 
-def _share_is_kept(commands: list[Command], state: State) -> None:
-    """share_is_kept: a replica that was given new groups has no more than its part of them."""
-    new = [c for c in commands if isinstance(c, cmd.GenerateTrajectory)]
-    for name in {c.to for c in new if c.placement == 1 and c.purpose == Purpose.TRAIN}:
-        running, most = len(state.replicas[name].running), state.settings.group_size * _share(state)
+def share_is_kept(commands: list[Command], state: State) -> None:
+    """share_is_kept: a replica that was given new groups has no more than its part of them.
+
+    It may be given held-out prompts after them, and those take what room it has.
+    """
+    placed: dict[str, list[bool]] = {}  #: by replica, in order: whether it is of a new group
+    for command in commands:
+        if isinstance(command, cmd.GenerateTrajectory):
+            new = command.placement == 1 and command.purpose == Purpose.TRAIN
+            placed.setdefault(command.to, []).append(new)
+    for name in (name for name, new in placed.items() if any(new)):
+        later = placed[name][::-1].index(True)
+        running = len(state.replicas[name].running) - later
+        most = state.settings.group_size * _share(state)
         if running > most:
             what = f"{name} was given new groups and runs {running} trajectories of {most}"
             raise Violation("share_is_kept", what, name)

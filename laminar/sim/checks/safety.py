@@ -50,6 +50,8 @@ SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
 DEATHS_MAX = 3
 WAITS_MAX = 3
+CUT_OFF = "cut off"
+"""Why a process was given up that was silent with its whole machine."""
 Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(State).decode
@@ -88,7 +90,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
         self.failed_at = 0  #: event of the failure; 0: none
-        self._kills: dict[str, list[tuple[int, str]]] = {}  #: by trajectory: placement, node
+        self._kills: dict[str, list[tuple[int, str, str]]] = {}  #: by trajectory: placement, boots
         self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
@@ -224,7 +226,7 @@ class Checks:
                     self._fence(before, "replaced", stamped)
                 self._boot((event.name, actor.incarnation), event.boot_id, stamped.seq)
         elif isinstance(event, ev.HeartbeatLost):
-            self._fence((event.actor, event.actor_incarnation), "silent", stamped)
+            self._fence((event.actor, event.actor_incarnation), _why_lost(event), stamped)
         elif isinstance(event, ev.ProcessExited) and event.boot_id in self._keys:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
@@ -402,18 +404,23 @@ class Checks:
         """A prompt that kills replicas is quarantined after the third.
 
         Nobody can know of a replica on a machine that was lost, too, also if that is back by now,
-        nor of one that died of what had been taken from it just before.
+        nor of one that died of what had been taken from it, or while its whole machine was silent.
         """
-        found = self._kills.setdefault(command.trajectory_id, [])
-        found.append((command.placement, self.world.processes[node].boot_id))
-        nodes = {p.boot_id for p in self.world.processes.values() if p.role == "node" and p.alive}
+        found, processes = self._kills.setdefault(command.trajectory_id, []), self.world.processes
+        found.append((command.placement, processes[command.to].boot_id, processes[node].boot_id))
+        nodes = {p.boot_id for p in processes.values() if p.role == "node" and p.alive}
         kills = sum(
-            boot_id in nodes and (command.trajectory_id, placement) not in self._taken
-            for placement, boot_id in found
+            of_node in nodes
+            and self._fenced.get(self._keys.get(boot_id, ("", 0)), ("", 0))[0] != CUT_OFF
+            and (command.trajectory_id, placement) not in self._taken
+            for placement, boot_id, of_node in found
         )
         if kills > DEATHS_MAX:
-            what = f"{command.trajectory_id} has killed {kills} replicas"
-            raise Violation("poison_is_quarantined", what, command.trajectory_id)
+            raise Violation("poison_is_quarantined", f"{kills} died of it", command.trajectory_id)
+
+
+def _why_lost(event: ev.HeartbeatLost) -> str:
+    return CUT_OFF if event.cut_off else "silent"
 
 
 def numbered(stamped: Stamped) -> tuple[Key, int]:

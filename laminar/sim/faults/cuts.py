@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 
 from laminar.events.base import COORDINATOR
-from laminar.sim.faults.effects import CUT_OFF, LOST, Effects
+from laminar.sim.faults.effects import CUT_OFF, HELD_UP, LOST, Effects
 from laminar.sim.faults.targeted import HELD
 
 FIRST = "node-0"
@@ -59,9 +59,15 @@ def _machine_cut_one_way(faults: Effects, chance: random.Random) -> None:
 
 
 def _machine_flaps(faults: Effects, chance: random.Random) -> None:
-    """It is cut off again and again, each time for less than a lease."""
+    """It is cut off again and again, each time for less than a lease.
+
+    It is never silent as a whole for long. Where lines hold what is sent, one of them may be silent
+    from cut to cut while others speak in between: its process may be lost alone.
+    """
     cut, duration_s = Cut(faults, chance), FLAP * faults.lease_s
     cut.note(duration_s)
+    if cut.holds:
+        cut.harm()
     for at in range(FLAPS):
         faults.later(2 * at * duration_s, cut.strike, duration_s, *cut.ways)
 
@@ -76,7 +82,7 @@ class Cut:
         self._place = {p.name: p.node for p in processes}
         self._place[COORDINATOR] = COORDINATOR if self.apart else FIRST
         self._machine = chance.choice(list(dict.fromkeys(self._place.values())))
-        self._holds = chance.random() < HOLDS
+        self.holds = chance.random() < HOLDS
         servers = [COORDINATOR, *(p.name for p in processes if p.role in SERVERS)]
         lines = [
             line
@@ -94,12 +100,20 @@ class Cut:
     def note(self, duration_s: float) -> None:
         """Who does not hear the coordinator, or is not heard by it, may be lost for it once; after
         the long lease its machine is."""
-        faults, here = self._faults, self._is_inside(COORDINATOR)
-        for name in [n for n in self._place if self._is_inside(n) != here and n != COORDINATOR]:
-            faults.cuts[name] += 1
-            faults.harm(name, CUT_OFF)
-            if duration_s > faults.lease_of_s("node"):
-                faults.harm(name, LOST)
+        self.harm(CUT_OFF)
+        for name in self._apart():
+            self._faults.cuts[name] += 1
+        if duration_s > self._faults.lease_of_s("node"):
+            self.harm(LOST)
+
+    def harm(self, how: str = HELD_UP) -> None:
+        """It strikes everybody on the other side of the coordinator's."""
+        for name in self._apart():
+            self._faults.harm(name, how)
+
+    def _apart(self) -> list[str]:
+        here = self._is_inside(COORDINATOR)
+        return [n for n in self._place if self._is_inside(n) != here and n != COORDINATOR]
 
     def strike(self, duration_s: float, *ways: list[Line]) -> None:
         """Cut these ways now."""
@@ -108,7 +122,7 @@ class Cut:
             return
         goes_on_s: dict[str, float] = {}  #: by process
         for source, target in [line for way in ways for line in way]:
-            if not self._holds:
+            if not self.holds:
                 faults.cut_line(source, target, duration_s)
                 continue
             network.clog(source, target)

@@ -55,8 +55,9 @@ class Effects:
         self.gone: set[str] = set()  #: nodes of machines that are lost for good, likewise
         self.unscorable: set[str] = set()  #: trajectories whose reward fails
         self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
-        #: A pass over data of nothing else has no batch, and the next one neither.
-        self.may_poison = world.scenario.num_train > 1
+        #: A pass over the data has a batch of other prompts; else each step would cost the deaths
+        #: of several passes, and what runs beside the poison is blamed for them, too.
+        self.may_poison = world.scenario.num_train > world.scenario.settings.groups_per_step
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         self.wedged_until_ns = 0  #: by then the coordinator has acted on what is never done
         #: boots that sample nothing more; whether their node has yet to ignore that they hang
