@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from laminar.cli.commands import run
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.run.conftest import Finished, history, laminar
 
@@ -95,3 +97,43 @@ def test_figures_say_so_too(emulated: Finished) -> None:
     assert {line["emulated"] for line in steps} == {1.0}
     status = json.loads(Path(emulated.directory, "status.json").read_text())
     assert "emulated" in status["warnings"][0]
+
+
+FLYING = [
+    *(setting for setting in SMALL if not setting.startswith("repack.")),
+    "rollout.update=in-flight",
+    "emulation.replicas_per_process=1",
+    "data.max_response_length=1000",
+    "emulation.median_response=60",
+    "trainer.total_training_steps=6",
+]
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "rollout-leased",
+        pytest.param("rollout-loaded", marks=pytest.mark.long),
+        pytest.param("rollout-appended", marks=pytest.mark.long),
+    ],
+)
+def test_weights_in_flight_and_a_replica_that_is_killed_around_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """What it ran goes on with its tokens on another one, whatever version that has by then."""
+    monkeypatch.setenv("LAMINAR_FAIL", f"{point}:3")  # of one process: after its first weights
+    done = laminar("train", *FLYING, f"run.output_dir={tmp_path}", "run.name=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "run"
+    for check in (["audit"], ["log", "replay"]):
+        assert run([*check, str(run_dir)]) == 0
+    told = list(history(run_dir))
+    killed = [e for e in told if isinstance(e, ev.ProcessExited) and e.code == -9]
+    assert [e.actor.partition("-")[0] for e in killed] == ["rollout"]
+    orders = [c for c in told if isinstance(c, cmd.GenerateTrajectory) and c.purpose == "train"]
+    assert {c.attempt for c in orders} == {1}
+    pulls = {str(c.purpose) for c in told if isinstance(c, cmd.PullWeights)}
+    assert "in-flight" in pulls and "resume" not in pulls
+    with sqlite3.connect(run_dir / "store.sqlite") as db:
+        flown = "SELECT COUNT(*) FROM trajectories WHERE last_version > weight_version"
+        assert db.execute(flown).fetchone()[0] > 0
