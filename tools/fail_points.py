@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.names.points import POINTS, RANK  # noqa: E402
+from laminar.names.points import LEARNER, POINTS, RANK  # noqa: E402
 from laminar.run.fail_points import VARIABLE  # noqa: E402
 
 RUNS: tuple[dict[str, int], ...] = (
@@ -71,6 +71,7 @@ RUNS: tuple[dict[str, int], ...] = (
         "store-filled": 1,
     },
     {"node-launched": 5, "rollout-loaded": 3, "node-child-ended": 1},
+    {"policy-update": 3, "critic-update": 4},
     {"rank-load": 1, "rank-step": 3, "rank-fill": 2, "rank-write": 1},
 )
 """By point: the how manieth time a process reaches it."""
@@ -85,6 +86,8 @@ SETTINGS = (
 )
 RANKS = ("trainer.ranks=2", "recovery.max_restarts=9")
 """Of runs in which another rank of the trainer dies."""
+CRITIC = ("algorithm.adv_estimator=gae", "critic.lr=1e-3", "trainer.critic_warmup=1")
+"""Of runs in which the trainer dies in one half of a step of PPO."""
 RUN_TIMEOUT_S, CHECK_TIMEOUT_S = 900.0, 300.0
 CHECKS = (("log", "replay"), ("audit",), ("retrain",))
 
@@ -111,7 +114,8 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
     """What became of it; `problems` are empty where it is sound."""
     wanted = ",".join(f"{point}:{number}" for point, number in points.items())
     ranks = RANKS if points.keys() & set(RANK) else ()
-    words = ["train", "-c", "configs/quickstart.toml", *SETTINGS, *ranks, *settings]
+    critic = CRITIC if points.keys() & set(LEARNER) else ()
+    words = ["train", "-c", "configs/quickstart.toml", *SETTINGS, *ranks, *critic, *settings]
     began = time.monotonic()
     code, said = laminar([*words, f"run.output_dir={parent}"], RUN_TIMEOUT_S, {VARIABLE: wanted})
     seconds = time.monotonic() - began

@@ -21,6 +21,10 @@ TRAINER = (
 the step is in the book; before a checkpoint has its name, and after; before one is loaded; when a
 step was done again; before the export."""
 
+LEARNER = ("policy-update", "critic-update")
+"""In a step of a trainer of one process, when its gradient is there: before the policy is updated;
+after that, before its critic is."""
+
 RANK = ("rank-load", "rank-step", "rank-fill", "rank-write")
 """In another rank of the trainer than the first: before it loads its rows of the model; in a step;
 before it writes its rows of a version; before it writes those of a checkpoint."""
@@ -60,4 +64,4 @@ COORDINATOR = (
 """When the log was read, before it listens; with messages that were not handled; when decisions are
 on the disk, before they are sent; after that."""
 
-POINTS = (*TRAINER, *RANK, *ROLLOUT, *REWARD, *RELAY, *STORE, *NODE, *COORDINATOR)
+POINTS = (*TRAINER, *LEARNER, *RANK, *ROLLOUT, *REWARD, *RELAY, *STORE, *NODE, *COORDINATOR)

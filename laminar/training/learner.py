@@ -86,6 +86,10 @@ from laminar.training.steps import (
 )
 
 
+def no_point(name: str) -> None:
+    """Whose process has no fail points, or has others."""
+
+
 @dataclass(frozen=True, slots=True)
 class _MiniBatch:
     sample_ids: tuple[str, ...]
@@ -114,6 +118,9 @@ class _Batch:
 
 class Learner:
     """Owns the policy, the optimizer, with a KL term the reference, and with gae the critic."""
+
+    reached: Callable[[str], None] = staticmethod(no_point)
+    """Fail points (run/fail_points.py), for who has some."""
 
     def __init__(
         self,
@@ -267,6 +274,7 @@ class Learner:
         """Its half of a step, which needs nothing of the policy's but to know whose rows count."""
         if self.critic is None or not samples:
             return {}
+        self.reached("critic-update")
         self.optimizer.zero_grad(set_to_none=True)  # one model's gradients are there at a time
         return self.critic.train_step(samples, step)
 
@@ -295,6 +303,7 @@ class Learner:
 
     def _updates(self, batch: _Batch, step: int) -> tuple[tuple[Update, ...], TokenFigures]:
         """Make the updates and measure how far they move the policy."""
+        self.reached("policy-update")
         if not batch.minis:
             self._limits.moved(step, 0.0)
             return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures

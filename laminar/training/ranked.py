@@ -34,7 +34,7 @@ from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
-from laminar.training.learner import Learner, measured_step, take_weights
+from laminar.training.learner import Learner, measured_step, no_point, take_weights
 from laminar.training.model import BasePolicy, named_weights, weight_forms
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
@@ -47,10 +47,6 @@ Result = TypeVar("Result")
 FoundRows = Iterable[tuple[str, Rows]]
 PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
 """Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
-
-
-def no_point(name: str) -> None:
-    """Rank 0 has the fail points of the trainer."""
 
 
 class _Order(msgspec.Struct, frozen=True):

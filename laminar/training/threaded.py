@@ -24,7 +24,7 @@ from laminar.training import checkpoint, export, lora
 from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
-from laminar.training.learner import Learner, measured_step, take_weights
+from laminar.training.learner import Learner, measured_step, no_point, take_weights
 from laminar.training.model import (
     BasePolicy,
     LoadedPolicy,
@@ -57,8 +57,15 @@ class ThreadedLearner:
 
     learner: Learner
 
-    def __init__(self, config: Config, tokenizer_size: Callable[[], int]) -> None:
-        """`tokenizer_size`: one more than the largest id, read from the model's directory."""
+    def __init__(
+        self,
+        config: Config,
+        tokenizer_size: Callable[[], int],
+        reached: Callable[[str], None] = no_point,
+    ) -> None:
+        """`tokenizer_size`: one more than the largest id, read from the model's directory.
+        `reached`: fail points."""
+        self._reached = reached
         self._config = config
         self._tokenizer_size = tokenizer_size
         self._device = device_of(config.trainer.device)
@@ -94,6 +101,7 @@ class ThreadedLearner:
         self.learner = Learner(
             config, policy, reference=reference, critic=critic, total_steps=total
         )
+        self.learner.reached = self._reached
         shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         padded = why_padded(policy.model, self._device)

@@ -20,7 +20,8 @@ from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
 from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
 from laminar.training.gang import Gang
-from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker, no_point
+from laminar.training.learner import no_point
+from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner
 from laminar.weights.version.checkpoint import describe
 from laminar.weights.version.hashes import Bytes
@@ -44,15 +45,15 @@ def is_ranked(config: Config) -> bool:
     return config.trainer.ranks > 1 or config.trainer.offload != "none"
 
 
-def parts_of(config: Config, gang: Gang | None) -> Parts:
-    """`gang`: not yet started; None where the model is not divided."""
+def parts_of(config: Config, gang: Gang | None, reached: Callable[[str], None] = no_point) -> Parts:
+    """`gang`: not yet started; None where the model is not divided. `reached`: fail points."""
     name = config.model.name
     if gang is not None:
         worker = worker_of(config, 0, gang.meeting)
         ranked = RankedLearner(worker, gang)
         files = RankedFiles(worker, gang, name, describe_rows)
         return Parts(ranked, files, partial(SharedSlotWriter, ranked.fill))
-    learner = ThreadedLearner(config, _tokenizer_size(config))
+    learner = ThreadedLearner(config, _tokenizer_size(config), reached)
 
     def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
         write_tensors(view, specs, learner.weights())

@@ -159,9 +159,10 @@ def _trainer(host: Host) -> Actor:
 def _real_trainer(host: Host, book: Book) -> Actor:
     from laminar.actors.system.learners import is_ranked, parts_of
     from laminar.actors.trainer import Trainer
+    from laminar.run.fail_points import FailPoints
 
     gang = _gang(host) if is_ranked(host.config) else None
-    learner, files, attach = parts_of(host.config, gang)
+    learner, files, attach = parts_of(host.config, gang, FailPoints(host.run_dir).reached)
     return Trainer(host, learner, attach, files, book)
 
 
