@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from laminar.actors.system import rank_process
 from laminar.training import tensor_file
-from laminar.training.tensor_file import Rows
+from laminar.training.tensor_file import Forms, Rows
 
 _serve, _write = rank_process.serve, tensor_file.write
 
@@ -22,10 +22,10 @@ async def to_the_end(*args: Any) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def late(path: Path, rows: Mapping[str, Rows]) -> None:
+def late(path: Path, forms: Forms, rows: Iterable[tuple[str, Rows]]) -> None:
     tensor_file.write = _write
     signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
-    _write(path, rows)
+    _write(path, forms, rows)
 
 
 rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]
