@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.engines.timed_batch import TimedBatch
 from laminar.engines.timing import EngineTiming, ResponseLengths
 from tools.bench import paper
 from tools.bench.repack_in_flight import InFlight
@@ -70,3 +71,21 @@ def test_a_group_that_is_too_old_is_an_error() -> None:
 def test_tokens_that_nobody_has_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="0 tokens sampled, 0 trained, 5 live"):
         Meter(SETUP).seen(0, InFlight(SETUP).batches, 5)
+
+
+@pytest.mark.parametrize("system", ["synchronous", "one-step"])
+def test_a_batch_that_lost_a_token_is_an_error(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine ends one answer of the batch before its last token."""
+
+    class Forgets(TimedBatch):
+        def add(self, sequence_id: str, prompt: int, done: int, total: int, now: float) -> None:
+            super().add(sequence_id, prompt, done, total - (sequence_id == "3"), now)
+
+    monkeypatch.setattr(paper, "totals", lambda model, seed: (40, 30, 20, 10) * 128)
+    run = paper.Run("32B", 32, system)
+    assert run.batches()["trained_per_s"] > 0
+    monkeypatch.setattr(paper, "TimedBatch", Forgets)
+    with pytest.raises(RuntimeError, match="12799 tokens sampled, 12800 trained, 0 live"):
+        run.batches()

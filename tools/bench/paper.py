@@ -17,10 +17,11 @@ bounded      the same within the staleness bound
 gain, keep   this project's: drain + repack, and weights in flight with the cache kept; bounded,
              at most 256 or 1,024 trajectories at a time
 
-Every constant is in paper.toml with its source, and one without is refused. An interval spans what
-the paper leaves open: 256 to 1,024 trajectories, and for other models than the fitted one two ways
-to scale its engine; it is widened by the system's largest error on the 32B rows. The prediction is
-its geometric middle.
+Every run asserts that the tokens its engines sampled are those that are trained and those that
+are live. Every constant is in paper.toml with its source, and one without is refused. An interval
+spans what the paper leaves open: 256 to 1,024 trajectories, and for other models than the fitted
+one two ways to scale its engine; it is widened by the system's largest error on the 32B rows. The
+prediction is its geometric middle.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.names import ids
 from tools.bench.repack import results
 from tools.bench.repack_in_flight import InFlight
-from tools.bench.repack_measures import GROUP_SIZE, LOAD_S, SECOND, Seen, Setup
+from tools.bench.repack_measures import (
+    GROUP_SIZE,
+    LOAD_S,
+    SECOND,
+    Seen,
+    Setup,
+    all_tokens_are_there,
+)
 from tools.bench.repack_paper import drains
 from tools.bench.repack_world import RepackWorld
 
@@ -215,10 +223,10 @@ class Run(NamedTuple):
         return sum(totals(self.model, seed)) / seconds
 
     def _generates_s(self, gpus: int, seed: int) -> float:
-        """Until the last replica has drained its part of a batch."""
+        """Until the last replica has drained its part of a batch, all of which is then trained."""
         size = K["gpus_per_replica_verl"][self.model]
         replicas, engine = gpus // size, timing(self.model, size, self.scaling)
-        last = 0.0
+        last, sampled = 0.0, 0
         for replica in range(replicas):
             batch = TimedBatch(engine, K["concurrency"])
             for number, total in enumerate(totals(self.model, seed)):
@@ -228,6 +236,8 @@ class Run(NamedTuple):
             while batch.next_ns < math.inf:
                 last = max(last, batch.next_ns)
                 batch.advance(batch.next_ns)
+            sampled += batch.sampled
+        all_tokens_are_there(sampled, sum(totals(self.model, seed)), 0)
         return last / SECOND
 
 

@@ -1,7 +1,7 @@
 """What a run of the repack bench is, and what is measured in it.
 
 Reads   batches of the engines, and what a world tells
-Gives   Setup; Meter, which makes Seen
+Gives   Setup; Meter, which makes Seen; all_tokens_are_there
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ class Seen(NamedTuple):
         return self.generated / self.seconds
 
 
+def all_tokens_are_there(sampled: int, trained: int, live: int) -> None:
+    """What engines sampled is trained, or is there."""
+    if sampled != trained + live:
+        raise RuntimeError(f"{sampled} tokens sampled, {trained} trained, {live} live")
+
+
 class Meter:
     """What happens between the end of the steps before and that of the last one.
 
@@ -131,8 +137,7 @@ class Meter:
     def seen(self, now: int, batches: Sequence[TimedBatch], live: int) -> Seen:
         """`live`: tokens now of what was begun and not trained."""
         counts = _counts(now, batches)
-        if counts[0] != self._trained + live:
-            raise RuntimeError(f"{counts[0]} tokens sampled, {self._trained} trained, {live} live")
+        all_tokens_are_there(counts[0], self._trained, live)
         sampled, prefilled, preempted = (
             there - before for there, before in zip(counts, self._at_start, strict=True)
         )
