@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from transformers import Qwen2ForTokenClassification
 from laminar.config import ConfigError
 from laminar.training import advantages, checkpoint, critic
 from laminar.training.advantages import Estimator
+from laminar.training.batching import MicroBatch, TokenRows
 from laminar.training.critic import Critic
 from laminar.training.export import write_model
 from laminar.training.learner import Learner
@@ -29,6 +33,7 @@ from laminar.training.model import (
 )
 from laminar.training.resume import CheckpointError
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
+from laminar.training.threaded import ThreadedLearner
 from tests.kit.checkpoints import saved
 
 Make = Callable[..., Any]
@@ -148,6 +153,27 @@ def test_lambda_by_length_never_falls_below_0(make_samples: Make) -> None:
     ]
     found = advantages.gae(inputs(samples, lam="adaptive"))
     np.testing.assert_allclose(found, whitened(np.concatenate(each)), atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1, 4096])
+def test_advantages_are_whitened_over_the_whole_batch(
+    budget: int, make_learner: Make, make_samples: Make
+) -> None:
+    """Whatever it is split into. At a ratio of 1 the loss of a mini-batch is the mean advantage of
+    its tokens, which whitening of its own would make 0."""
+    settings = {
+        **PPO,
+        "data.train_batch_size": 3,
+        "algorithm.ppo_mini_batch_size": 1,
+        "algorithm.rollout_correction.rollout_is": "none",
+        "trainer.micro_batch_tokens": budget,
+    }
+    learner = make_learner(settings, drawn=True)
+    samples = learner.critic.with_values(make_samples())
+    expected = np.split(advantages.gae(inputs(samples)), np.cumsum(inputs(samples).lengths)[:-1])
+    groups = [expected[at : at + 4] for at in (0, 4, 8)]
+    found = [update.pg_loss for update in learner.train_step(make_samples(), 0).updates]
+    np.testing.assert_allclose(found, [-np.concatenate(g).mean() for g in groups], atol=1e-5)
 
 
 def test_a_group_of_one_has_advantages(make_learner: Make, make_samples: Make) -> None:
@@ -361,6 +387,18 @@ async def test_what_is_published_and_exported_has_nothing_of_it(
     load_policy(str(directory), "cpu", tokenizer_size=48)
 
 
+def test_engines_are_given_the_policy_and_nothing_else(run: Callable[..., Run]) -> None:
+    trained = run()
+    learner = ThreadedLearner(trained.config, lambda: 48)
+    layout = asyncio.run(learner.load())
+    asyncio.run(learner.train_step(trained.samples(), 0))
+    expected = dict(named_weights(learner.learner.policy.model))
+    assert dict(layout.shapes) == {name: tuple(t.shape) for name, t in expected.items()}
+    given = dict(learner.weights())
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
+
+
 def test_its_layers_are_those_of_the_model(model_directory: Make) -> None:
     source = str(model_directory(vocab_size=48))
     policy = load_policy(source, "cpu", tokenizer_size=48)
@@ -388,3 +426,95 @@ def test_values_in_bfloat16_are_near_those_in_float32(
         samples = made.with_values(make_samples())
         found.append(np.concatenate([s.values for s in samples]))
     assert 0 < np.abs(found[0] - found[1]).max() < 0.2
+
+
+# --- bugs that a test must see ----------------------------------------------------------------
+
+
+def values_of_the_next_token(patch: pytest.MonkeyPatch) -> None:
+    usual = LoadedPolicy.values
+
+    def values(self: LoadedPolicy, rows: TokenRows, compute: Compute) -> Any:
+        last = rows.input_ids.numel() - 1
+        return usual(self, replace(rows, index=(rows.index + 1).clamp(max=last)), compute)
+
+    patch.setattr(LoadedPolicy, "values", values)
+
+
+def whitened_returns(patch: pytest.MonkeyPatch) -> None:
+    usual = critic.returns_of
+
+    def returns_of(samples: list[TrainSample], config: Any) -> Any:
+        found = usual(samples, config)
+        flat = whitened(np.concatenate(list(found.values())))
+        ends = np.cumsum([len(part) for part in found.values()])[:-1]
+        return dict(zip(found, np.split(flat, ends), strict=True))
+
+    patch.setattr(critic, "returns_of", returns_of)
+
+
+def critic_among_the_weights(patch: pytest.MonkeyPatch) -> None:
+    usual = ThreadedLearner.weights
+
+    def weights(self: ThreadedLearner) -> Iterator[Any]:
+        yield from usual(self)
+        yield from named_weights(self.learner.critic.model.model)
+
+    patch.setattr(ThreadedLearner, "weights", weights)
+
+
+def critic_in_the_place_of_the_policy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ThreadedLearner, "model", property(lambda self: self.learner.critic.model.model))
+
+
+def updates_in_the_warm_up(patch: pytest.MonkeyPatch) -> None:
+    usual = Learner._batch
+    patch.setattr(Learner, "_batch", lambda self, ready, trains: usual(self, ready, trains=True))
+
+
+def whitened_by_pass(patch: pytest.MonkeyPatch) -> None:
+    usual = Learner._passes
+
+    def passes(self: Learner, samples: list[TrainSample]) -> list[MicroBatch]:
+        parts = [(micro, whitened(micro.advantages.numpy())) for micro in usual(self, samples)]
+        return [replace(micro, advantages=torch.from_numpy(part)) for micro, part in parts]
+
+    patch.setattr(Learner, "_passes", passes)
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., None]]] = {
+    "values-of-the-next-token": (
+        values_of_the_next_token,
+        partial(test_a_value_is_that_of_the_text_before_its_token, 60),
+    ),
+    "returns-whitened": (whitened_returns, test_returns_have_a_lambda_of_their_own),
+    "critic-published": (
+        critic_among_the_weights,
+        test_engines_are_given_the_policy_and_nothing_else,
+    ),
+    "critic-published-instead": (
+        critic_in_the_place_of_the_policy,
+        test_engines_are_given_the_policy_and_nothing_else,
+    ),
+    "policy-moved-in-warm-up": (
+        updates_in_the_warm_up,
+        test_warm_up_moves_the_critic_and_nothing_of_the_policy,
+    ),
+    "whitened-by-pass": (
+        whitened_by_pass,
+        partial(test_advantages_are_whitened_over_the_whole_batch, 4096),
+    ),
+}
+
+
+@pytest.mark.parametrize(("plant", "seen_by"), PLANTS.values(), ids=PLANTS)
+def test_a_planted_bug_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    seen_by: Callable[..., None],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = {name: request.getfixturevalue(name) for name in inspect.signature(seen_by).parameters}
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        seen_by(**wanted)
