@@ -66,6 +66,16 @@ VERL = {
     "critic.forward_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
+    **{
+        f"{section}.{verl}": f"reward.overlong_buffer.{ours}"
+        for section in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
+        for verl, ours in (
+            ("enable", "len; 0 is without"),
+            ("len", "len"),
+            ("penalty_factor", "penalty_factor"),
+        )
+    },
+    "overlong_buffer.enable": "reward.overlong_buffer.len; 0 is without",
     "async_training.staleness_threshold": "async.max_staleness",
     "async.staleness_threshold": "async.max_staleness",
     **dict.fromkeys(("fsdp_size", "fsdp_config.fsdp_size"), _RANKS),
@@ -213,7 +223,6 @@ UNSUPPORTED = {
         ("ppo_epochs", "num_iterations"),
         "a batch is trained once; algorithm.ppo_mini_batch_size parts it into several updates",
     ),
-    "overlong_buffer": 'algorithm.truncated = "mask" leaves truncated responses out of the loss',
     **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "the reference is model.name"),
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit", "quantization"), "rollout.dtype, trainer.dtype"

@@ -269,6 +269,12 @@ def _check_reward(c: Config) -> None:
         )
     if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
         raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
+    longest = c.data.max_response_length
+    if (tokens := c.reward.overlong_buffer.len) >= longest:
+        raise ConfigError(
+            f"reward.overlong_buffer.len = {tokens} is not below data.max_response_length = "
+            f"{longest}, so that every answer would lose reward: lower one or raise the other"
+        )
 
 
 def _check_batches(c: Config) -> None:

@@ -216,6 +216,16 @@ class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
     weight: float = 1.0  #: of its score in the sum; 0: only its metric
 
 
+class OverlongBufferConfig(Section, frozen=True, kw_only=True):
+    len: Annotated[
+        Natural,
+        says("last tokens before data.max_response_length that cost an answer reward; 0: none do"),
+    ] = 0
+    penalty_factor: Annotated[
+        NonNegative, says("what an answer of the full length loses; see docs/training.md")
+    ] = 1.0
+
+
 class RewardConfig(Section, frozen=True, kw_only=True):
     kind: Annotated[
         Literal["auto", "dataset", "math", "exact", "custom"],
@@ -250,6 +260,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
         True
     )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):

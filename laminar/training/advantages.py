@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.config import AlgorithmConfig, ConfigError
+from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.run.user_file import UserFunction, users_function
 from laminar.training.steps import TrainSample
 
@@ -246,9 +246,25 @@ class Estimator:
         return np.split(found, np.cumsum(batch.lengths)[:-1])
 
 
+def with_penalties(samples: Sequence[TrainSample], config: Config) -> Sequence[TrainSample]:
+    """The samples, each with what its length costs (DAPO's soft overlong punishment, 2503.14476).
+
+    Nothing up to reward.overlong_buffer.len tokens before the longest response, from there on a
+    part of the penalty for each token, and at the longest, cut off or not, all of it.
+    """
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if not buffer.len:
+        return samples
+    parts = ((len(s.response_ids) - longest + buffer.len) / buffer.len for s in samples)
+    return [
+        replace(s, penalty=min(0.0, -part * buffer.penalty_factor))
+        for s, part in zip(samples, parts, strict=True)
+    ]
+
+
 def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> AdvantageInputs:
     """ValueError for a reward that is not finite."""
-    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    rewards = np.array([s.trained_reward for s in samples], dtype=np.float64)
     if not np.isfinite(rewards).all():
         bad = samples[int(np.argmin(np.isfinite(rewards)))]
         raise ValueError(f"sample {bad.sample_id} has the reward {bad.reward}, no finite one")

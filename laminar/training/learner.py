@@ -29,7 +29,7 @@ from torch import Tensor
 from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.run.user_file import UserFunction
 from laminar.training.adapted import adapters_of
-from laminar.training.advantages import Estimator
+from laminar.training.advantages import Estimator, with_penalties
 from laminar.training.batching import (
     MicroBatch,
     micro_batches,
@@ -173,7 +173,7 @@ class Learner:
         Groups are cut into mini-batches in the order given. Raises ValueError for an empty batch,
         a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
         """
-        _check(samples, self.policy.vocab_limit)
+        samples = with_penalties(_checked(samples, self.policy.vocab_limit), self.config)
         warm_up = self.config.trainer.critic_warmup
         rate = learning_rate(self.config.optim, max(0, step - warm_up), self.total_steps - warm_up)
         set_rate(self.optimizer, rate)
@@ -426,7 +426,7 @@ def _oldest_behind(samples: Sequence[TrainSample]) -> dict[int, int]:
     return made
 
 
-def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:
+def _checked(samples: Sequence[TrainSample], vocab_limit: int) -> Sequence[TrainSample]:
     if not samples:
         raise ValueError("the batch is empty; a training step needs at least one sample")
     if len({s.sample_id for s in samples}) != len(samples):
@@ -434,6 +434,7 @@ def _check(samples: Sequence[TrainSample], vocab_limit: int) -> None:
     for sample in samples:
         _check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids, vocab_limit)
         _check_ids(f"the response of sample {sample.sample_id}", sample.response_ids, vocab_limit)
+    return samples
 
 
 def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:

@@ -196,6 +196,10 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "training/off_policy/trajectory_staleness/max": max(staleness),
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
+    penalties = [s.penalty for s in samples if s.penalty is not None]
+    if penalties:
+        found["critic/rewards/mean"] = np.mean([s.trained_reward for s in samples])
+        found["reward/overlong_ratio"] = np.mean(np.array(penalties) < 0)
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
     found |= token_staleness(samples, step)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
@@ -218,7 +222,7 @@ def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
 def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
     """Shares of the groups whose siblings agree: such a group teaches nothing, or little."""
     groups = list(by_group(samples).values())
-    flat = [np.ptp([s.reward for s in group]) <= CONSTANT_SPREAD for group in groups]
+    flat = [np.ptp([s.trained_reward for s in group]) <= CONSTANT_SPREAD for group in groups]
     return {
         "groups/all_right": np.mean([all(s.correct for s in group) for group in groups]),
         "groups/all_wrong": np.mean([not any(s.correct for s in group) for group in groups]),

@@ -88,6 +88,7 @@ class TrainSample:
     spans: tuple[Span, ...]  #: who sampled which part of the response, in order
     correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
+    penalty: float | None = None  #: at most 0, for its length; None: lengths cost nothing
     values: NDArray[np.float64] | None = None  #: of a critic, before each token of the response
     advantage: float | NDArray[np.float64] = 0.0  #: of all response tokens alike, or of each
 
@@ -110,6 +111,11 @@ class TrainSample:
                 f"sample {self.sample_id} has temperature {self.temperature}; greedy samples "
                 "cannot be trained"
             )
+
+    @property
+    def trained_reward(self) -> float:
+        """What advantages and returns are made of."""
+        return self.reward + (self.penalty or 0.0)
 
     @property
     def token_advantages(self) -> NDArray[np.float64]:

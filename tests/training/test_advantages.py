@@ -12,7 +12,7 @@ import pytest
 
 from laminar.config import Config
 from laminar.config.algorithm_rules import ESTIMATORS
-from laminar.training.advantages import ESTIMATES, Estimator, Floats
+from laminar.training.advantages import ESTIMATES, Estimator, Floats, with_penalties
 from laminar.training.steps import TrainSample
 
 Make = Callable[..., Config]
@@ -121,3 +121,30 @@ def test_a_user_may_give_each_token_an_advantage(
     for sample in Estimator(config.algorithm).with_advantages(samples):
         expected = np.arange(len(sample.response_ids)) + 0.5
         np.testing.assert_array_equal(sample.token_advantages, expected)
+
+
+def test_the_last_tokens_before_the_longest_answer_cost_reward(
+    make_config: Make, make_samples: Callable[..., list[TrainSample]]
+) -> None:
+    """A buffer of 4 before 20: up to 16 tokens are free, and 20 cost the whole factor."""
+    rows = make_samples(1, 5, reward=0.5)
+    lengths, penalties = [1, 16, 17, 19, 20], [0.0, 0.0, -0.5, -1.5, -2.0]
+    rows = [
+        replace(
+            row,
+            response_ids=np.zeros(length, np.int32),
+            logprobs=np.zeros(length, np.float32),
+            spans=(row.spans[0]._replace(num_tokens=length),),
+        )
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    keys = {"reward.overlong_buffer.len": 4, "reward.overlong_buffer.penalty_factor": 2.0}
+    found = with_penalties(rows, make_config(keys))
+    assert [s.penalty for s in found] == penalties
+    assert [s.reward for s in found] == [0.5] * 5, "the score is as it was"
+    keys = {**keys, "algorithm.adv_estimator": "rloo"}
+    estimated = Estimator(make_config(keys).algorithm).with_advantages(found)
+    others = [(sum(penalties) - own) / 4 for own in penalties]
+    expected = [own - other for own, other in zip(penalties, others, strict=True)]
+    np.testing.assert_allclose([s.advantage for s in estimated], expected, atol=1e-12)
+    assert all(s.penalty is None for s in with_penalties(rows, make_config({})))

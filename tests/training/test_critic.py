@@ -244,6 +244,14 @@ def test_returns_have_a_lambda_of_their_own(make_config: Make, make_samples: Mak
     )
 
 
+def test_returns_are_of_the_reward_less_what_length_costs(
+    make_config: Make, make_samples: Make
+) -> None:
+    samples = with_values([replace(s, penalty=-0.25) for s in make_samples(reward=1.0)])
+    found = critic.returns_of(samples, make_config(PPO))
+    np.testing.assert_allclose(np.concatenate(list(found.values())), 0.75)
+
+
 def test_masked_responses_and_rows_left_out_are_not_trained_on(
     make_learner: Make, make_samples: Make
 ) -> None:

@@ -15,7 +15,7 @@ from laminar.config import ConfigError
 from laminar.storage.rules import Span
 from laminar.training.learner import Learner
 from laminar.training.metrics import EXTRAS_SHOWN, reward_by_version
-from laminar.training.model import LoadedPolicy
+from laminar.training.model import LoadedPolicy, digest
 from laminar.training.steps import NO_SIGNAL, NON_FINITE, origin_of
 
 Make = Callable[..., Any]
@@ -251,6 +251,28 @@ def test_metrics_of_the_batch_are_those_of_its_samples(
         v: (pytest.approx(np.mean(r)), 4) for v, r in by_version.items()
     }
     assert all(isinstance(v, float) for v in found.values())
+
+
+def test_the_score_is_reported_without_what_length_costs(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    """It is trained as if the rewards had been lower, and reported as they are."""
+    samples = make_samples(groups=2, siblings=4, reward=1.0)
+    keys = {"optim.lr": 1e-2, "data.max_response_length": 15}
+    costs = [-max(0.0, (len(s.response_ids) - 5) / 10) for s in samples]
+    trained = [1.0 + cost for cost in costs]
+    lower = [replace(s, reward=r) for s, r in zip(samples, trained, strict=True)]
+    policies = make_policy(), make_policy()
+    expected = Learner(make_config(keys), policies[0]).train_step(lower, 5)
+    keys |= {"reward.overlong_buffer.len": 10}
+    found = Learner(make_config(keys), policies[1]).train_step(samples, 5)
+    assert digest(policies[0]) == digest(policies[1]) != digest(make_policy())
+    metrics = found.metrics
+    assert metrics["reward/mean"] == metrics["critic/score/mean"] == 1.0
+    assert metrics["critic/rewards/mean"] == pytest.approx(np.mean(trained))
+    assert metrics["reward/overlong_ratio"] == np.mean([cost < 0 for cost in costs])
+    assert metrics["groups/no_variance"] == expected.metrics["groups/no_variance"] == 0.0
+    assert "critic/rewards/mean" not in expected.metrics
 
 
 def test_groups_whose_siblings_agree_are_counted(

@@ -239,9 +239,10 @@ def test_a_rank_is_sent_all_of_a_sample_but_what_ranks_work_out() -> None:
     """Each works out advantages from the whole batch, which may give one to each token."""
     assert {f.name for f in fields(TrainSample)} - set(Row.__struct_fields__) == {
         "advantage",
+        "penalty",
         "values",
     }
     sample = make_samples()[0]
-    again = sample_of(row_of(replace(sample, advantage=3.0, values=np.ones(9))))
+    again = sample_of(row_of(replace(sample, advantage=3.0, penalty=-1.0, values=np.ones(9))))
     for field in fields(TrainSample):
         np.testing.assert_array_equal(getattr(again, field.name), getattr(sample, field.name))
