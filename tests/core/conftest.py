@@ -7,7 +7,7 @@ import pytest
 from tests.kit.random_worlds import failing_world, pausing_world, random_world
 from tests.kit.world import World
 
-GOOD_SEEDS, FAILING_SEEDS, PAUSING_SEEDS = 200, 60, 40
+GOOD_SEEDS, FAILING_SEEDS, PAUSING_SEEDS = 150, 40, 30
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from tests.kit.event_cells import (
     StatusCell,
 )
 
-SITUATIONS = 120
+SITUATIONS = 80
 
 
 @pytest.fixture(scope="module")

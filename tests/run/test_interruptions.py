@@ -182,9 +182,11 @@ def _all_came_back(run: Finished) -> None:
     assert "node-0 ended with exit code -9, and its processes with it" in run.output
 
 
-def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["emulated", pytest.param("torch", marks=pytest.mark.long)])
+def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path, engine: str) -> None:
     """While it lives nobody moves its directory away; then nothing is left of its processes."""
-    process = start(tmp_path, "trainer.total_training_steps=500", "data.train_batch_size=4")
+    words = ["trainer.total_training_steps=500", "data.train_batch_size=4"]
+    process = start(tmp_path, *words, f"rollout.engine={engine}", "emulation.train_s=0.5")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
     living = {holder.name: holder.pid for holder in holders(tmp_path / "run")}
     again = laminar("train", *arguments(tmp_path), "--move-old")
@@ -197,7 +199,8 @@ def test_ctrl_c_drains_and_leaves_a_usable_run(tmp_path: Path) -> None:
     assert run.code == 0, run.output
     assert run.summary["interrupted"] is True
     assert f"train --resume {run.directory}" in run.output
-    assert (run.directory / "export" / "model.safetensors").is_file()
+    exported = "model.safetensors" if engine == "torch" else "emulated_weights.bin"
+    assert (run.directory / "export" / exported).is_file()
     done = laminar("audit", str(run.directory))
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -15,7 +15,9 @@ ON_ITS_WAY_S = 0.05
 SEEDS = range(3)
 
 
-@pytest.mark.parametrize("fault", ["replica-dies", "run-dies"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("replica-dies", marks=pytest.mark.long), "run-dies"]
+)
 def test_only_one_progress_interval_is_generated_again(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

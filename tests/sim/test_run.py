@@ -135,7 +135,7 @@ def answers_that_stayed() -> list[Answers]:
     return answers
 
 
-@pytest.mark.parametrize("policy", ["gain", "best-fit"])
+@pytest.mark.parametrize("policy", ["gain", pytest.param("best-fit", marks=pytest.mark.long)])
 def test_what_moves_is_generated_as_if_it_had_stayed(
     policy: str, answers_that_stayed: list[Answers]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from laminar.sim.faults.faults import FATAL_ROLES
@@ -49,7 +51,18 @@ LOSSES = [(role, way) for role in FATAL_ROLES for way in WAYS]
 NEW_ONE_WILL_DO = [(role, "replaced") for role in ("node", "relay")]
 
 
-@pytest.mark.parametrize(("role", "way"), [loss for loss in LOSSES if loss not in NEW_ONE_WILL_DO])
+def _losses() -> list[Any]:
+    """Every way for one role, and every role in one way; each with each takes long."""
+    return [
+        pytest.param(
+            role, way, marks=() if role == "trainer" or way == "dies" else pytest.mark.long
+        )
+        for role, way in LOSSES
+        if (role, way) not in NEW_ONE_WILL_DO
+    ]
+
+
+@pytest.mark.parametrize(("role", "way"), _losses())
 def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
     """The run ends with a reason, whatever the way."""
     fatal = config("hangs", replicas=4, total_steps=0, num_train=400, seconds=60.0)
