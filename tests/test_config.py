@@ -525,7 +525,7 @@ def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> N
     [
         (['rollout.update="in-fligt"'], "rollout.update"),
         (['repack.policy="gain"'], 'give repack.policy = "off"'),
-        (["rollout.groups_per_version=4"], "leave rollout.groups_per_version out"),
+        (["rollout.groups_per_version=4"], "give rollout.groups_per_version = 0"),
         (['rollout.kv_on_update="drop"'], "rollout.kv_on_update"),
     ],
 )

@@ -114,7 +114,7 @@ def _check_update(c: Config) -> None:
         raise ConfigError(
             f'rollout.update = "in-flight" with rollout.groups_per_version = '
             f"{rollout.groups_per_version}: in flight a replica takes as many prompts as the "
-            "staleness bound and its slots allow; leave rollout.groups_per_version out"
+            "staleness bound and its slots allow; give rollout.groups_per_version = 0"
         )
 
 

@@ -125,7 +125,9 @@ class ReplicaEngine(Protocol):
         """Replace all weights by copies, between two steps; nothing of older weights is used
         afterwards, no cache but what `on_update` keeps.
 
-        None: EngineError while a sequence runs; else sequences go on with the new weights.
+        None: EngineError while a sequence runs; else sequences go on with the new weights. Should
+        these give log-probs that are not finite, all requests are dropped, and the next `score`
+        fails; once it has answered, the engine itself does.
         EngineError for tensors that are unknown, missing or of another shape; then the engine has
         no weights and no requests.
         """

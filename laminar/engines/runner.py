@@ -8,6 +8,9 @@ All engine calls happen on the one engine thread, between two steps, so no engin
 Results reach the loop in order: when `abort` or `call` resolves, every delta produced before it
 has been handed to `on_deltas`. A loop that is slow gets deltas of several steps in one call
 rather than a growing queue of callbacks.
+
+Sequences that go on with new weights step before these are proved, and broken ones may break the
+step. That is no failure of the engine, whose requests are dropped: `score`, the proof, says so.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class EngineRunner:
         self._lock = threading.Lock()  # guards the two above
         self._stats = engine.stats()
         self._weights = MappedWeights()
+        self._proved = True  #: `score` has answered since the last load, or nothing ran then
+        self._broken: EngineError | None = None  #: what a step failed with before that
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -77,12 +82,11 @@ class EngineRunner:
         self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         """Copy a version into the engine."""
-        tensors = self._weights.tensors
-        return self.call(lambda engine: engine.load_weights(tensors(source), on_update))
+        return self.call(lambda engine: self._load(engine, source, on_update))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
-        return self.call(lambda engine: engine.score(sequences))
+        return self.call(lambda engine: self._score(engine, sequences))
 
     def call(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run fn(engine) on the engine's thread between steps; the future has its outcome."""
@@ -146,9 +150,23 @@ class EngineRunner:
     def _busy(self) -> bool:
         return self._stats.running + self._stats.waiting > 0
 
+    def _load(self, engine: Engine, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+        self._broken, self._proved = None, on_update is None
+        engine.load_weights(self._weights.tensors(source), on_update)
+
+    def _score(self, engine: Engine, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        if self._broken is not None:
+            raise self._broken
+        scores = engine.score(sequences)
+        self._proved = True
+        return scores
+
     def _step(self) -> None:
         start = time.monotonic_ns()
-        deltas = self._engine.step()
+        try:
+            deltas = self._engine.step()
+        except EngineError as error:
+            return self._broke(error)
         end = time.monotonic_ns()
         self._stats = self._engine.stats()
         tokens = sum(len(delta.token_ids) for delta in deltas)
@@ -159,6 +177,14 @@ class EngineRunner:
             self._delivery_due |= due
         if due:
             self._loop.call_soon_threadsafe(self._deliver)
+
+    def _broke(self, error: EngineError) -> None:
+        """A step failed; with weights that are not proved they are at fault."""
+        if self._proved:
+            raise error
+        self._broken = error
+        self._engine.close()
+        self._stats = self._engine.stats()
 
     def _deliver(self) -> None:
         """Hand over all deltas so far, on the loop."""

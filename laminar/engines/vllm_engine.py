@@ -40,7 +40,7 @@ from laminar.engines.protocol import (
 )
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.vllm_output import Output
-from laminar.engines.vllm_requests import Requests
+from laminar.engines.vllm_requests import NOT_FINITE, Requests
 from laminar.names.process_end import how_it_ended
 
 T = TypeVar("T")
@@ -112,6 +112,8 @@ class VllmEngine:
         self._loaded = False
         self._running = Requests(llm, on_deltas, self._given_up)
         self._loads = 0  #: that have begun
+        self._proved = True  #: scores have come since the last load, or nothing ran then
+        self._broken = False  #: and what was sampled before that was not finite
         self._scored = 0
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -188,6 +190,7 @@ class VllmEngine:
         if on_update is None:
             self._need_idle("load weights")
             self._loaded = False
+        self._proved, self._broken = on_update is None, False
         label = str(self._loads)
         self._running.hold()
         try:
@@ -234,11 +237,9 @@ class VllmEngine:
             check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
         rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
         scores: list[list[float]] = await self._within(LOAD_S, "a score", rows)
-        if not all(math.isfinite(score) for row in scores for score in row):
-            raise EngineError(
-                "the model gives logits that are not finite: the loaded weights are broken; load "
-                "other weights"
-            )
+        if self._broken or not all(math.isfinite(score) for row in scores for score in row):
+            raise EngineError(f"{NOT_FINITE}; load other weights")
+        self._proved = True
         return scores
 
     async def _score_one(self, ids: list[int]) -> list[float]:
@@ -308,6 +309,9 @@ class VllmEngine:
     def _given_up(self, request_id: str, error: Exception | str) -> None:
         if isinstance(error, EngineDeadError):
             self._fail(self._death())
+        elif error == NOT_FINITE and not self._proved:
+            self._broken = True
+            self._running.drop()
         elif isinstance(error, str):
             self._fail(error)
         else:

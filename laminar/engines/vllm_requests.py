@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
 
 REASONS = {"stop": STOP, "length": LENGTH}
+NOT_FINITE = "the model gives log-probs that are not finite: the loaded weights are broken"
 
 
 @dataclass
@@ -140,8 +141,7 @@ class Requests:
         scores = completion.logprobs or ()
         logprobs = [row[token].logprob for row, token in zip(scores, tokens, strict=True)]
         if not all(map(math.isfinite, logprobs)):
-            why = "the model gives log-probs that are not finite: broken weights"
-            return self._on_failure(request_id, why)
+            return self._on_failure(request_id, NOT_FINITE)
         first = running.taken
         running.taken += len(tokens)
         parts = parts_of(self._starts(request_id, completion), first, running.taken)

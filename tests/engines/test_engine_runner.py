@@ -6,12 +6,22 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_models import Output, build, collect, engine_of, request, run_all
 
-from laminar.engines.protocol import EngineError, EngineStats, GenerateRequest, TokenDelta
+from laminar.engines.protocol import (
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    KvOnUpdate,
+    TensorPlace,
+    TokenDelta,
+    WeightSource,
+)
 from laminar.engines.runner import EngineRunner
 
 
@@ -217,6 +227,65 @@ async def test_a_failing_step_reaches_everybody_who_waits() -> None:
         with pytest.raises(EngineError, match="has stopped"):
             await asyncio.wait_for(future, 10)
     await asyncio.wait_for(runner.close(), 10)
+
+
+def written(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
+    """A version as it lies in a relay's memory."""
+    places, data = [], bytearray()
+    for name, tensor in tensors:
+        places.append(TensorPlace(name, "float32", tuple(tensor.shape), len(data)))
+        data += tensor.detach().numpy().tobytes()
+    path.write_bytes(data)
+    return WeightSource(str(path), 0, len(data), tuple(places))
+
+
+def broken(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.full_like(t, torch.nan)) for name, t in model.named_parameters()]
+
+
+async def until_nothing_runs(runner: EngineRunner) -> None:
+    async with asyncio.timeout(10):
+        while any((runner.stats().running, runner.stats().waiting)) and not runner.failed.done():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+async def test_weights_that_break_a_step_in_flight_fail_their_proof_and_not_the_engine(
+    on_update: KvOnUpdate, tmp_path: Path
+) -> None:
+    """As where nothing ran: the replica says which weights it rejects, and loads others."""
+    model = build("qwen2")
+    runner, inbox = start(engine_of(model))
+    good = written(tmp_path / "good", model.named_parameters())
+    await runner.add(request("a", (1, 2), limit=150))
+    await runner.load(written(tmp_path / "broken", broken(model)), on_update)
+    await until_nothing_runs(runner)
+    await runner.add(request("crossed", (1, 2)))
+    await until_nothing_runs(runner)
+    with pytest.raises(EngineError, match="loaded weights are broken"):
+        await runner.score([[1, 2]])
+    assert not runner.failed.done()
+    await runner.load(good)
+    assert await runner.score([[1, 2]]) == engine_of(model).score([[1, 2]])
+    await runner.add(request("b", (1, 2, 3), limit=4))
+    await inbox.finished("b")
+    assert "crossed" not in inbox.outputs
+    await runner.close()
+
+
+async def test_a_step_that_fails_with_proved_weights_is_a_failure_of_the_engine(
+    tmp_path: Path,
+) -> None:
+    model = build("qwen2")
+    real = engine_of(model)
+    runner, _ = start(real)
+    await runner.load(written(tmp_path / "v", model.named_parameters()), "keep")
+    await runner.score([[1, 2]])
+    await runner.call(lambda _: real.load_weights(broken(model)))
+    await runner.add(request("a", (1, 2)))
+    with pytest.raises(EngineError, match="loaded weights are broken"):
+        await asyncio.wait_for(asyncio.shield(runner.failed), 10)
+    await runner.close()
 
 
 async def test_close_answers_what_still_waits_and_may_be_called_again() -> None:

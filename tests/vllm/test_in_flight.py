@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from laminar.engines.protocol import EngineError, KvOnUpdate
 from laminar.engines.vllm_requests import parts_of
@@ -184,6 +185,31 @@ async def test_after_a_load_that_fails_nothing_runs_until_another(tmp_path: Path
     await flight.add("b", limit=20)
     await flight.replica.ended("b")
     assert flight.worst("b", "keep") < 1e-3
+    await flight.engine.close()
+
+
+@pytest.mark.parametrize("on_update", BOTH)
+async def test_broken_weights_fail_their_proof_and_not_the_engine(
+    tmp_path: Path, on_update: KvOnUpdate
+) -> None:
+    """What is sampled with them before the proof has no log-prob that is a number."""
+    model = model_of(1)
+    flight = await Flight.start(tmp_path, model)
+    await flight.add("a")
+    await flight.replica.until("a", 5)
+    broken = {n: torch.full_like(tensor, torch.nan) for n, tensor in tensors_of(model).items()}
+    await flight.replica.load(broken, on_update)
+    async with asyncio.timeout(60):
+        while "a" in flight.engine._running and not flight.engine.failed.done():
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="loaded weights are broken"):
+        await flight.engine.score([PROMPT])
+    assert not flight.engine.failed.done()
+    flight.models[2] = None
+    await flight.load(model)
+    await flight.add("b", limit=20)
+    await flight.replica.ended("b")
+    assert flight.worst("b", "recompute") < 1e-3
     await flight.engine.close()
 
 
