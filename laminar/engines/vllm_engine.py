@@ -113,7 +113,7 @@ class VllmEngine:
         self._running = Requests(llm, on_deltas, self._given_up)
         self._loads = 0  #: that have begun
         self._proved = True  #: scores have come since the last load, or nothing ran then
-        self._broken = False  #: and what was sampled before that was not finite
+        self._broken = False  #: what was sampled or scored since then was not finite
         self._scored = 0
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -190,7 +190,7 @@ class VllmEngine:
         if on_update is None:
             self._need_idle("load weights")
             self._loaded = False
-        self._proved, self._broken = on_update is None, False
+        self._proved = on_update is None
         label = str(self._loads)
         self._running.hold()
         try:
@@ -215,12 +215,13 @@ class VllmEngine:
         if keeps:
             await self._within(RPC_S, "an abort", self._running.salt(label))
         table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
-        where = (source.path, source.offset, source.nbytes, table)
+        where = (source.path, source.offset, source.nbytes, table, self._broken)
         answers = await self._within(
             LOAD_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
         )
         # Refused while a sequence holds blocks: so it also proves that the pause has cleared them.
         cleared = keeps or await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
+        self._broken = False
         await self._within(RPC_S, "a label", llm.update_weight_version(label))
         failures = [answer for answer in answers if answer]
         if not cleared:
@@ -237,7 +238,8 @@ class VllmEngine:
             check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
         rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
         scores: list[list[float]] = await self._within(LOAD_S, "a score", rows)
-        if self._broken or not all(math.isfinite(score) for row in scores for score in row):
+        self._broken |= not all(math.isfinite(score) for row in scores for score in row)
+        if self._broken:
             raise EngineError(f"{NOT_FINITE}; load other weights")
         self._proved = True
         return scores

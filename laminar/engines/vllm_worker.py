@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker processes: weights from the relay's shared memory, ids masked.
 
 Reads   a path, an offset and a table of tensors (every rank the same; each keeps its share)
-Writes  the live model of the worker
+Writes  the live model of the worker, and its cache
 
 Named to vLLM as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
 layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and packs them for the
@@ -51,11 +51,22 @@ class LaminarWorker:
         model.compute_logits = masked
 
     def laminar_load(
-        self, path: str, offset: int, nbytes: int, tensors: list[tuple[str, str, list[int], int]]
+        self,
+        path: str,
+        offset: int,
+        nbytes: int,
+        tensors: list[tuple[str, str, list[int], int]],
+        broken: bool,
     ) -> str:
-        """Replace all weights; why that failed, or nothing. Only while the core runs no step."""
+        """Replace all weights; why that failed, or nothing. Only while the core runs no step.
+
+        `broken`: those before gave what is not finite. In the cache it would outlive them: masked
+        positions are multiplied by 0, and 0 * NaN is NaN.
+        """
         places = tuple(TensorPlace(n, d, tuple(shape), at) for n, d, shape, at in tensors)
         source = WeightSource(path, offset, nbytes, places)
+        for cache in self.model_runner.kv_caches if broken else ():
+            cache.zero_()
         try:
             self._replace_weights(source)
         except (EngineError, KeyError, ValueError, AssertionError, RuntimeError) as error:
