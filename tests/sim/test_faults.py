@@ -151,6 +151,23 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
         assert kind == (FailureKind.REWARD_FAILS if fails else None)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lost-in-load",
+        "load-proves-wrong",
+        "store-cut-in-load",
+        "coordinator-killed-in-load",
+        "evaluation-in-load",
+    ],
+)
+def test_a_load_in_flight_is_struck_and_nothing_breaks(kind: str) -> None:
+    flying = config(kind, **SMALL, update="in-flight", num_eval=4, test_freq=1)
+    outcome = run_seed(flying, 2)
+    assert not outcome.invariant, outcome.details
+    assert outcome.coverage[f"fault:{kind}"] > 0 and not outcome.failure
+
+
 def test_menu_is_complete() -> None:
     drawn = {*RECURRING, *SILENCES, *EXITS, *STORE, *TRAINER, *RATES, *OWN_RATES, *WEDGES}
     drawn |= {*WEATHER, *ONCE, *RUN, *CUTS}

@@ -66,6 +66,7 @@ class Effects:
         """The trainer's next publish that it is ordered to make has other bytes."""
         self.dies_next = ""  #: place in its code where the trainer dies when it comes there
         self.unheard_next = False  #: what it says of its steps until then does not arrive
+        self.wrong: dict[str, int] = {}  #: how many of its next loads prove wrong, by replica
         self.sticks_next = False  #: the next transfer along the chain does
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
         #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY

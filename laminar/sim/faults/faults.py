@@ -275,7 +275,12 @@ class Faults(Effects):
         """Whether a process's node gives up on it."""
         return process.name in self.dead
 
-    def corrupts_weights(self) -> bool:
+    def corrupts_weights(self, process: SimProcess) -> bool:
+        """What this replica has loaded is not what was published."""
+        if self.wrong.get(process.name) and not self.healed:
+            self.wrong[process.name] -= 1
+            self.harm(process.name)
+            return True
         return self._strikes("weights-corrupt")
 
     def loses_reward_worker(self) -> bool:

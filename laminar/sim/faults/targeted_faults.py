@@ -2,8 +2,8 @@
 
 Reads   the coordinator's state after each of its turns, the seed
 Writes  the world, through Effects: a process is lost or slow, a user asks
-Gives   TARGETED, by kind of fault; those of relays, versions and hand-overs are in files of their
-        own
+Gives   TARGETED, by kind of fault; those of relays, versions, hand-overs and loads are in files of
+        their own
 
 What strikes at random times seldom meets a short phase: a third death just when the trainer waits
 for that answer, a relay that is lost while it is being published to. Each waits for its moment
@@ -34,6 +34,13 @@ from laminar.sim.faults.targeted_handover import (
     PoisonInTail,
     RelayInHandover,
     StoreCutInHandover,
+)
+from laminar.sim.faults.targeted_load import (
+    CoordinatorInLoad,
+    EvaluationInLoad,
+    LostInLoad,
+    ProofFails,
+    StoreCutInLoad,
 )
 from laminar.sim.faults.targeted_machine import MachineInPhase
 from laminar.sim.faults.targeted_relay import (
@@ -175,7 +182,7 @@ TARGETED: dict[str, type[TargetedFault]] = {
         DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
         EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
         DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
-        EvaluationInHandover, PoisonInTail, MachineInPhase,
-        NewestCheckpointDamaged,
+        EvaluationInHandover, PoisonInTail, MachineInPhase, NewestCheckpointDamaged, LostInLoad,
+        ProofFails, StoreCutInLoad, CoordinatorInLoad, EvaluationInLoad,
     )
 }  # fmt: skip

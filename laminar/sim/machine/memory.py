@@ -156,7 +156,7 @@ class ReachableWeights:
         duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
         await asyncio.sleep(duration_s * self._process.slow)
         found = world.models.get(str(directory))
-        if found is None or world.faults.corrupts_weights():
+        if found is None or world.faults.corrupts_weights(self._process):
             raise NotReadable("it is not there" if found is None else "wrong digest")
         manifest = mf.decode(found.extra[VERSION_FILE])
         if manifest.version != version:
@@ -172,6 +172,6 @@ class ReachableWeights:
 
     async def verify(self, view: Bytes, manifest: mf.Manifest) -> None:
         copied = self._copy is not None and view is self._copy.view
-        if not copied and self._world.faults.corrupts_weights():
+        if not copied and self._world.faults.corrupts_weights(self._process):
             raise WeightsCorrupt("wrong digest")
         verify(view, manifest)
