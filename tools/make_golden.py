@@ -97,6 +97,20 @@ RUNS = (
         {"max_staleness": 4, "replicas": 4},
     ),
     Recipe(
+        "weights_in_flight",
+        "replicas are lost in a load, or what they load proves wrong; what ran goes on elsewhere",
+        ("lost-in-load", "load-proves-wrong", "evaluation-in-load", "coordinator-killed-in-load"),
+        (
+            "fault:lost-in-load",
+            "fault:load-proves-wrong",
+            "fault:evaluation-in-load",
+            "fault:coordinator-killed-in-load",
+            "event:WeightsRejected",
+            "WeightsRejected -> GenerateTrajectory",
+        ),
+        {"update": "in-flight", "max_staleness": 4},
+    ),
+    Recipe(
         "checkpoints",
         "a version that no relay has any more is loaded from its checkpoint, or cannot be",
         ("replica-dies", "weights-corrupt"),
