@@ -513,6 +513,14 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
             {"algorithm.policy_loss.options": {"tau": 1.0}},
             "has 'tau', but loss_mode = 'vanilla' takes none; remove it",
         ),
+        ({"algorithm.policy_loss.loss_mode": "dro"}, "= 'dro' needs dro_beta: give algorithm"),
+        (
+            {
+                "algorithm.policy_loss.loss_mode": "dro",
+                "algorithm.policy_loss.options": {"dro_beta": 0},
+            },
+            "dro_beta = 0: give a number above 0",
+        ),
     ],
 )
 def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> None:

@@ -52,8 +52,7 @@ class PolicyLossConfig(Section, frozen=True, kw_only=True):
         str,
         path("file:name"),
         says(
-            "vanilla (PPO) | gspo | cispo | sapo | gpg | geo_mean | your function as path.py:name; "
-            "see docs/training.md"
+            "vanilla (PPO), gspo, cispo, ... | your function as path.py:name; see docs/training.md"
         ),
     ] = "vanilla"
     options: Annotated[dict[str, Any], says("what the loss takes besides the clip ratios")] = {}

@@ -16,15 +16,18 @@ from laminar.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
 
-LOSS_OPTIONS: dict[str, dict[str, float]] = {
+LOSS_OPTIONS: dict[str, dict[str, float | None]] = {
     "vanilla": {},
     "gspo": {},
     "cispo": {},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "gpg": {},
     "geo_mean": {},
+    "dppo_tv": {},
+    "dro": {"dro_beta": None},
 }
-"""Of algorithm.policy_loss.loss_mode: each name, with its options and their defaults."""
+"""Of algorithm.policy_loss.loss_mode: each name, with its options and their defaults; None: one has
+to be given."""
 OWN_AGGREGATION = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean")
 """Losses that are defined with one loss_agg_mode, which goes before the setting; as in verl."""
 ESTIMATORS = (
@@ -59,6 +62,12 @@ def check_algorithm(config: Config) -> None:
     known = LOSS_OPTIONS.get(loss.loss_mode)
     if known is None:  # options of the user's own function
         return
+    needed = (name for name, value in known.items() if value is None)
+    if missing := next((name for name in needed if name not in loss.options), ""):
+        raise ConfigError(
+            f"algorithm.policy_loss.loss_mode = {loss.loss_mode!r} needs {missing}: give "
+            f"algorithm.policy_loss.options = {{ {missing} = NUMBER }}, a number above 0"
+        )
     for name, value in loss.options.items():
         if name not in known:
             takes = f"takes {', '.join(known)}" if known else "takes none"

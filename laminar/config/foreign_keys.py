@@ -42,7 +42,7 @@ VERL = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "log_prob_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
     "log_prob_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-    **dict.fromkeys(("tau_pos", "tau_neg"), "algorithm.policy_loss.options"),
+    **dict.fromkeys(("tau_pos", "tau_neg", "dro_beta"), "algorithm.policy_loss.options"),
     "actor_rollout_ref.model.lora_rank": "lora.rank",
     "actor_rollout_ref.model.lora_alpha": "lora.alpha",
     "actor_rollout_ref.model.target_modules": "lora.target_modules",

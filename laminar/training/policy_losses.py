@@ -15,6 +15,9 @@ the same gradient. At log_probs == old_log_probs every loss here has the gradien
     sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A (2511.20347)
     gpg         -A log_probs
     geo_mean    -A times the geometric mean of r, clipped on the side of A's sign (2507.20673)
+    dppo_tv     -min(r, clip_ratio_c) A log_probs, the weight a constant, and 0 where the
+                probability of the token has moved too far in A's direction (2602.04879)
+    dro         -(A log_probs - beta / 2 (log r)^2) (2405.19107)
 """
 
 from __future__ import annotations
@@ -115,6 +118,28 @@ def geo_mean(batch: LossInputs) -> Tensor:
     return -batch.advantages * batch.means(chosen).exp()
 
 
+def dppo_tv(batch: LossInputs) -> Tensor:
+    """What is bounded is the difference of probabilities, not their ratio."""
+    moved = (batch.log_probs.exp() - batch.old_log_probs.exp()).detach()
+    within = torch.where(
+        batch.advantages > 0,
+        moved <= batch.options["clip_ratio_high"],
+        moved >= -batch.options["clip_ratio_low"],
+    )
+    ratio, most = batch.log_ratio.exp().detach(), batch.options["clip_ratio_c"]
+    batch.figures["clipped"] = ~within
+    batch.figures["clipped_lower"] = (ratio > most) & within
+    return -batch.advantages * ratio.clamp(max=most) * batch.log_probs * within
+
+
+def dro(batch: LossInputs) -> Tensor:
+    """REINFORCE with a quadratic price for leaving the old policy: of a sequence without advantage,
+    too."""
+    moved = batch.log_probs - batch.old_log_probs
+    price: Tensor = 0.5 * batch.options["dro_beta"] * moved.square()
+    return price - batch.advantages * batch.log_probs
+
+
 def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
     """The larger of the plain and the clipped loss."""
     plain = -batch.advantages * ratio
@@ -130,8 +155,10 @@ POLICY_LOSSES: dict[str, Loss] = {
     "sapo": sapo,
     "gpg": gpg,
     "geo_mean": geo_mean,
+    "dppo_tv": dppo_tv,
+    "dro": dro,
 }
-NEED_ADVANTAGE = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean"})
+NEED_ADVANTAGE = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv"})
 """Those that are 0, and have the gradient 0, wherever the advantage is 0."""
 
 

@@ -138,6 +138,7 @@ def verl_settings(aggregation: str) -> Settings:
         clip_ratio_c=3.0,
         tau_pos=1.0,
         tau_neg=1.05,
+        policy_loss=Settings(dro_beta=0.3),
         loss_agg_mode=aggregation,
         global_batch_info={
             "dp_size": 1,
@@ -158,6 +159,7 @@ def test_value_and_gradient_of_every_loss(
         pytest.skip("verl takes the geometric mean of the weights there, and we weigh each token")
     keys = {
         "algorithm.policy_loss.loss_mode": name,
+        "algorithm.policy_loss.options": {"dro_beta": 0.3} if name == "dro" else {},
         "algorithm.loss_agg_mode": aggregation,
         "algorithm.rollout_correction.rollout_is": "token" if kind == "icepop" else kind,
         "algorithm.rollout_correction.rollout_is_threshold": "0.8_1.3" if kind == "icepop" else 2,

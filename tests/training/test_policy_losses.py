@@ -28,7 +28,7 @@ def make_loss(make_config: Make) -> Callable[..., PolicyLoss]:
     def build(name: str = "vanilla", **options: Any) -> PolicyLoss:
         keys = {
             "algorithm.policy_loss.loss_mode": name,
-            "algorithm.policy_loss.options": options,
+            "algorithm.policy_loss.options": {"dro_beta": 0.3} if name == "dro" else options,
         }
         return PolicyLoss(make_config(keys).algorithm)
 
@@ -126,6 +126,33 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token(make_loss: Callable[..., Po
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-1.28, -0.8, -1.1])
     assert figures["clipped"].tolist() == [True, True, False]
+
+
+def test_dppo_stops_a_token_whose_probability_has_moved_too_far(
+    make_loss: Callable[..., PolicyLoss],
+) -> None:
+    """A ratio of 20 moves a rare token by 0.19, which is within 0.2; its weight is 3 at most."""
+    old, new = torch.tensor([0.01, 0.3, 0.3, 0.6, 0.6]), torch.tensor([0.2, 0.6, 0.6, 0.3, 0.3])
+    advantages, log_probs = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0]), new.log().requires_grad_()
+    losses, figures = of_tokens(make_loss("dppo_tv"), log_probs, old.log(), advantages)
+    losses.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-3.0, 0.0, 2.0, -0.5, 0.0])
+    assert figures["clipped"].tolist() == [False, True, False, False, True]
+    assert figures["clipped_lower"].tolist() == [True] + [False] * 4
+
+
+def test_dro_holds_a_token_without_advantage_near_what_it_was(
+    make_loss: Callable[..., PolicyLoss],
+) -> None:
+    log_probs = torch.tensor([-1.0, -2.0]).requires_grad_()
+    loss = make_loss("dro")
+    losses, _ = of_tokens(loss, log_probs, torch.tensor([-3.0, -1.0]), torch.tensor([1.0, 0.0]))
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([1.0 + 0.15 * 4.0, 0.15])
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-1.0 + 0.3 * 2.0, -0.3])
+    assert not loss.needs_advantage
 
 
 def test_gspo_clips_by_the_geometric_mean_of_the_sequence(
