@@ -22,7 +22,13 @@ from laminar.cli.reward_trial import trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
-from laminar.engines.check import EMBEDDING, check_engine, count_gpus, weight_shapes
+from laminar.engines.check import (
+    EMBEDDING,
+    check_embedding,
+    check_engine,
+    count_gpus,
+    weight_shapes,
+)
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.net.addresses import ip_of
@@ -196,8 +202,7 @@ def _check_cuda(asked: list[str]) -> None:
 
 def check_critic(config: Config) -> None:
     """The model that the critic begins as reads the ids of the policy's tokenizer."""
-    name = config.critic.model.name
-    if not name or name == config.model.name:
+    if (name := config.critic.model.name) in ("", config.model.name):
         return
     key = f"critic.model.name = {name!r}"
     if not Path(name).is_dir():
@@ -205,11 +210,14 @@ def check_critic(config: Config) -> None:
             f"{key} is not a directory; give the path of a Hugging Face model with the tokenizer "
             "of model.name, its name on the hub, ORG/NAME, or leave it out"
         )
+    from transformers import CONFIG_MAPPING  # seconds to import, as in load_tokenizer
+
     of_policy = load_tokenizer(config.model.name)
     try:
-        same = load_tokenizer(name).get_vocab() == of_policy.get_vocab()
         limits = read_hf_config(name)
         shapes = weight_shapes(name)
+        check_embedding(limits, shapes)
+        same = load_tokenizer(name).get_vocab() == of_policy.get_vocab()
     except (ConfigError, EngineError) as error:
         raise ConfigError(f"{key} cannot be a critic: {error}") from None
     if not same:
@@ -218,6 +226,11 @@ def check_critic(config: Config) -> None:
             "reads the policy's ids; give a model of the same family, or leave it out"
         )
     rows = next((s[0] for n, s in shapes.items() if n.endswith(EMBEDDING)), 0)
+    if not rows or limits.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{key} has the model_type {limits.get('model_type')!r}, and a critic is a decoder of "
+            f"transformers with {EMBEDDING}: give one such as Qwen3, or leave it out"
+        )
     if rows < (ids := tokenizer_size(of_policy)):
         raise ConfigError(
             f"{key} has {rows} embeddings, and the tokenizer of model.name = "

@@ -53,7 +53,7 @@ def check_engine(config: Config, *, here: bool = True) -> None:
             positions = hf_config.get("max_position_embeddings")
         else:
             positions = parse_hf_config(hf_config).max_positions
-        check_vocabulary(hf_config, weight_shapes(name))
+        check_embedding(hf_config, weight_shapes(name))
     except EngineError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     if positions and config.max_model_len > positions:
@@ -160,16 +160,20 @@ def weight_shapes(directory: str | Path) -> Shapes:
     return found
 
 
-def check_vocabulary(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
-    """config.json and the weight files have the same number of tokens."""
-    vocab = hf_config.get("vocab_size")
+def check_embedding(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
+    """config.json and the weight files have the same number of tokens, of the same width."""
+    wide = "word_embed_proj_dim" if "word_embed_proj_dim" in hf_config else "hidden_size"
     for name, shape in shapes.items():
-        if name.endswith(EMBEDDING) and isinstance(vocab, int) and shape[0] != vocab:
-            raise EngineError(
-                f"config.json has vocab_size = {vocab}, but {name} in the weight files has "
-                f"{shape[0]} rows; the two must belong together: correct vocab_size, or download "
-                "the model again"
-            )
+        if not name.endswith(EMBEDDING):
+            continue
+        for key, size, what in zip(("vocab_size", wide), shape, ("rows", "columns"), strict=False):
+            wanted = hf_config.get(key)
+            if isinstance(wanted, int) and size != wanted:
+                raise EngineError(
+                    f"config.json has {key} = {wanted}, but {name} in the weight files has "
+                    f"{size} {what}; the two must belong together: correct {key}, or download "
+                    "the model again"
+                )
 
 
 def _files(directory: Path) -> list[str]:

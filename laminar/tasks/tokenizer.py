@@ -29,9 +29,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever it stumbles over in a damaged file
         ours = isinstance(error, OSError | ValueError)
         reason = str(error).strip().splitlines()[0] if ours else f"{type(error).__name__}: {error}"
+        reason = " ".join(reason.split())
         raise ConfigError(
             f"the tokenizer of model {name!r} cannot be loaded: {reason}; "
-            "model.name must be a directory with tokenizer files"
+            "give the directory of a model with tokenizer files"
         ) from error
     _check_files(name, tokenizer)
     return tokenizer

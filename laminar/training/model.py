@@ -223,6 +223,11 @@ def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -
     ConfigError. A head of its own is left out."""
     with _quiet():  # that the head is new
         model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
+    if not hasattr(model, "score"):
+        raise ConfigError(
+            f"model {name!r} cannot be a critic: a {type(model).__name__} has no head named "
+            "score, as decoders have; give a model such as Qwen2, Qwen3 or Llama"
+        )
     check_loaded(name, critic_info(info))
     model.to(device)  # type: ignore[arg-type]
     return as_critic(model, tokenizer_size, device=model.device)
@@ -309,8 +314,8 @@ def not_loadable(name: str, error: Exception) -> ConfigError:
     """What to say of a directory from which no model comes."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
-        f"model {name!r} cannot be loaded: {reason}; give model.name the directory of a causal LM "
-        "with safetensors weights"
+        f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
+        "safetensors weights"
     )
 
 

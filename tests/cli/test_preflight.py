@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from laminar.cli import preflight, train
 from laminar.cli.commands import run
@@ -204,6 +207,64 @@ def test_a_vocabulary_that_is_not_that_of_the_weights(model: Path, tmp_path: Pat
     said = refused(model, tmp_path)
     assert "vocab_size = 100, but model.embed_tokens.weight" in said
     assert f"has {found['vocab_size']} rows" in said
+
+
+def rewritten(file: Path, **changed: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def other_ids(model: Path) -> None:
+    file = model / "tokenizer.json"
+    found = json.loads(file.read_text())
+    ids = found["model"]["vocab"]
+    first, second = list(ids)[:2]
+    ids[first], ids[second] = ids[second], ids[first]
+    file.write_text(json.dumps(found))
+
+
+def as_bert(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "bert", "max_position_embeddings": 4096}')
+    names = {"bert.embeddings.word_embeddings.weight": np.zeros((260, 4), np.float32)}
+    save_file(names, model / "model.safetensors")
+
+
+CRITICS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda model: model.rename(model.parent / "elsewhere"), "is not a directory; give"),
+    "empty": (lambda model: (model / "config.json").unlink(), "config.json cannot be read"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer: "),
+    "other tokenizer": (other_ids, "has another tokenizer than model.name"),
+    "width": (
+        lambda model: rewritten(model / "config.json", hidden_size=64),
+        "hidden_size = 64, but model.embed_tokens.weight in the weight files has 128 columns",
+    ),
+    "layers": (
+        lambda model: rewritten(model / "config.json", num_hidden_layers=2),
+        "must be equal",
+    ),
+    "positions": (
+        lambda model: rewritten(model / "config.json", max_position_embeddings=64),
+        "reads 64 tokens at most",
+    ),
+    "no decoder": (as_bert, "has the model_type 'bert', and a critic is a decoder"),
+    "unknown": (
+        lambda model: rewritten(model / "config.json", model_type="other"),
+        "has the model_type 'other', and a critic is a decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), CRITICS.values(), ids=CRITICS)
+def test_a_model_that_cannot_be_a_critic(
+    damage: Callable[[Path], object], said: str, model: Path, tmp_path: Path
+) -> None:
+    damage(model)
+    ppo = config(tmp_path, "algorithm.adv_estimator=gae", f"critic.model.name={model}")
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_critic(ppo)
+    found = str(caught.value)
+    assert found.startswith(f"critic.model.name = {str(model)!r}")
+    assert said in found and "\n" not in found
 
 
 def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:

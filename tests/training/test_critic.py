@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2ForTokenClassification
+from transformers import BertConfig, BertForMaskedLM, Qwen2ForTokenClassification
 
 from laminar.config import ConfigError
 from laminar.training import advantages, checkpoint, critic
@@ -417,6 +417,14 @@ def test_its_layers_are_those_of_the_model(model_directory: Make) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded"):
+        load_critic(str(tmp_path), "cpu", tokenizer_size=48)
+
+
+def test_a_model_whose_head_is_no_decoders_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape = BertConfig(vocab_size=48, intermediate_size=8, max_position_embeddings=8, **sizes)
+    BertForMaskedLM(shape).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be a critic: a BertForTokenClassification has"):
         load_critic(str(tmp_path), "cpu", tokenizer_size=48)
 
 
