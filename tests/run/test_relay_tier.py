@@ -98,14 +98,16 @@ def test_every_machine_trains_along_and_the_books_agree(three_machines: Finished
     check_books(run)
 
 
-def test_every_relay_has_every_version_or_a_newer_one(three_machines: Finished) -> None:
-    versions = digests(three_machines)
+def test_relays_get_ever_newer_versions(three_machines: Finished) -> None:
+    """The last ones may still be under way when the run ends: it waits for the trainer's relay and
+    for the one replica that is evaluated with the export, since nobody generates any more."""
     newest = dict.fromkeys(RELAYS, -1)
     for stamped in events(three_machines):
         if isinstance(stamped.event, ev.WeightsPublished | ev.WeightsReceived):
             assert stamped.event.version > newest[stamped.peer]
             newest[stamped.peer] = stamped.event.version
-    assert newest == dict.fromkeys(RELAYS, max(versions))
+    assert newest[RELAYS[0]] == max(digests(three_machines))
+    assert all(version >= 0 for version in newest.values()), newest
 
 
 def test_replicas_of_every_machine_generated(three_machines: Finished) -> None:
@@ -142,17 +144,18 @@ def test_relays_are_killed(tmp_path: Path, victims: tuple[str, ...]) -> None:
 
 
 def _came_back(run: Finished, victims: tuple[str, ...]) -> None:
-    """A killed relay has the last version in the end; the trainer was never started again."""
-    newest = max(digests(run))
+    """A killed relay gets versions again; the trainer was never started again."""
     ready = dict.fromkeys(RELAYS, 0)
     has: dict[str, int] = {}
     for stamped in events(run):
         if isinstance(stamped.event, ev.RelayReady):
             ready[stamped.peer] += 1
+            has.pop(stamped.peer, None)
         elif isinstance(stamped.event, ev.WeightsPublished | ev.WeightsReceived):
             has[stamped.peer] = stamped.event.version
     assert ready == {name: 1 + (name in victims) for name in RELAYS}
-    assert has == dict.fromkeys(RELAYS, newest)
+    assert set(has) == set(RELAYS)
+    assert has[RELAYS[0]] == max(digests(run))
 
 
 @pytest.mark.long
