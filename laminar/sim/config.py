@@ -134,7 +134,7 @@ class CheckConfig(Section, frozen=True, kw_only=True):
     """How much is checked, and when a run is given up as endless."""
 
     invariants_every: int = 0  #: events between two checks of the whole state; 0: by its size
-    events_max: int = 200_000
+    events_max: int = 200_000  #: besides gauges
     quiet_s: float = 900.0  #: virtual time without progress that is a standstill
 
 

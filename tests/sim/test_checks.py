@@ -402,6 +402,11 @@ def test_endless_run() -> None:
     assert outcome.invariant == "progress" and "within 100 events" in outcome.details
 
 
+def test_a_slow_run_with_many_gauges_is_not_endless() -> None:
+    outcome = run_seed(calm(events_max=400, **SMALL | {"progress_ms": 200}), 3)
+    assert not outcome.invariant and outcome.events > 400
+
+
 def without_faults() -> World:
     return World(calm(**SMALL), 3)
 
