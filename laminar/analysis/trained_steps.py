@@ -45,14 +45,11 @@ class _Reader:
     def __init__(self) -> None:
         self.completed: list[cmd.TrainStep] = []
         self.digests: dict[int, str] = {}
-        self.functions: dict[str, str] = {}
         self._ordered: dict[int, cmd.TrainStep] = {}  #: the last time, by index of the step
         self._steps = 0
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
-        if isinstance(event, ev.TrainerReady):
-            self.functions = {found.setting: found.digest for found in event.functions}
         if isinstance(event, ev.StepCompleted) and state.completed > self._steps:
             self.completed.append(self._ordered[event.step_index])
         self._steps = state.completed
@@ -81,6 +78,6 @@ def trained(run_dir: Path) -> Trained:
         first_version=state.first_version,
         first_digest=reader.digests.get(state.first_version, ""),
         first_chain=state.origin.digest if state.origin is not None else "",
-        functions=reader.functions,
+        functions=state.functions,
         steps=tuple(steps),
     )

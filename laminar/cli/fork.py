@@ -23,6 +23,7 @@ from laminar.analysis.history import replay_log
 from laminar.cli.resume import values_of
 from laminar.cli.train import Beginning, add_ways, begin, place_of, take_train_settings
 from laminar.config import Config, ConfigError, load
+from laminar.config.algorithm_rules import users_functions
 from laminar.core.forks import order_of
 from laminar.core.state import State, Trained
 from laminar.core.statuses import GroupStatus
@@ -38,6 +39,7 @@ from laminar.run.directory import (
     RESUME_FILE,
     run_config,
 )
+from laminar.run.user_file import file_digests
 from laminar.training.file_digests import check_digests
 from laminar.training.resume import CheckpointError, decode
 
@@ -65,6 +67,7 @@ def fork(arguments: argparse.Namespace) -> int:
         f"begins     with step {step} of {run}, version {origin.version}",
         f"data       goes on there: {len(origin.unfinished)} unfinished prompts are sampled again",
         *(f"changed    {change}" for change in _changes(before, config)),
+        *(f"changed    {change}" for change in _changed_files(directory, config)),
     ]
     forked = Beginning(step, lines, lambda to: _take(directory, origin, to))
     return begin(config, run_dir, arguments, forked).code
@@ -152,6 +155,14 @@ def _changes(before: Config, config: Config) -> Iterator[str]:
     for key, value in new.items():
         if value != old.get(key) and key != "run.name":
             yield f"{key} = {value!r}, was {old.get(key)!r}"
+
+
+def _changed_files(directory: Path, config: Config) -> Iterator[str]:
+    """A fork may go on with another loss or estimator of the user, and says so."""
+    then = decode((directory / RESUME_FILE).read_bytes()).learner.functions
+    for setting, digest in file_digests(users_functions(config.algorithm)).items():
+        if then.get(setting, digest) != digest:
+            yield f"{setting}: its file has digest {digest}, was {then[setting]}"
 
 
 def _take(directory: Path, origin: Origin, run_dir: Path) -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import msgspec
 
 from laminar.config import Config, ConfigError, dumps, load
+from laminar.config.algorithm_rules import users_functions
 from laminar.coordinator.log_behind import check_log
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.taking_up import check_resumable
+from laminar.core.redo import other_function
 from laminar.core.state import State
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord, LogRefused
@@ -45,6 +47,7 @@ from laminar.run.directory import (
 from laminar.run.lock import RunLock, holders, in_use
 from laminar.run.renames import write_whole
 from laminar.run.secret import make_missing_secret, read_secret
+from laminar.run.user_file import file_digests
 from laminar.training.resume import CheckpointError, decode
 
 CHANGEABLE = (
@@ -88,6 +91,9 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
             f"{state.completed} steps already: give as many at least"
         )
     check_checkpoints(run_dir, state)
+    now = file_digests(users_functions(own.algorithm))
+    if state.newest >= 0 and (other := other_function(state.functions, now)):
+        raise ConfigError(f"{run_dir} cannot be resumed: {other}")
     return config
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laminar.analysis.trained_steps import Step, Trained, trained
 from laminar.config import Config, ConfigError
+from laminar.core.redo import other_function
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
 from laminar.storage import messages as m
@@ -154,16 +155,6 @@ def _made_by(resume: Resume, found: Trained) -> Step | None:
     return steps[-1]
 
 
-def check_functions(then: dict[str, str], now: dict[str, str]) -> None:
-    """ConfigError for a loss or an estimator of the user that is not as it was then."""
-    for setting, digest in now.items():
-        if then.get(setting) != digest:
-            raise ConfigError(
-                f"{setting}: its file has digest {digest} now, and the run was trained with one of "
-                f"digest {then.get(setting)}; put that one back"
-            )
-
-
 class _Again:
     """A learner, and the trajectories that it is to train on."""
 
@@ -188,7 +179,8 @@ class _Again:
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()
-        check_functions(self._functions, self._parts.learner.facts().functions)
+        if other := other_function(self._functions, self._parts.learner.facts().functions):
+            raise ConfigError(other)
         dtype = self._config.weights.dtype
         self.specs = manifest.layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype

@@ -1,7 +1,7 @@
 """Redo: a trainer that was lost comes back, and does again what its checkpoint does not have.
 
 Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
-Writes  state.redone, state.numbered, batch.deaths, batch.version, state.owed
+Writes  state.functions, state.redone, state.numbered, batch.deaths, batch.version, state.owed
 Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
 
 The log decides what was trained, and a checkpoint counts only if the log has its step, under its
@@ -10,6 +10,7 @@ have trained is trained again. The batches that the log has after it are done ag
 published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
 again, under a new number: the old one may be out already.
 
+A trainer with another file of the user's loss or estimator than the first one ends the run.
 Without checkpoints the loss of the trainer ends the run, unless the run ends anyway.
 """
 
@@ -94,9 +95,15 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return ctx.ignore("repeat")
     actor.ready = True
     ctx.clear_timer(keys.rejoin(name))
-    begins = state.newest < 0
+    begins, functions = state.newest < 0, {f.setting: f.digest for f in event.functions}
+    if begins:
+        state.functions = functions
     told = state.origin is not None if begins else may_be_lost(state, name)
     if live_actor(state, Role.TRAINER) is not actor or not told:
+        return
+    other = other_function(state.functions, functions)
+    if other and not relays.ending(state):
+        lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, state.saved = state.saved, {c.version: c.path for c in confirmed}
@@ -120,6 +127,21 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
             key=keys.LOAD,
             timeout_ms=LOAD_TIMEOUT_MS,
         )
+
+
+def other_function(then: dict[str, str], now: dict[str, str]) -> str:
+    """Which loss or estimator of the user has another file now; empty: none has.
+
+    A run is trained with one: no step could be done again after it, and none before it now.
+    """
+    for setting, digest in now.items():
+        if then.get(setting) != digest:
+            return (
+                f"{setting}: its file has digest {digest} now, and the run began with one of "
+                f"digest {then.get(setting)}: put that one back, or go on with this one in another "
+                "run, by laminar fork"
+            )
+    return ""
 
 
 def _can_begin_anew(state: State) -> bool:

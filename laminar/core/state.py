@@ -289,6 +289,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     export_path: str = ""
     #: directories of checkpoints, by version: what relays have evicted is loaded from there
     saved: dict[int, str] = {}
+    #: digests of the user's loss and estimator, by setting, as the first trainer had them
+    functions: dict[str, str] = {}
     #: versions with unfinished work, ascending, as relays were told last
     unfinished: list[int] = []
 

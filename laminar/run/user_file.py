@@ -1,7 +1,7 @@
 """A function of the user that a setting names as path.py:name, and what is said when it fails.
 
 Reads   the user's Python file
-Gives   UserFunction; describe, an exception of the user's code in one line
+Gives   UserFunction, file_digests; describe, an exception of the user's code in one line
 Raises  ConfigError, which names the setting, the file and the fix
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class UserFunction:
 
     def __init__(self, key: str, path: Path, name: str, function: Callable[..., Any]) -> None:
         self.key, self.path, self.name = key, path, name
-        self.digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        self.digest = _digest(path)
         self.function = function
 
     def __str__(self) -> str:
@@ -41,6 +41,21 @@ class UserFunction:
             raise ConfigError(
                 f"{self} raised {describe(error, str(self.path))}; correct it"
             ) from error
+
+
+def file_digests(named: Mapping[str, str]) -> dict[str, str]:
+    """Of the files of such functions, by setting; `named`: path.py:name. Raises ConfigError."""
+    found = {}
+    for key, reference in named.items():
+        try:
+            found[key] = _digest(Path(reference.rpartition(":")[0]))
+        except OSError as error:
+            raise ConfigError(f"{key} = {reference!r} cannot be read: {error}") from error
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserFunction:

@@ -22,6 +22,7 @@ from laminar.events.codec import decode_event
 from laminar.names import exit_codes, ids
 from laminar.run.directory import RESUME_FILE, run_config
 from laminar.run.lock import RunLock
+from laminar.run.user_file import file_digests
 from laminar.training.resume import LearnerFacts, Resume, decode, encode
 from tests.kit.logs import write_log
 from tests.kit.world import World
@@ -193,6 +194,19 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         resume.check_data(run, "other")
     (loaded,) = {e.digest for e in map(_event, read_log(RealDisk(run / "events"))) if e}
     resume.check_data(run, loaded)
+
+
+def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def loss(batch): ...")
+    key = "algorithm.policy_loss.loss_mode"
+    run = run_of(tmp_path, f"{key}={mine}:loss")
+    said = refused(run)
+    now = file_digests({key: f"{mine}:loss"})[key]
+    assert f"{key}: its file has digest {now} now, and the run began with one of digest" in said
+    assert "put that one back" in said
+    mine.unlink()
+    assert f"{key} = '{mine}:loss' cannot be read" in refused(run)
 
 
 def _event(item: tuple[object, object]) -> ev.DataLoaded | None:

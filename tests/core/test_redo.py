@@ -329,6 +329,20 @@ def test_its_own_failure_is_a_loss_and_a_mistake_of_the_user_is_the_end() -> Non
     assert bench.state.exit_code == 2
 
 
+def test_with_another_loss_of_the_user_the_run_ends() -> None:
+    """With the same one it goes on."""
+    bench = run(1)
+    bench.state.functions = {"loss": "d1"}
+    for digest in ("d1", "d2"):
+        bench.kill(NAME)
+        bench.join(NAME, digest)
+        loss = ev.TrainFunction(setting="loss", digest=digest)
+        bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4, functions=(loss,)))
+        assert bool(bench.state.failure) == (digest == "d2")
+    said = "trainer-0: loss: its file has digest d2 now, and the run began with one of digest d1"
+    assert said in bench.state.failure and bench.state.exit_code == 2
+
+
 def keys_of_rejoin(bench: Bench) -> list[str]:
     return [name for name in bench.state.timers if name == f"rejoin:{NAME}"]
 
