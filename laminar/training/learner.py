@@ -56,7 +56,13 @@ from laminar.training.metrics import (
     reward_by_version,
     token_metrics,
 )
-from laminar.training.mismatch import MismatchLimits, movement_rows, rounding_of, scores_of
+from laminar.training.mismatch import (
+    MismatchLimits,
+    movement_rows,
+    rounding_of,
+    scores_of,
+    siblings_of,
+)
 from laminar.training.model import (
     VALUE_HEAD,
     BasePolicy,
@@ -183,7 +189,7 @@ class Learner:
         batch = self._batch(ready, trains=step >= warm_up)
         mismatch = batch.figures.mismatch()
         made = _oldest_behind(samples)
-        suspects = self._limits.suspects(mismatch, made, step)
+        suspects = self._limits.suspects(mismatch, made, siblings_of(samples), step)
         left_out = sampled_by(samples, suspects)
         trained = ready
         if left_out:

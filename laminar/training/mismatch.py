@@ -23,16 +23,15 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.training.batching import MicroBatch
 from laminar.training.ranks import Ranks
-from laminar.training.steps import Mismatch, Origin, Suspect, TrainSample
+from laminar.training.steps import Mismatch, Origin, Suspect, TrainSample, origin_of
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
 MOVEMENT_FACTOR = 3.0
 """The rows of the measurement are few, and not those that the limit is for."""
 FEW_TOKENS = 4.0
-"""The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n)."""
-
-
+"""The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n), where siblings count as
+one: they begin alike, and in flight their first tokens may be all that a version has sampled."""
 MOVEMENT_ROWS = 8
 """Trained rows of each batch that are scored again after its updates: a few hundredths of the step.
 """
@@ -63,23 +62,37 @@ class MismatchLimits:
         self._moved = dict(movements)
 
     def suspects(
-        self, mismatch: Mapping[Origin, Mismatch], made: Mapping[int, int], step: int
+        self,
+        mismatch: Mapping[Origin, Mismatch],
+        made: Mapping[int, int],
+        siblings: Mapping[Origin, float],
+        step: int,
     ) -> dict[Origin, Suspect]:
-        """The origins that differ too much at `step`; `made`: version -> steps that it has seen.
+        """The origins that differ too much at `step`; `made`: version -> steps that it has seen;
+        `siblings` as siblings_of gives them.
 
         What is not finite is the trainer's own fault: an engine's log-probs always are.
         """
         found = {}
         for origin, figure in mismatch.items():
-            limit = self._limit(made[origin[1]], step, figure.tokens)
+            limit = self._limit(made[origin[1]], step, figure.tokens / siblings[origin])
             if limit < figure.mean_abs_diff < math.inf:
                 found[origin] = Suspect(figure.mean_abs_diff, limit)
         return found
 
-    def _limit(self, made: int, step: int, tokens: int) -> float:
+    def _limit(self, made: int, step: int, tokens: float) -> float:
         """A step of which nothing is known, as it was another process's, may have moved any way."""
         distance = sum(self._moved.get(s, math.inf) for s in range(made, step))
         return (self._rounding + MOVEMENT_FACTOR * distance) * (1 + FEW_TOKENS / math.sqrt(tokens))
+
+
+def siblings_of(samples: Iterable[TrainSample]) -> dict[Origin, float]:
+    """How many rows of one prompt each origin has sampled of, on average over its prompts."""
+    rows: dict[Origin, list[str]] = {}
+    for sample in samples:
+        for origin in {origin_of(span): None for span in sample.spans}:
+            rows.setdefault(origin, []).append(sample.group_id)
+    return {origin: len(groups) / len(set(groups)) for origin, groups in rows.items()}
 
 
 def movement_rows(trained: Sequence[TrainSample]) -> Sequence[TrainSample]:

@@ -19,6 +19,7 @@ from laminar.training.mismatch import (
     ROUNDING,
     MismatchLimits,
     rounding_of,
+    siblings_of,
 )
 from laminar.training.steps import MISMATCH, Mismatch, Origin, Suspect, TrainSample, origin_of
 
@@ -178,8 +179,8 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
     limits = MismatchLimits(0.01)
     for step, distance in ((0, 0.1), (1, 0.0), (2, 0.2)):
         limits.moved(step, distance)
-    tokens = 10_000
-    few = 1 + FEW_TOKENS / math.sqrt(tokens)
+    tokens, siblings = 10_000, 4.0
+    few = 1 + FEW_TOKENS / math.sqrt(tokens / siblings)
     expected = {
         0: (0.01 + MOVEMENT_FACTOR * 0.3) * few,
         1: (0.01 + MOVEMENT_FACTOR * 0.2) * few,
@@ -194,19 +195,45 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
             (math.inf, False),
         ):
             figure = {("rollout-0", 7): Mismatch(diff, 0.0, tokens)}
-            found = limits.suspects(figure, {7: made}, 3)
+            found = limits.suspects(figure, {7: made}, {("rollout-0", 7): siblings}, 3)
             assert bool(found) is is_suspect
             if found:
                 assert found == {("rollout-0", 7): Suspect(diff, pytest.approx(limit))}
 
 
+def suspected(
+    limits: MismatchLimits, diff: float, tokens: int, made: int, siblings: float = 1.0
+) -> bool:
+    """At step 2."""
+    origin = ("rollout-0", 7)
+    figure = {origin: Mismatch(diff, 0.0, tokens)}
+    return bool(limits.suspects(figure, {7: made}, {origin: siblings}, 2))
+
+
 def test_few_tokens_and_an_unknown_step_prove_nothing() -> None:
     limits = MismatchLimits(0.01)
     limits.moved(1, 0.0)
-    one_token = {("rollout-0", 7): Mismatch(0.04, 0.0, 1)}
-    assert not limits.suspects(one_token, {7: 2}, 2)
-    assert limits.suspects({("rollout-0", 7): Mismatch(0.04, 0.0, 1_000)}, {7: 2}, 2)
-    assert not limits.suspects({("rollout-0", 7): Mismatch(9.0, 0.0, 1_000)}, {7: 0}, 2)
+    assert not suspected(limits, 0.04, 1, made=2)
+    assert suspected(limits, 0.04, 1_000, made=2)
+    assert not suspected(limits, 9.0, 1_000, made=0)
+
+
+def test_the_first_tokens_of_siblings_prove_little(make_samples: Make) -> None:
+    """As in a clean run in flight: eight siblings had sampled twelve tokens when weights came, and
+    two steps had moved all tokens by 0.0032 on average, the first one of this prompt by more."""
+    limits = MismatchLimits(ROUNDING["float32"])
+    limits.moved(0, 0.0016)
+    limits.moved(1, 0.0016)
+    assert not suspected(limits, 0.0352, 12, made=0, siblings=8.0)
+    assert suspected(limits, 0.0352, 12, made=0)
+    assert suspected(limits, 0.0352, 240, made=0, siblings=8.0)
+
+
+def test_siblings_are_counted_by_origin(make_samples: Make) -> None:
+    samples = make_samples(groups=2, siblings=3, source=(*WELL, 4))
+    sick = [replace(s, spans=(Span(*SICK, 4, len(s.response_ids)),)) for s in samples]
+    both = [sick[i] if i in (0, 1, 3, 4) else s for i, s in enumerate(samples)]
+    assert siblings_of(both) == {SICK: 2.0, WELL: 1.0}
 
 
 @pytest.mark.parametrize(
