@@ -20,7 +20,8 @@ LONGER = {
     "sim/runtime/boot.py Boot": 260,
     "sim/runtime/coordinator.py SimCoordinator": 330,
     "sim/scenario.py draw": 70,
-    "storage/tables.py Tables": 290,
+    "storage/handlers.py Handlers": 260,
+    "storage/tables.py Tables": 300,
     "weights/chain/receiver.py Receiver": 330,
     "weights/chain/sender.py Sender": 290,
 }

@@ -183,6 +183,13 @@ RUNS = (
         ("weights-corrupt",),
         ("event:TrainingWarning", "event:WeightsRejected"),
     ),
+    Recipe(
+        "turns",
+        "answers have turns; sessions are lost with their replicas, and no call is made twice",
+        ("replica-dies",),
+        ("event:TrajectoryContinues", "dropped:env-lost"),
+        {"environment_share": 1.0, "effects": "once", "answer_s": 0.3, "num_train": 14},
+    ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
         "own_strategy",

@@ -10,7 +10,7 @@ import numpy as np
 
 from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.config import ConfigError
-from laminar.engines.protocol import LENGTH
+from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage import messages as store
@@ -38,7 +38,7 @@ def sample_of(row: store.Trajectory) -> TrainSample:
     """A stored trajectory as the learner takes it."""
     if row.score is None or row.temperature is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
-    truncated = row.finish_reason == LENGTH
+    truncated = is_cut_off(row.finish_reason)
     return TrainSample(
         sample_id=row.trajectory_id,
         group_id=row.group_id,
@@ -51,4 +51,6 @@ def sample_of(row: store.Trajectory) -> TrainSample:
         correct=is_right(row.score, truncated=truncated),
         spans=row.spans,
         extras=numbers_of(row.extras),
+        turns=row.segment_lengths if row.contexts else (),
+        contexts=tuple(np.frombuffer(context, dtype="<i4") for context in row.contexts),
     )

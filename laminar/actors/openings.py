@@ -29,9 +29,10 @@ class Openings:
         store: StoreClient,
         opened: Callable[[cmd.Order, cmd.GenerateTrajectory, m.OpenResult], None],
     ) -> None:
-        """`opened` is told what the store says of each that was not taken back."""
+        """`opened` is told what the store says of each that was not taken back, and calls `begun`
+        when it acts on it."""
         self._rollout, self.store, self._opened = rollout, store, opened
-        #: by trajectory; the store has not answered yet, or has not been asked
+        #: by trajectory; the store was not asked or has not answered, or its environment begins
         self._waiting: dict[str, Ordered] = {}
         self._asked = 0  #: highest id of a command to generate
         self._unsettled: dict[int, None] = {}  #: ids of those that the engine may not know
@@ -71,8 +72,14 @@ class Openings:
             for result in reply.results:
                 order, command = wanted.pop(result.trajectory_id)
                 if self._is_wanted(command):
-                    del self._waiting[command.trajectory_id]
                     self._opened(order, command, result)
+
+    def begun(self, command: cmd.GenerateTrajectory) -> bool:
+        """Its opening is over; False when it was taken back since it was handed on."""
+        wanted = self._is_wanted(command)
+        if wanted:
+            del self._waiting[command.trajectory_id]
+        return wanted
 
     def _is_wanted(self, command: cmd.GenerateTrajectory) -> bool:
         """False once it was taken back."""

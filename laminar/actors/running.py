@@ -41,6 +41,8 @@ class Running:
     command: cmd.GenerateTrajectory
     event_seq: int
     stored: int  #: tokens that the store has
+    turn: int = 0
+    turn_begins: int = 0  #: tokens of the turns before it
     parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -68,7 +70,8 @@ class Running:
         item = m.AppendItem(
             trajectory_id=self.command.trajectory_id,
             placement=self.command.placement,
-            offset=self.stored,
+            segment=self.turn,
+            offset=self.stored - self.turn_begins,
             tokens=np.asarray(part.tokens, dtype="<i4").tobytes(),
             logprobs=np.asarray(part.logprobs, dtype="<f4").tobytes(),
             weight_version=part.weights.version,

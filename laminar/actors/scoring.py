@@ -2,7 +2,7 @@
 
 Reads   ScoreTrajectories commands; responses and prompts of the store
 Writes  rewards (through the store)
-Emits   TrajectoryRewarded, TrajectoryFailed
+Emits   TrajectoryRewarded, TrajectoryContinues, TrajectoryFailed
 
 The function runs in worker processes with a time-out. A response on which the user's function
 fails gets reward.error_score, counted by reason; a fault of the worker itself drops the sibling.
@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.actors.host import Host
+from laminar.actors.turns import Turns, effect_items, prompt_row
 from laminar.core.scores import bits_of
-from laminar.engines.protocol import LENGTH
+from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import FailureReason, RewardOutcome
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import (
     RewardCall,
     RewardResult,
@@ -35,6 +36,7 @@ from laminar.tasks.rewards import (
     is_right,
     numbers_of,
 )
+from laminar.tasks.turns import Done, GoesOn, SessionLost
 
 DETAILS_MAX = 3
 """Details of each reason by one process: the run keeps the first, and the event log stays small."""
@@ -66,9 +68,12 @@ class Scorer:
         store: StoreClient,
         pool: RewardWorkers,
         decode: Callable[[list[int]], str],
+        turns: Turns | None = None,
     ) -> None:
-        """`decode`: the text of token ids, without special tokens."""
+        """`decode`: the text of token ids, without special tokens. `turns`: whose environment
+        answers in place of a score, or gives it."""
         self.host, self.store, self.pool, self._decode = host, store, pool, decode
+        self.turns = turns
         self._open = asyncio.Event()
         self._told: Counter[str] = Counter()  #: failures of each reason
 
@@ -89,6 +94,10 @@ class Scorer:
         gone: nobody waits for their rewards then.
         """
         await self._open.wait()
+        if self.turns is not None:
+            for item in command.items:
+                await self._answer(self.turns, order, item)
+            return
         wanted = [item.trajectory_id for item in command.items]
         try:
             rows = await self.store.fetch(wanted, with_prompt=True)
@@ -97,7 +106,7 @@ class Scorer:
             return
         completions = [(self._decode(tokens), tokens) for tokens in map(_ids, rows)]
         call = RewardCall(
-            row=_prompt_row(rows[0]),
+            row=prompt_row(rows[0]),
             completions=completions,
             step=rows[0].version_step or 0,
         )
@@ -108,16 +117,74 @@ class Scorer:
             for item in command.items:
                 self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
             return
-        await self._put(order, command, rows, [text for text, _ in completions], results)
+        await self._put(order, command.items, rows, [text for text, _ in completions], results)
+
+    async def _answer(self, turns: Turns, order: cmd.Order, item: cmd.Placed) -> None:
+        """Ask the environment of one trajectory; what was answered before is only reported."""
+        try:
+            (row,) = await self.store.fetch([item.trajectory_id], with_prompt=True)
+        except TokensRemoved as gone:
+            self.host.log.info("scored-too-late", reason=str(gone))
+            return
+        if row.placement != item.placement or row.end is not None:
+            return
+        if row.status == "open":
+            return self._continues(order, item, len(row.contexts))
+        if row.status == "rewarded":
+            found = RewardResult(row.score, row.reward_reason or "ok", "", dict(row.extras))
+            return self._rewarded(order, item, row, _stored(row), found)
+        await self.host.reached("rollout-score")
+        try:
+            answer = await turns.answer(item, row)
+        except SessionLost as lost:
+            return self._failed(order, item, FailureReason.ENV_LOST, str(lost))
+        if isinstance(answer, GoesOn):
+            await self._go_on(turns, order, item, row, answer)
+        else:
+            await self._done(order, item, row, answer)
+
+    async def _go_on(
+        self, turns: Turns, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, answer: GoesOn
+    ) -> None:
+        turn = len(row.contexts) + 1
+        stored = await turns.go_on(item, turn, answer)
+        await self.host.reached("rollout-rewarded")
+        if stored.answer == "ok":
+            self._continues(order, item, turn)
+        elif stored.answer == "refused":
+            self._failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
+
+    def _continues(self, order: cmd.Order, item: cmd.Placed, turn: int) -> None:
+        event = ev.TrajectoryContinues(
+            trajectory_id=item.trajectory_id, placement=item.placement, turn=turn
+        )
+        self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, turn=turn)
+
+    async def _done(
+        self, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, answer: Done
+    ) -> None:
+        """Its environment has scored it, or the reward functions do."""
+        result = answer.result
+        if result is None:
+            completion = (answer.text, _ids(row))
+            call = RewardCall(prompt_row(row), [completion], row.version_step or 0)
+            try:
+                (result,) = await self.pool.score(call)
+            except RewardWorkerLost as error:
+                return self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
+        row = msgspec.structs.replace(row, finish_reason=answer.reason or row.finish_reason)
+        await self._put(order, (item,), [row], [answer.text], [result], answer)
 
     async def _put(
         self,
         order: cmd.Order,
-        command: cmd.ScoreTrajectories,
+        placed: Sequence[cmd.Placed],
         rows: list[m.Trajectory],
         texts: list[str],
         results: list[RewardResult],
+        answer: Done | None = None,
     ) -> None:
+        """`answer`: of the environment, to the one trajectory."""
         items = tuple(
             m.RewardItem(
                 trajectory_id=item.trajectory_id,
@@ -127,14 +194,14 @@ class Scorer:
                 detail=result.detail[:2000],
                 text=text,
                 extras=result.extras,
+                finish_reason=answer.reason if answer is not None else "",
+                effects=effect_items(answer.effects) if answer is not None else (),
             )
-            for item, text, result in zip(command.items, texts, results, strict=True)
+            for item, text, result in zip(placed, texts, results, strict=True)
         )
         reply = await self.store.ask(m.PutRewards(items=items), m.PutRewardsReply)
         await self.host.reached("rollout-rewarded")
-        for item, row, result, stored in zip(
-            command.items, rows, results, reply.results, strict=True
-        ):
+        for item, row, result, stored in zip(placed, rows, results, reply.results, strict=True):
             if stored.answer in ("ok", "already"):
                 self._rewarded(order, item, row, stored, result)
             elif stored.answer == "refused":
@@ -154,7 +221,7 @@ class Scorer:
             return self._failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
             )
-        truncated = row.finish_reason == LENGTH
+        truncated = is_cut_off(row.finish_reason)
         event = ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
@@ -201,15 +268,11 @@ def _ids(row: m.Trajectory) -> list[int]:
     return tokens
 
 
-def _prompt_row(row: m.Trajectory) -> PromptRow:
-    """The prompt as the reward functions take it."""
-    if row.prompt is None:
-        raise RuntimeError(f"the store sent {row.trajectory_id} without its prompt")
-    payload = m.decode_prompt(row.prompt)
-    return PromptRow(
-        index=row.row_index,
-        prompt=payload.prompt,
-        ground_truth=payload.ground_truth,
-        columns=payload.columns,
-        data_source=payload.data_source,
+def _stored(row: m.Trajectory) -> m.RewardResult:
+    """What the store says of a reward that it has."""
+    return m.RewardResult(
+        trajectory_id=row.trajectory_id,
+        answer="already",
+        score=row.score,
+        reward_reason=row.reward_reason,
     )

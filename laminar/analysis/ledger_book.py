@@ -56,8 +56,9 @@ class Step:
 class Account:
     """An observer of a replay.
 
-    A trajectory is finished and rewarded once: what an event says of it is durable in the store
-    and never replaced, so the first word counts and a repeat says the same.
+    A trajectory is finished and rewarded once, each of its turns but the last aside: what an event
+    says of it is durable in the store and never replaced, so the first word counts and a repeat
+    says the same.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,10 @@ class Account:
             self.started.add(event.trajectory_id)
         elif isinstance(event, ev.TrajectoryFinished):
             self.finished.setdefault(event.trajectory_id, event)
+        elif isinstance(event, ev.TrajectoryContinues):
+            finished = self.finished.get(event.trajectory_id)
+            if finished is not None and finished.placement == event.placement:
+                del self.finished[event.trajectory_id]  # of a turn that was not the last one
         elif isinstance(event, ev.TrajectoryRewarded):
             self.rewarded.setdefault(event.trajectory_id, event)
         elif isinstance(event, ev.TrajectoriesEnded):

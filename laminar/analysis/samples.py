@@ -26,7 +26,7 @@ from laminar.run.directory import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import Row, Span
+from laminar.storage.rules import Chunk, Row, Span
 from laminar.storage.tables import ALL, Tables, Wanted
 
 ROWS, PAYLOADS = 1024, 32
@@ -130,7 +130,8 @@ class _Stored(NamedTuple):
 
     prompt: m.PromptPayload
     prompt_ids: bytes
-    tokens: bytes  #: of the response; none when they were removed, and then there is
+    tokens: bytes  #: of the response, with what was read between its turns; none when they were
+    #: removed, and then there is
     text: str
     extras: m.Extras
     spans: tuple[Span, ...]
@@ -250,18 +251,27 @@ def _stored(tables: Tables, row: Row) -> _Stored:
     removed = tables.is_removed(row.id)
     try:
         chunks = [] if removed else tables.chunks(row.id)
+        contexts = {} if removed else tables.turns.contexts(row)
     except DamageError as error:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
     return _Stored(
         prompt=m.decode_prompt(prompt),
-        prompt_ids=tables.prompt_ids(key, prompt),
-        tokens=b"".join(chunk.tokens for chunk in chunks),
+        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, prompt),
+        tokens=_with_contexts(chunks, contexts),
         text=tables.text(row.id) if removed else "",
         extras=tables.extras(row.id),
         spans=tables.spans(row),
     )
+
+
+def _with_contexts(chunks: Iterable[Chunk], contexts: dict[int, bytes]) -> bytes:
+    """Token ids of a response in the order in which the model sampled and read them."""
+    parts: list[bytes] = []
+    for chunk in chunks:
+        parts += [contexts.pop(chunk.segment, b""), chunk.tokens]
+    return b"".join(parts)
 
 
 def _sample(row: Row, decode: Decode, stored: _Stored) -> Sample:

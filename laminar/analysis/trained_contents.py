@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import Span
 from laminar.storage.tables import StoredChunk, Tables
 
-CUT_OFF = "length"
-"""The finish reason of a response that reached the longest length."""
+STOPPED = "stop"
+"""The finish reason of a response that the model has ended; any other one was cut off."""
 
 
 class _Unknown(Exception):
@@ -75,17 +76,28 @@ def _content(tables: Tables, trajectory_id: str) -> Content:
     chunks = [c for c in tables.stored_chunks(row.id) if c.attempt == row.attempt]
     loaded = [tables.load(chunk) for chunk in chunks]
     (reward,) = struct.unpack("<d", row.reward_bits)
+    contexts = tables.turns.contexts(row)
     return Content(
         trajectory_id=row.id,
         group_id=row.group_id,
-        prompt_ids=tables.prompt_ids(key, tables.prompt(key) or b""),
+        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, tables.prompt(key) or b""),
         tokens=b"".join(chunk.tokens for chunk in loaded),
         logprobs=b"".join(chunk.logprobs for chunk in loaded),
         reward=reward,
         temperature=row.temperature,
-        truncated=row.finish_reason == CUT_OFF,
+        truncated=row.finish_reason not in (None, STOPPED),
         spans=_spans(chunks),
+        turns=_turns(chunks) if contexts else (),
+        contexts=tuple(contexts.values()),
     )
+
+
+def _turns(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
+    """Sampled tokens of each turn."""
+    counts = Counter[int]()
+    for chunk in chunks:
+        counts[chunk.segment] += chunk.num_tokens
+    return tuple(counts[segment] for segment in sorted(counts))
 
 
 def _spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:

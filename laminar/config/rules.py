@@ -43,6 +43,7 @@ def check_together(c: Config) -> None:
     _check_batches(c)
     _check_sizes(c)
     _check_reward(c)
+    _check_environment(c)
     check_algorithm(c)
     _check_critic(c)
     if c.store.payload_gb and not c.trainer.save_freq:
@@ -50,11 +51,13 @@ def check_together(c: Config) -> None:
             f"store.payload_gb = {c.store.payload_gb:g} with trainer.save_freq = 0: only what a "
             "checkpoint covers can go; give trainer.save_freq, or store.payload_gb = 0"
         )
-    if c.max_model_len < c.data.max_prompt_length + c.data.max_response_length:
+    context = c.env.max_context_tokens if c.env.path else 0
+    longest = c.data.max_prompt_length + c.data.max_response_length + context
+    if c.max_model_len < longest:
+        of_tools = " + env.max_context_tokens" if context else ""
         raise ConfigError(
             f"rollout.max_model_len = {c.rollout.max_model_len} is smaller than "
-            f"data.max_prompt_length + data.max_response_length = "
-            f"{c.data.max_prompt_length + c.data.max_response_length}"
+            f"data.max_prompt_length + data.max_response_length{of_tools} = {longest}"
         )
     _check_leases(c)
     _check_machines(c)
@@ -274,6 +277,41 @@ def _check_reward(c: Config) -> None:
         raise ConfigError(
             f"reward.overlong_buffer.len = {tokens} is not below data.max_response_length = "
             f"{longest}, so that every answer would lose reward: lower one or raise the other"
+        )
+
+
+def _check_environment(c: Config) -> None:
+    """An environment has what it needs, and nothing waits for a call longer than for its batch."""
+    env = c.env
+    if not env.path:
+        if env != type(env)():
+            raise ConfigError("[env] has settings, but env.path is empty: name the file of a class")
+        return
+    if c.is_emulated:
+        raise ConfigError(
+            f'env.path = {env.path!r} with rollout.engine = "emulated": emulated tokens call no '
+            "tool; remove one of them"
+        )
+    if not c.data.apply_chat_template:
+        raise ConfigError(
+            f"env.path = {env.path!r} with data.apply_chat_template = false: tools and their "
+            "answers are written by the chat template; set it to true"
+        )
+    if c.reward.scope == "group":
+        raise ConfigError(
+            f'env.path = {env.path!r} with reward.scope = "group": siblings end their turns one by '
+            'one; give "auto"'
+        )
+    if env.tool_timeout_s >= c.trainer.batch_wait_s:
+        raise ConfigError(
+            f"env.tool_timeout_s = {env.tool_timeout_s:g} must be shorter than "
+            f"trainer.batch_wait_s = {c.trainer.batch_wait_s:g}, after which a batch does without "
+            "what it waits for: lower one or raise the other"
+        )
+    if c.max_sessions < c.rollout.max_num_seqs:
+        raise ConfigError(
+            f"env.max_sessions = {env.max_sessions} is smaller than rollout.max_num_seqs = "
+            f"{c.rollout.max_num_seqs}: each sequence has a session; raise it, or give 0"
         )
 
 

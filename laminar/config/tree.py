@@ -138,7 +138,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), says("responses to one prompt")] = 8
     max_num_seqs: Annotated[Count, says("responses that one replica generates at a time")] = 64
-    max_model_len: Annotated[int, says("0: max_prompt_length + max_response_length")] = 0
+    max_model_len: Annotated[
+        int, says("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
+    ] = 0
     update: Annotated[
         Literal["drain", "in-flight"],
         says(
@@ -261,6 +263,31 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+class EnvConfig(Section, frozen=True, kw_only=True):
+    """With an environment a response has turns, between which tools answer; see docs/agents.md."""
+
+    path: Annotated[
+        str, path("file"), says("a Python file with a class; empty: no environment")
+    ] = ""
+    name: Annotated[str, says("the class; empty: the file's only public class")] = ""
+    effects: Annotated[
+        Literal["once", "pure"],
+        says("what a lost session means; once: no call is repeated; pure: calls may be repeated"),
+    ] = "once"
+    max_sessions: Annotated[
+        Natural,
+        says("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)"),
+    ] = 0
+    max_turns: Annotated[Count, says("turns of a response at most")] = 10
+    max_context_tokens: Annotated[
+        Count, says("tokens of what tools answer to one response, the template's included")
+    ] = 2_048
+    tool_timeout_s: Annotated[Seconds, says("the longest call of a tool; then it is killed")] = 30.0
+    tools: Annotated[
+        str, says("the JSON schemas of the tools, as the class declares them when a run starts")
+    ] = ""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -491,6 +518,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rollout: RolloutConfig = RolloutConfig()
     async_: AsyncConfig = msgspec.field(default=AsyncConfig(), name="async")
     reward: RewardConfig = RewardConfig()
+    env: EnvConfig = EnvConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
@@ -524,10 +552,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response together that an engine must hold."""
+        """Tokens of prompt and response together, and of what tools answer, that an engine must
+        hold."""
+        context = self.env.max_context_tokens if self.env.path else 0
         return self.rollout.max_model_len or (
-            self.data.max_prompt_length + self.data.max_response_length
+            self.data.max_prompt_length + self.data.max_response_length + context
         )
+
+    @property
+    def max_sessions(self) -> int:
+        """Sessions of one replica: of what it generates, and as many between two turns."""
+        rollout = self.rollout
+        return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)
 
     @property
     def groups_per_version(self) -> int:

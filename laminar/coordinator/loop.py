@@ -118,6 +118,7 @@ def settings_of(config: Config) -> Settings:
         filter_metric=filtered.metric if filtered.enable else "",
         filter_batches=filtered.max_num_gen_batches if filtered.enable else 0,
         in_flight=config.rollout.in_flight,
+        max_sessions=config.max_sessions if config.env.path else 0,
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from laminar.core.indexes import indexes_of
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
+from laminar.core.transitions import UNFINISHED
 
 
 def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
@@ -79,9 +80,22 @@ def first_share(state: State) -> int:
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:
-    """Whether there is room for all siblings of a group, within the replica's share."""
+    """Whether there is room for all siblings of a group, within the replica's share, and its
+    environment's sessions."""
     size, most = state.settings.group_size, share(state)
-    return room(replica) >= size and (not most or replica.load + size <= most)
+    within = not most or replica.load + size <= most
+    return within and room(replica) >= size and has_sessions(state, replica, size)
+
+
+def has_sessions(state: State, replica: Replica, count: int) -> bool:
+    """Whether so many more trajectories have sessions of the environment there, if there is one:
+    also what waits for its answer, or for its next turn, keeps its own."""
+    most = state.settings.max_sessions
+    if not most:
+        return True
+    there = indexes_of(state).trajectories.get(replica.name, ())
+    used = sum(state.trajectories[t].status in UNFINISHED for t in there)
+    return used + count <= most
 
 
 def why_not_admitted(state: State, replica: Replica) -> str:

@@ -22,6 +22,7 @@ from laminar.core.indexes import (
     replica_changed,
     straggler_changed,
 )
+from laminar.core.lost_work import goes_anywhere
 from laminar.core.state import Group, Progress, Replica, State, Trajectory
 from laminar.core.transitions import move
 from laminar.events import commands as cmd
@@ -142,6 +143,7 @@ def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     trajectory.placement += 1
     begins = trajectory.restart or not may_go_on(state, trajectory, replica)
     if begins:
+        end_session(ctx, trajectory)
         trajectory.attempt += 1
         trajectory.restart = False
         group = state.groups[trajectory.group]
@@ -155,6 +157,14 @@ def may_go_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
     if state.settings.in_flight:
         return replica.version >= trajectory.version
     return replica.version == trajectory.version
+
+
+def end_session(ctx: Context, trajectory: Trajectory) -> None:
+    """Nothing of this attempt is wanted any more: its environment's session ends, too."""
+    name, trajectory.session = ctx.state.home_of(trajectory), ""
+    if name:
+        placed = cmd.Placed(trajectory_id=trajectory.id, placement=trajectory.placement)
+        ctx.command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
 
 
 def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
@@ -218,7 +228,7 @@ def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
         placed = cmd.Placed(trajectory_id=trajectory_id, placement=trajectory.placement)
         ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
-    if not state.settings.in_flight:
+    if not goes_anywhere(state, trajectory):
         ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
     ctx.touch_all()
 
@@ -236,3 +246,14 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
     if isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
         return command.version
     return trajectory.version
+
+
+def await_turn(ctx: Context, trajectory: Trajectory) -> None:
+    """Its environment has answered: it needs a place for its next turn, as lost work does."""
+    state = ctx.state
+    moved = move(trajectory, "continues")
+    assert moved, trajectory
+    add_lost(state, trajectory)
+    if not goes_anywhere(state, trajectory):
+        ctx.set_timer(keys.resume(trajectory.id), state.settings.resume_wait_ms)
+    ctx.touch_all()

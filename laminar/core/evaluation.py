@@ -15,7 +15,7 @@ from collections.abc import Collection
 from itertools import chain
 
 from laminar.core import groups, held_out, kept_versions
-from laminar.core.admission import room, serving
+from laminar.core.admission import has_sessions, room, serving
 from laminar.core.context import Context
 from laminar.core.dispatch import open_group
 from laminar.core.held_out import EvaluationResult
@@ -187,6 +187,8 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
     if evaluation is None:
         return
     while evaluation.queue and room(replica) > 0 and replica.version == evaluation.version:
+        if not has_sessions(state, replica, 1):
+            return
         position = evaluation.queue.pop(0)
         attempt = evaluation.attempts.get(position, 0) + 1
         evaluation.attempts[position] = attempt

@@ -50,6 +50,8 @@ def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
     items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in trajectories)
     for trajectory in trajectories:
         assign(ctx.state, trajectory, replica)
+        if ctx.state.settings.environment:
+            trajectory.session = replica
         ctx.state.unscored.pop(trajectory.id, None)
     ctx.command(
         cmd.ScoreTrajectories(
@@ -62,6 +64,11 @@ def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
         key=score_key(ctx.state, trajectories[0]),
         timeout_ms=SCORE_TIMEOUT_MS,
     )
+
+
+def scorer_of(state: State, trajectory: Trajectory, otherwise: str) -> str:
+    """The replica that scores it: the one with its environment's session, while that lives."""
+    return state.home_of(trajectory) or otherwise
 
 
 def score_key(state: State, trajectory: Trajectory) -> CommandKey:
@@ -172,9 +179,8 @@ def _end(
     state = ctx.state
     aborted: dict[str, list[Trajectory]] = {}
     for trajectory in ended:
-        replica = state.replicas.get(trajectory.replica)
-        if replica is not None and trajectory.id in replica.running:
-            aborted.setdefault(replica.name, []).append(trajectory)
+        for name in _working_on(state, trajectory):
+            aborted.setdefault(name, []).append(trajectory)
         if trajectory.status != TrajectoryStatus.REWARDED:  # no replica works on that one any more
             _withdraw(ctx, trajectory)
         moved = move(trajectory, "end")
@@ -195,7 +201,20 @@ def _end(
         )
     for name, running in aborted.items():
         items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in running)
-        ctx.command(cmd.AbortTrajectories(to=name, items=items))
+        sessions = state.settings.environment
+        ctx.command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
+
+
+def _working_on(state: State, trajectory: Trajectory) -> list[str]:
+    """The replicas that generate it or have its environment's session; that of one with a reward
+    has ended by itself."""
+    replica, found = state.replicas.get(trajectory.replica), []
+    if replica is not None and trajectory.id in replica.running:
+        found.append(replica.name)
+    home = state.home_of(trajectory)
+    if home and home not in found and trajectory.status != TrajectoryStatus.REWARDED:
+        found.append(home)
+    return found
 
 
 def _withdraw(ctx: Context, trajectory: Trajectory) -> None:
@@ -207,6 +226,13 @@ def _withdraw(ctx: Context, trajectory: Trajectory) -> None:
     remove_lost(state, trajectory)
     state.unscored.pop(trajectory.id, None)
     ctx.clear_timer(keys.resume(trajectory.id))
+    weights_let_go(ctx, trajectory)
+
+
+def weights_let_go(ctx: Context, trajectory: Trajectory) -> None:
+    """No next turn of it needs the weights of its replica, which may load newer ones."""
+    if ctx.state.settings.environment:
+        ctx.touch(trajectory.replica)
 
 
 def send_endings(ctx: Context) -> None:

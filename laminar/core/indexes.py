@@ -313,6 +313,7 @@ def set_timer(state: State, name: TimerName, due_ns: int) -> None:
 
 def clear_timer(state: State, name: TimerName) -> bool:
     """True if it was set; the heap forgets it later."""
+    indexes_of(state)  # made while it is set: whether lost work waits follows from its timer
     return state.timers.pop(name, None) is not None
 
 

@@ -15,7 +15,13 @@ from typing import Any
 
 from laminar.core import keys
 from laminar.core.state import State, Trajectory
-from laminar.names.ids import TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
+
+
+def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
+    """Whether any newer version goes on with its tokens at once: a held-out answer has one."""
+    return state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN
+
 
 Entry = tuple[int, int, int, TrajectoryId]
 """Most urgent first: (deadline, order of dispatch, number of the loss, id)."""
@@ -43,7 +49,7 @@ class LostWork:
         group = state.groups[trajectory.group]
         entry = (group.deadline, group.order, next(self._count), trajectory.id)
         self._entries[trajectory.id] = entry
-        anywhere = trajectory.restart or state.settings.in_flight
+        anywhere = trajectory.restart or goes_anywhere(state, trajectory)
         queues = self.anywhere if anywhere else self.waiting
         insort(queues.setdefault(trajectory.version, []), entry)
         if not anywhere:

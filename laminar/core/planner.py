@@ -152,7 +152,7 @@ def _takes_group(state: State, replica: Replica) -> bool:
 class _Others:
     """Replicas that nothing but a touch of all has touched."""
 
-    def __init__(self, state: State, but: Collection[str]) -> None:
+    def __init__(self, state: State, but: dict[str, None]) -> None:
         self._state, self._but = state, but
         self._refused: dict[int, None] = {}  #: steps whose weights admit no more
 
@@ -161,6 +161,9 @@ class _Others:
         index, size = indexes_of(self._state).replicas, self._state.settings.group_size
         while kinds := index.of(self._may_admit):
             replica = index.least(kinds, size, self._but)
+            if replica is not None and not admission.has_sessions(self._state, replica, size):
+                self._but = {**self._but, replica.name: None}
+                continue
             if replica is None or not has_room_for_group(self._state, replica):
                 return None  # the others have no fewer
             if admission.admits(self._state, replica):

@@ -14,22 +14,25 @@ any replica that is at least as new.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
-from laminar.core import buffering, evaluation, groups, indexes, keys, store_restarts
+from laminar.core import admission, buffering, evaluation, groups, indexes, keys, store_restarts
 from laminar.core.context import Context
 from laminar.core.dispatch import lose, newest_tokens, place_again
 from laminar.core.indexes import indexes_of
-from laminar.core.lost_work import Entry
+from laminar.core.lost_work import Entry, goes_anywhere
 from laminar.core.relays import ending
 from laminar.core.replica_index import Kind
 from laminar.core.state import Group, Replica, State, Trajectory
 from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import IN_ENGINE, UNFINISHED
 from laminar.events.reasons import DropReason
-from laminar.names.ids import Purpose
+from laminar.names.ids import Purpose, TrajectoryId
 
 DEATHS_MAX = 3
 """A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""
+SERVED_MS = 1_000
+"""How often work that waits for room asks whether its version is still served."""
 WAITS_MAX = 3
 """Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
 EVALUATION_ATTEMPTS_MAX = 3
@@ -58,17 +61,37 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
     for trajectory_id in replica.incoming:
         state.progress[trajectory_id].destination = ""  # its source lets go of it all the same
     indexes.remove_replica(state, replica)
-    for trajectory in _generated_on(state, name):
-        ctx.done(groups.score_key(state, trajectory))
-        state.unscored[trajectory.id] = None
+    for trajectory in _waiting_on(state, name):
+        if trajectory.status == TrajectoryStatus.GENERATED:
+            ctx.done(groups.score_key(state, trajectory))
+            state.unscored[trajectory.id] = None
+        elif state.groups[trajectory.group].purpose == Purpose.EVAL:
+            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
     ctx.touch_all()
 
 
-def _generated_on(state: State, name: str) -> list[Trajectory]:
-    """What waits for its reward there, in the order of dispatch."""
+def _waiting_on(state: State, name: str) -> list[Trajectory]:
+    """What waits for its reward or its next turn there, in the order of dispatch."""
     there = [state.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
-    generated = [t for t in there if t.status == TrajectoryStatus.GENERATED]
-    return sorted(generated, key=lambda t: (state.groups[t.group].order, t.sibling))
+    waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
+    found = [t for t in there if t.status in waiting]
+    return sorted(found, key=lambda t: (state.groups[t.group].order, t.sibling))
+
+
+def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
+    """Lost work has waited for its version long enough. With an environment it waits on for a place
+    where its version is served: longer episodes must not be the ones that begin again."""
+    state = ctx.state
+    trajectory = state.trajectories.get(trajectory_id)
+    lost = trajectory is not None and trajectory_id in state.lost
+    if trajectory is not None and lost and state.settings.environment:
+        index = indexes_of(state).replicas
+        if index.of(lambda kind: kind.version == trajectory.version and kind.serving):
+            return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
+        if state.groups[trajectory.group].purpose == Purpose.EVAL:
+            return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+    indexes.end_wait(state, trajectory_id)
+    ctx.touch_all()
 
 
 def fail_sibling(
@@ -84,6 +107,16 @@ def fail_sibling(
         evaluation.group_lost(ctx, group)
     else:
         evaluation.group_given_up(ctx, group)
+
+
+def turn_due(ctx: Context, trajectory: Trajectory) -> None:
+    """A held-out answer goes on where its environment's session is: if that replica has other
+    weights by now, it runs again whole."""
+    state = ctx.state
+    kind = indexes_of(state).replicas.kind_of(trajectory.session)
+    there = kind is not None and not kind.loading and kind.version == trajectory.version
+    if state.groups[trajectory.group].purpose == Purpose.EVAL and not there:
+        fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
 
 
 def plan_lost(ctx: Context) -> None:
@@ -106,22 +139,33 @@ def _next_lost(state: State) -> Trajectory | None:
         here, newer = bool(index.able(version)), newest > version
         first += lost.anywhere.get(version, [])[:1] if here or newer else []
         gone = version not in indexes_of(state).held and version not in state.saved
-        first += lost.waiting.get(version, [])[:1] if here or (newer and gone) else []
+        waiting = lost.waiting.get(version, [])
+        if here:
+            first += waiting[:1]
+        elif newer and gone:  # a held-out answer, which has no deadline, has no other version
+            first += islice((entry for entry in waiting if entry[0] >= 0), 1)
     return state.trajectories[min(first)[3]] if first else None
 
 
 def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
-    """The least loaded replica of its version; where there is none, of the newest one. In flight
-    any that is at least as new."""
+    """The replica with its environment's session, if it has its version and room; else the least
+    loaded one of its version; where there is none, of the newest one. In flight any that is at
+    least as new."""
     index = indexes_of(state).replicas
-    able = _able(state, trajectory) or index.able(index.newest_able())
+    able = _able(state, trajectory)
+    if index.kind_of(trajectory.session) in able:
+        home = state.replicas[trajectory.session]
+        if admission.room(home) > 0:
+            return home
+    if not able and state.groups[trajectory.group].purpose == Purpose.TRAIN:
+        able = index.able(index.newest_able())
     return index.least(able, room=1)
 
 
 def _able(state: State, trajectory: Trajectory) -> Collection[Kind]:
     """Kinds of replicas with room that go on with its tokens."""
     index = indexes_of(state).replicas
-    if state.settings.in_flight:
+    if goes_anywhere(state, trajectory):
         return index.able_from(newest_tokens(state, trajectory))
     return index.able(trajectory.version)
 
@@ -137,7 +181,7 @@ def plan_unscored(ctx: Context) -> None:
         first = state.trajectories[next(iter(state.unscored))]
         together = groups.scorable(state, first)
         if together:
-            groups.score(ctx, together, scorer.name)
+            groups.score(ctx, together, groups.scorer_of(state, first, scorer.name))
         else:
             del state.unscored[first.id]
 

@@ -151,6 +151,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     deaths: int = 0  #: replicas that died while they ran it
     waits: int = 0  #: times that a batch gave up waiting for it
     restart: bool = False  #: lost work that must begin again from the prompt
+    session: str = ""  #: replica that has its environment's session, as far as is known
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -352,6 +353,11 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     def actor_alive(self, name: str) -> bool:
         actor = self.actors.get(name)
         return actor is not None and actor.alive
+
+    def home_of(self, trajectory: Trajectory) -> str:
+        """The replica with its environment's session; empty: none, or it is gone."""
+        name = trajectory.session
+        return name if name in self.replicas and self.actor_alive(name) else ""
 
     def live_replicas(self) -> list[Replica]:
         return [r for r in self.replicas.values() if self.actor_alive(r.name)]

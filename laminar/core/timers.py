@@ -51,8 +51,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.PAUSE:
         pass  # they have had their time: the planner lets the run pause
     elif kind == TimerKind.RESUME:
-        indexes.end_wait(state, TrajectoryId(subject))
-        ctx.touch_all()
+        recovery.resume_wait_over(ctx, TrajectoryId(subject))
     elif kind == TimerKind.PROGRESS:
         recovery.watch_progress(ctx, subject)
     elif kind == TimerKind.REJOIN:

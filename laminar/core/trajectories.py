@@ -14,6 +14,7 @@ from laminar.core.context import Context
 from laminar.core.indexes import gauges_changed, set_length, straggler_changed
 from laminar.core.registry import handles
 from laminar.core.state import Packing, State, Trajectory
+from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import UNFINISHED, move
 from laminar.core.validation import anything, is_count
 from laminar.events import events as ev
@@ -37,6 +38,8 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not move(trajectory, "started"):
         return ctx.ignore("old-placement")
+    if ctx.state.settings.environment and not trajectory.session:
+        trajectory.session = ctx.stamped.peer
     progress = ctx.state.progress.get(trajectory.id)
     if progress is not None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
@@ -100,7 +103,7 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
         state.finished_tokens += event.num_tokens
     together = groups.scorable(state, trajectory)
     if together:
-        groups.score(ctx, together, ctx.stamped.peer)
+        groups.score(ctx, together, groups.scorer_of(state, trajectory, ctx.stamped.peer))
 
 
 @handles(
@@ -136,11 +139,31 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
     state.unscored.pop(trajectory.id, None)
     groups.finish_score_command(ctx, trajectory)
+    groups.weights_let_go(ctx, trajectory)
     group = state.groups[trajectory.group]
     groups.sibling_done(ctx, group)
     if group.purpose == Purpose.EVAL:
         evaluation.group_evaluated(ctx, group, event)
     reward_errors.count(ctx, group.purpose, event.reason, event.detail)
+
+
+def _turn(state: State, event: ev.TrajectoryContinues) -> bool:
+    """Only a run with an environment has turns."""
+    return state.settings.environment and is_count(event.turn)
+
+
+@handles(ev.TrajectoryContinues, valid=_turn)
+def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None:
+    """The next turn is generated where its version is served; a held-out answer whose version is
+    not served where its environment is, begins again."""
+    state = ctx.state
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
+        return ctx.ignore("old-placement")
+    state.unscored.pop(trajectory.id, None)
+    dispatch.await_turn(ctx, trajectory)
+    groups.finish_score_command(ctx, trajectory)
+    recovery.turn_due(ctx, trajectory)
 
 
 def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:

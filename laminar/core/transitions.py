@@ -34,6 +34,7 @@ TRAJECTORY_MOVES = {
     (DISPATCHED, "finished"): GENERATED,  # before its replica died
     (RUNNING, "finished"): GENERATED,
     (GENERATED, "rewarded"): REWARDED,
+    (GENERATED, "continues"): LOST,
     (DISPATCHED, "lose"): LOST,
     (RUNNING, "lose"): LOST,
     (DISPATCHED, "release"): RELEASING,
@@ -58,7 +59,7 @@ TRAJECTORY = Table(
         GENERATED: "every token is durable, the reward is missing",
         REWARDED: "waits for the rest of its group and for a batch",
         RELEASING: "its replica hands its tokens over; it goes on on another one",
-        LOST: "its replica is gone; it needs a new placement",
+        LOST: "its replica is gone, or its environment has answered; it needs a new placement",
         ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
     },
     TRAJECTORY_MOVES,

@@ -30,9 +30,11 @@ from laminar.core.admission import serving
 from laminar.core.context import Context
 from laminar.core.failures import FailureKind
 from laminar.core.indexes import indexes_of, master_relay
+from laminar.core.lost_work import goes_anywhere
 from laminar.core.registry import handles
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
+from laminar.core.statuses import TrajectoryStatus
 from laminar.core.validation import anything, are_allocated, of_a_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -263,7 +265,9 @@ def _can_pull_in_flight(state: State, replica: Replica) -> bool:
     if not state.settings.in_flight or not serving(state, replica):
         return False
     groups = (state.groups[state.trajectories[t].group] for t in replica.running)
-    return all(group.purpose == Purpose.TRAIN for group in groups)
+    return all(group.purpose == Purpose.TRAIN for group in groups) and not _awaits_turn(
+        state, replica
+    )
 
 
 def _can_pull(state: State, replica: Replica) -> bool:
@@ -271,7 +275,22 @@ def _can_pull(state: State, replica: Replica) -> bool:
     rejecting weights."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
-    return not busy and not given_up and state.actor_alive(replica.name)
+    able = not busy and not given_up and state.actor_alive(replica.name)
+    return able and not _awaits_turn(state, replica)
+
+
+def _awaits_turn(state: State, replica: Replica) -> bool:
+    """Whether an environment's answer is due here after which a trajectory needs the version that
+    the replica has; in flight only a held-out answer does."""
+    if not state.settings.environment:
+        return False
+    here = (state.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ()))
+    return any(
+        t.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
+        and t.version == replica.version
+        and not goes_anywhere(state, t)
+        for t in here
+    )
 
 
 def may_pull_reserved(state: State) -> list[Kind]:

@@ -57,9 +57,11 @@ def check_engine(config: Config, *, here: bool = True) -> None:
     except EngineError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     if positions and config.max_model_len > positions:
+        context = " + env.max_context_tokens" if config.env.path else ""
         raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} is more "
-            f"than the {positions} positions of model {name!r}; lower one of them"
+            f"data.max_prompt_length + data.max_response_length{context} = "
+            f"{config.max_model_len} is more than the {positions} positions of model {name!r}; "
+            "lower one of them"
         )
 
 

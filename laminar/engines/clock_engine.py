@@ -34,11 +34,12 @@ OnDeltas = Callable[[list[TokenDelta]], None]
 class Response(Sequence):
     """A sequence of the clock, and what it is of."""
 
-    __slots__ = ("seed", "sent", "spoiled")
+    __slots__ = ("limit", "seed", "sent", "spoiled")
 
     def __init__(self, request: GenerateRequest, total: int, hangs: bool = False) -> None:
         done, prompt = len(request.done_ids), len(request.prompt_ids)
-        super().__init__(request.request_id, done, total, hangs, prompt)
+        self.limit = request.max_new_tokens
+        super().__init__(request.request_id, done, min(total, self.limit), hangs, prompt)
         self.seed, self.sent, self.spoiled = request.seed, done, False
 
 
@@ -51,16 +52,15 @@ class ClockEngine:
         timing: EngineTiming,
         *,
         slots: int,
-        limit: int,
         kv_capacity: int,
         on_deltas: OnDeltas,
         on_ends: OnDeltas,
     ) -> None:
-        """`limit`: tokens of a response. `kv_capacity`: what an engine whose cache has no limit
-        says that it holds. `on_ends` takes the deltas with which responses end."""
+        """`kv_capacity`: what an engine whose cache has no limit says that it holds. `on_ends`
+        takes the deltas with which responses end."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._limit, self._capacity = limit, timing.cache_tokens or kv_capacity
+        self._capacity = timing.cache_tokens or kv_capacity
         self._on_deltas, self._on_ends = on_deltas, on_ends
         self._loads = 0
         self.clock = BatchClock(timer, timing, slots, self._on_finished)
@@ -135,7 +135,7 @@ class ClockEngine:
         deltas = []
         for response in finished:
             assert isinstance(response, Response)
-            reason = LENGTH if response.total >= self._limit else STOP
+            reason = LENGTH if response.total >= response.limit else STOP
             deltas.append(self._delta(response, response.total, reason))
         return deltas
 

@@ -70,7 +70,6 @@ class EmulatedEngine(ClockEngine):
             RealTimer(),
             self._timing,
             slots=config.rollout.max_num_seqs,
-            limit=limit,
             kv_capacity=emulation.kv_capacity_tokens,
             on_deltas=self._counted,
             on_ends=self._counted,
@@ -82,7 +81,7 @@ class EmulatedEngine(ClockEngine):
         if not self.clock.sequences:
             self._from_ns = time.monotonic_ns()
         total = max(self._lengths.of(request.seed), len(request.done_ids) + 1)
-        self.clock.add(Response(request, min(total, request.max_new_tokens)))
+        self.clock.add(Response(request, total))
         return self._done()
 
     def load(

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 STOP = "stop"  #: finish reason: the last token is one of the request's stop ids
 LENGTH = "length"  #: finish reason: max_new_tokens were generated
 
+
+def is_cut_off(finish_reason: str | None) -> bool:
+    """Whether something else than the model has ended a response; None: it has not ended."""
+    return finish_reason not in (None, STOP)
+
+
 KvOnUpdate = Literal["keep", "recompute"]
 """What becomes of the cache of sequences that go on with other weights: it is kept, or made again
 by a prefill of all their tokens."""

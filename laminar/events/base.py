@@ -129,7 +129,14 @@ class Settings(
     filter_batches: int = 0  #: batches of such groups in a row that end the run; 0: none do
     #: replicas load newer weights while they run, and what runs goes on with them
     in_flight: bool = False
+    #: of an environment, on one replica; 0: a response has one turn
+    max_sessions: int = 0
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
+
+    @property
+    def environment(self) -> bool:
+        """Whether a turn may be followed by another one."""
+        return self.max_sessions > 0
 
     @property
     def keeps_checkpoints(self) -> bool:

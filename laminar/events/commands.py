@@ -180,6 +180,7 @@ class AbortTrajectories(Command, frozen=True, kw_only=True):
     """Stop generating what runs under these placements or lower ones; it has no answer."""
 
     items: tuple[Placed, ...]
+    sessions: bool = False  #: their environments' sessions end, too
 
 
 @carried_out_by(Role.ROLLOUT)

@@ -126,6 +126,15 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
+class TrajectoryContinues(Event, frozen=True, kw_only=True):
+    """Its turn is over and its environment has answered: the store has the answer as context."""
+
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
+    placement: int
+    turn: int  #: that comes next, from 1
+
+
+@reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
 class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The reward is durable in the store; one that failed is `reward.error_score`."""
 

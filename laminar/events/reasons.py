@@ -27,6 +27,7 @@ class FailureReason(StrEnum):
     STORE_REFUSED = "store-refused"  #: the tokens or the reward can never be stored
     UNSCORED = "unscored"  #: the reward function does not apply to it
     REWARD_WORKER_LOST = "reward-worker-lost"
+    ENV_LOST = "env-lost"  #: its environment's session is gone, and what it did is not repeated
 
 
 class DropReason(StrEnum):
@@ -47,6 +48,7 @@ class DropReason(StrEnum):
     STORE_REFUSED = "store-refused"
     UNSCORED = "unscored"
     REWARD_WORKER_LOST = "reward-worker-lost"
+    ENV_LOST = "env-lost"
 
 
 class RewardOutcome(StrEnum):

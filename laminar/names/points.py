@@ -39,8 +39,8 @@ ROLLOUT = (
     "rollout-loaded",
 )
 """Before tokens go to the store; when it has them; when it has the end of an answer, before that is
-reported; before a call of the reward function; when the store has the rewards; with a slot of the
-relay leased; when the engine has weights, before that is reported."""
+reported; before a reward function or an environment is asked; when the store has the answer; with
+a slot of the relay leased; when the engine has weights, before that is reported."""
 
 REWARD = ("reward-call", "reward-scored")
 """In a reward worker: before the function is called; before its result is sent."""

@@ -86,6 +86,14 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     progress_ms: Ints | None = None
 
 
+class EnvironmentConfig(Section, frozen=True, kw_only=True):
+    """Answers have turns, between which an environment speaks; drawn by itself."""
+
+    environment_share: float = 0.0  #: of the worlds
+    effects: Words = ("once", "pure")  #: what a lost session means
+    answer_s: Floats = (0.01, 0.3, 8.0)  #: how long it takes
+
+
 class TimeConfig(Section, frozen=True, kw_only=True):
     """How long things take in virtual time."""
 
@@ -144,6 +152,7 @@ class SimConfig(Section, frozen=True, kw_only=True):
     work: WorkConfig = WorkConfig()
     filter: FilterConfig = FilterConfig()
     repack: RepackConfig = RepackConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     time: TimeConfig = TimeConfig()
     log: LogConfig = LogConfig()
     faults: FaultConfig = FaultConfig()

@@ -18,6 +18,7 @@ from laminar.config.tree import (
     Config,
     CoordinatorConfig,
     DataConfig,
+    EnvConfig,
     RecoveryConfig,
     RepackConfig,
     RepackPolicy,
@@ -31,7 +32,7 @@ from laminar.engines.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
 from laminar.events.of_coordinator import Origin, Unfinished
 from laminar.names.ids import GroupId, train_group, trajectory_seed
-from laminar.sim.config import CheckConfig, FilterConfig, SimConfig, WorkConfig
+from laminar.sim.config import CheckConfig, EnvironmentConfig, FilterConfig, SimConfig, WorkConfig
 from laminar.sim.config import RepackConfig as RepackDraw
 from laminar.sim.scheduler import MS, SECOND
 from laminar.storage.rules import Row
@@ -101,6 +102,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     checks: CheckConfig
     scores: int = 2  #: different ones that answers get
     origin: Origin | None = None  #: of a fork
+    effects: str = ""  #: once | pure: of an environment; empty: there is none
+    answer_s: float = 0.0  #: how long it takes to answer
 
     @property
     def lease_ns(self) -> int:
@@ -244,6 +247,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
     scenario = msgspec.structs.replace(scenario, settings=settings)
     scenario = _filtered(scenario, config.filter)
     scenario = _forked(scenario, work.fork_step)
+    scenario = _with_environment(scenario, config.environment)
     return _with_tails(scenario, repack, packing) if policy else scenario
 
 
@@ -259,6 +263,25 @@ def _filtered(scenario: Scenario, filter: FilterConfig) -> Scenario:
         filter_batches=max(batches, 1) if scenario.settings.total_steps else batches,
     )
     return msgspec.structs.replace(scenario, settings=settings, scores=scores)
+
+
+def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Scenario:
+    """The same world with an environment, if it has one: that answers each trajectory by itself."""
+    chance = stream(scenario.seed, "environment")
+    pick = _pick_from(chance)
+    if chance.random() >= environment.environment_share:
+        return scenario
+    settings = msgspec.structs.replace(
+        scenario.settings,
+        max_sessions=2 * (scenario.slots + scenario.settings.group_size),
+        reward_scope="trajectory",
+    )
+    return msgspec.structs.replace(
+        scenario,
+        settings=settings,
+        effects=pick(environment.effects),
+        answer_s=pick(environment.answer_s),
+    )
 
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
@@ -322,6 +345,10 @@ def actor_config(scenario: Scenario) -> Config:
             max_batch=scenario.max_batch or "auto",
             update="in-flight" if settings.in_flight else "drain",
             kv_on_update=scenario.kv_on_update,
+        ),
+        env=EnvConfig(
+            path="environment.py" if scenario.effects else "",
+            effects=cast(Literal["once", "pure"], scenario.effects or "once"),
         ),
         repack=RepackConfig(policy=cast(RepackPolicy, settings.repack_policy or "off")),
         recovery=RecoveryConfig(

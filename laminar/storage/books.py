@@ -48,7 +48,11 @@ def contradictions(tables: Tables) -> list[str]:
     for row in tables.rows():
         problems += _trajectory_problems(tables, row, row.id in removed)
     orphans = tables.orphan_chunks()
-    return problems + [f"{number} chunks of {name} have no row" for name, number in orphans]
+    problems += [f"{number} chunks of {name} have no row" for name, number in orphans]
+    endless = tables.turns.endless_effects()
+    return problems + [
+        f"{number} calls of {name} have no end, and it has" for name, number in endless
+    ]
 
 
 def _meta_problems(tables: Tables) -> list[str]:
@@ -77,8 +81,9 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
     if removed:
         return problems + _removed_problems(row, chunks)
     tokens = logprobs = b""
+    contexts: dict[int, bytes] = {}
     try:
-        loaded = [tables.load(chunk) for chunk in chunks]
+        loaded, contexts = [tables.load(chunk) for chunk in chunks], tables.turns.contexts(row)
         tokens = b"".join(chunk.tokens for chunk in loaded)
         logprobs = b"".join(chunk.logprobs for chunk in loaded)
     except DamageError as error:
@@ -89,8 +94,26 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
             f"trajectory {row.id} counts {row.num_tokens} tokens, its chunks hold "
             f"{len(tokens)} bytes of tokens and {len(logprobs)} of log-probs"
         )
-    if row.status != "open" and row.digest != rules.payload_digest(tokens, logprobs):
+    digest = rules.payload_digest(tokens, logprobs, list(contexts.values()))
+    if row.status != "open" and row.digest != digest:
         problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
+    return problems + _context_problems(row, contexts)
+
+
+def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
+    """Behind each turn that was answered there is one context, and no sampled token is missing
+    before it."""
+    problems, count = [], sum(map(len, contexts.values())) // TOKEN_BYTES
+    behind = [turn for turn in contexts if turn]
+    if count != row.context_tokens or behind != list(range(1, row.turns + 1)):
+        problems.append(
+            f"trajectory {row.id} counts {row.context_tokens} context tokens after {row.turns} "
+            f"turns, and has {count} before turns {list(contexts)}"
+        )
+    if row.turns and row.segments not in (row.turns, row.turns + 1):
+        problems.append(
+            f"trajectory {row.id} has tokens of {row.segments} turns, {row.turns} of them answered"
+        )
     return problems
 
 

@@ -32,6 +32,8 @@ class Content(NamedTuple):
     temperature: float
     truncated: bool  #: the engine stopped it at the longest response
     spans: tuple[Span, ...]
+    turns: tuple[int, ...] = ()  #: tokens of each, if there are several
+    contexts: tuple[bytes, ...] = ()  #: what was read between two of them
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -21,6 +21,7 @@ from laminar.storage import rules
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
+from laminar.storage.turn_handlers import TurnHandlers, effect_item, result_of
 
 REMOVED_AT_ONCE = 256
 """Payloads, so that other requests are not held up."""
@@ -32,10 +33,13 @@ class Handlers:
     def __init__(self, rows: Tables, *, in_flight: bool = False) -> None:
         """`in_flight`: newer weights may go on with tokens of older ones."""
         self._rows, self._in_flight = rows, in_flight
+        self._turns = TurnHandlers(rows)
         self._by_type: dict[type, Callable[[Any], m.Reply]] = {
             m.Open: self._open,
             m.Append: self._append,
             m.Finish: self._finish,
+            m.Intend: self._turns.intend,
+            m.Continue: self._turns.go_on,
             m.Fetch: self._fetch,
             m.PutRewards: self._put_rewards,
             m.End: self._end,
@@ -74,11 +78,12 @@ class Handlers:
             if prompt is None:
                 return _barred_open(item, "refused", f"no {item.purpose} prompt {item.row_index}")
             prompt_ids = self._rows.prompt_ids(key, prompt)
-            if not room.take(len(prompt_ids) + rules.TOKEN_BYTES * (row.num_tokens if row else 0)):
+            if not room.take(len(prompt_ids) + (rules.TOKEN_BYTES * row.all_tokens if row else 0)):
                 return None
         row = self._opened(row, verdict.change, asked)
         chunks = self._rows.chunks(row.id) if verdict.answer == "open" else []
-        return _open_result(row, verdict, prompt_ids, chunks)
+        contexts = self._rows.turns.contexts(row) if verdict.answer == "open" else {}
+        return _open_result(row, verdict, prompt_ids, chunks, contexts)
 
     def _opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
@@ -105,7 +110,7 @@ class Handlers:
         if row is not None and verdict.changes:
             self._rows.add_chunk(row, chunk)
             self._rows.save(row, rules.grown(row, chunk))
-        return _result(item.trajectory_id, verdict)
+        return result_of(item.trajectory_id, verdict)
 
     def _finish(self, request: m.Finish) -> m.FinishReply:
         return m.FinishReply(results=tuple(map(self._finish_one, request.items)))
@@ -119,7 +124,7 @@ class Handlers:
                 status="generated", finish_reason=item.finish_reason, digest=digest
             )
             self._rows.save(row, after)
-        return _result(item.trajectory_id, verdict)
+        return result_of(item.trajectory_id, verdict)
 
     def _whole_digest(self, row: Row) -> str:
         """The digest of the payload, which must have as many tokens and log-probs as the row."""
@@ -129,7 +134,7 @@ class Handlers:
                 f"the chunks of {row.id} hold {len(tokens)} bytes of tokens and "
                 f"{len(logprobs)} of log-probs, its row counts {row.num_tokens} tokens"
             )
-        return rules.payload_digest(tokens, logprobs)
+        return rules.payload_digest(tokens, logprobs, list(self._rows.turns.contexts(row).values()))
 
     def _fetch(self, request: m.Fetch) -> m.FetchReply:
         room = _Room()
@@ -175,8 +180,9 @@ class Handlers:
     def _trajectory(
         self, row: Row, prompt_ids: bytes, with_prompt: bool, prompt: bytes
     ) -> m.Trajectory:
-        chunks = self._rows.chunks(row.id)
+        chunks, contexts = self._rows.chunks(row.id), self._rows.turns.contexts(row)
         tokens, logprobs = _payload(chunks)
+        effects = self._rows.turns.effects(row, row.turns) if with_prompt else []
         return m.Trajectory(
             trajectory_id=row.id,
             **row.identity._asdict(),
@@ -191,9 +197,11 @@ class Handlers:
             reward_reason=row.reward_reason,
             reward_detail=row.reward_detail,
             end=row.end,
-            prompt_ids=prompt_ids,
+            prompt_ids=contexts.pop(0, prompt_ids),
             tokens=tokens,
             logprobs=logprobs,
+            contexts=tuple(contexts.values()),
+            effects=tuple(map(effect_item, effects)),
             segment_lengths=rules.segment_lengths(chunks),
             spans=rules.spans(row, chunks),
             prompt=prompt if with_prompt else None,
@@ -222,7 +230,9 @@ class Handlers:
             reward_bits=rules.score_bits(item.score),
             reward_reason=item.reason,
             reward_detail=item.detail,
+            finish_reason=item.finish_reason or row.finish_reason,
         )
+        self._turns.end_effects(row, row.turns, item.effects)
         self._rows.save(row, after)
         self._rows.set_reward_text(row.id, item.score, item.text, item.extras)
         return after
@@ -237,6 +247,7 @@ class Handlers:
         if verdict.changes:
             after = rules.ended(row, asked)
             self._rows.save(row, after)
+            self._rows.turns.lose_effects(after.id)
             row = after
         return m.EndResult(
             trajectory_id=item.trajectory_id,
@@ -322,23 +333,26 @@ def _asked_by_end(item: m.EndItem) -> Row:
     )
 
 
-def _result(trajectory_id: str, verdict: rules.Verdict) -> m.Result:
-    return m.Result(trajectory_id=trajectory_id, answer=verdict.answer, reason=verdict.reason)
-
-
 def _barred_open(item: m.OpenItem, answer: rules.OpenAnswer, reason: str) -> m.OpenResult:
     return m.OpenResult(trajectory_id=item.trajectory_id, answer=answer, reason=reason)
 
 
 def _open_result(
-    row: Row, verdict: rules.OpenVerdict, prompt_ids: bytes, chunks: Sequence[Chunk]
+    row: Row,
+    verdict: rules.OpenVerdict,
+    prompt_ids: bytes,
+    chunks: Sequence[Chunk],
+    contexts: dict[int, bytes],
 ) -> m.OpenResult:
+    own_prompt = contexts.pop(0, None)
     return m.OpenResult(
         trajectory_id=row.id,
         answer=verdict.answer,
         reason=verdict.reason,
-        prompt_ids=prompt_ids,
+        prompt_ids=own_prompt or prompt_ids,
         tokens=b"".join(chunk.tokens for chunk in chunks),
+        contexts=tuple(contexts.values()),
+        own_prompt=own_prompt is not None,
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,
         tokens_lost=row.tokens_lost,
@@ -359,6 +373,6 @@ def _payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
 
 def _fetched_size(row: Row, prompt: bytes, prompt_ids: bytes) -> int:
     """The bytes of the row in a reply, at least. Each span is of another placement."""
-    payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.num_tokens
+    payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.all_tokens
     spans = m.SPAN_BYTES * min(row.placement, row.num_tokens)
     return payload + spans + 4 * len(row.reward_detail or "") + 4096

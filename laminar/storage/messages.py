@@ -13,7 +13,7 @@ overflow a column and a reply cannot outgrow a frame.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -108,6 +108,41 @@ class Finish(Message, frozen=True, kw_only=True):
     items: Annotated[tuple[FinishItem, ...], Many]
 
 
+class EffectItem(Item, frozen=True, kw_only=True):
+    """A call of a tool by the model (tasks/turns.py)."""
+
+    call: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]  #: which of its turn
+    tool: Annotated[str, Meta(max_length=256)]
+    arguments: Detail
+    status: Literal["intended", "done", "failed", "timed-out"]
+    result: Detail = ""
+
+
+class Intend(Message, frozen=True, kw_only=True):
+    """Note calls of a turn before they are made: none of them is made by anybody else."""
+
+    trajectory_id: Name
+    placement: Count
+    turn: Count
+    owner: Name  #: process that makes them
+    effects: Annotated[tuple[EffectItem, ...], Many]
+
+
+class ContextItem(Item, frozen=True, kw_only=True):
+    trajectory_id: Name
+    placement: Count
+    turn: Count  #: before which it is read; 0: as the prompt, in place of the row's
+    tokens: bytes
+    effects: Annotated[tuple[EffectItem, ...], Many] = ()  #: of the turn before, each with its end
+
+
+class Continue(Message, frozen=True, kw_only=True):
+    """Add what environments answered to finished turns: the trajectories are open again. The first
+    answer to a turn stays."""
+
+    items: Annotated[tuple[ContextItem, ...], Many]
+
+
 class Fetch(Message, frozen=True, kw_only=True):
     """Read trajectories for scoring (with their prompts) or for training."""
 
@@ -123,6 +158,9 @@ class RewardItem(Item, frozen=True, kw_only=True):
     detail: Detail = ""
     text: str | None = None  #: the response as text, for people who read the run
     extras: Extras = {}
+    #: why its environment ended it, in place of what the engine said; empty: the engine's
+    finish_reason: Annotated[str, Meta(max_length=64)] = ""
+    effects: Annotated[tuple[EffectItem, ...], Many] = ()  #: of its last turn, each with its end
 
 
 class PutRewards(Message, frozen=True, kw_only=True):
@@ -170,14 +208,27 @@ class Stats(Message, frozen=True, kw_only=True):
     """Ask for totals. Scans the trajectories: meant for reports, not for every step."""
 
 
-Request = Open | Append | Finish | Fetch | PutRewards | End | SamplePrompts | RemovePayloads | Stats
+Request = (
+    Open
+    | Append
+    | Finish
+    | Intend
+    | Continue
+    | Fetch
+    | PutRewards
+    | End
+    | SamplePrompts
+    | RemovePayloads
+    | Stats
+)
 
 
 # --- replies ----------------------------------------------------------------------------------
 
 
 class OpenResult(Item, frozen=True, kw_only=True):
-    """`tokens` only for "open"; the facts of the row, as stored, unless "fenced" or "refused"."""
+    """`tokens` and `contexts` only for "open"; the facts of the row, as stored, unless "fenced" or
+    "refused"."""
 
     trajectory_id: str
     answer: OpenAnswer
@@ -193,6 +244,9 @@ class OpenResult(Item, frozen=True, kw_only=True):
     finish_reason: str | None = None
     score: float | None = None
     reward_reason: str | None = None
+    contexts: tuple[bytes, ...] = ()  #: token ids behind each turn that its environment answered
+    #: whether `prompt_ids` are its environment's; else the row's
+    own_prompt: bool = False
 
 
 class OpenReply(Message, frozen=True, kw_only=True):
@@ -211,6 +265,14 @@ class AppendReply(Message, frozen=True, kw_only=True):
 
 
 class FinishReply(Message, frozen=True, kw_only=True):
+    results: tuple[Result, ...]
+
+
+class IntendReply(Message, frozen=True, kw_only=True):
+    results: tuple[Result, ...]  #: one
+
+
+class ContinueReply(Message, frozen=True, kw_only=True):
     results: tuple[Result, ...]
 
 
@@ -240,6 +302,10 @@ class Trajectory(Item, frozen=True, kw_only=True):
     spans: tuple[Span, ...]  #: who sampled which part of the tokens, in order
     prompt: bytes | None = None  #: for `decode_prompt`
     extras: dict[str, float | str] = {}
+    #: token ids behind each turn that its environment answered; `tokens` are the sampled ones, in
+    #: `segment_lengths` by turn
+    contexts: tuple[bytes, ...] = ()
+    effects: tuple[EffectItem, ...] = ()  #: calls of the last turn; only with the prompt
 
 
 class FetchReply(Message, frozen=True, kw_only=True):
@@ -309,6 +375,8 @@ Reply = (
     OpenReply
     | AppendReply
     | FinishReply
+    | IntendReply
+    | ContinueReply
     | FetchReply
     | PutRewardsReply
     | EndReply

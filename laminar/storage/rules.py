@@ -99,10 +99,17 @@ class Row(NamedTuple):
     end_step: int | None = None
     last_version: int | None = None  #: that sampled the last token; None: weight_version did
     last_step: int | None = None
+    turns: int = 0  #: that its environment has answered: the tokens after it are the next segment's
+    context_tokens: int = 0  #: that it has read and did not sample: of its environment
 
     @property
     def identity(self) -> Identity:
         return Identity(self.group_id, self.sibling, self.purpose, self.row_index)
+
+    @property
+    def all_tokens(self) -> int:
+        """Sampled ones, and those of its environment."""
+        return self.num_tokens + self.context_tokens
 
     @property
     def stamp(self) -> Stamp:
@@ -240,10 +247,12 @@ def judge_append(
         return Verdict("refused", f"{_position(chunk)} overlaps other stored tokens")
     if row.end is not None or row.status != "open":
         return Verdict("refused", f"the response is already {row.end or row.status}")
+    if chunk.segment < row.turns:
+        return Verdict("refused", f"turn {chunk.segment} is over: its environment has answered")
     if not _continues(row, chunk):
         return Verdict("refused", f"{_position(chunk)} leaves a gap: {_next_position(row)}")
     problem = _version_problem(row, chunk, in_flight)
-    problem = problem or chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens)
+    problem = problem or chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens - row.context_tokens)
     return Verdict("refused", problem) if problem else _WRITE
 
 
@@ -267,15 +276,11 @@ def chunk_problem(chunk: Chunk, room: int) -> str:
     Log-probs must be finite and at most 1e-6: anything else is not the log of a probability, and
     one NaN would silently spoil the loss of a whole step.
     """
-    if len(chunk.tokens) % TOKEN_BYTES or not chunk.tokens:
-        return f"{len(chunk.tokens)} bytes of tokens are not a positive number of int32"
+    if problem := _ids_problem(chunk.tokens, room):
+        return problem
     if len(chunk.tokens) != len(chunk.logprobs):
         tokens, logprobs = (len(part) / TOKEN_BYTES for part in (chunk.tokens, chunk.logprobs))
         return f"{tokens:g} tokens came with {logprobs:g} log-probs"
-    if len(chunk.tokens) > room * TOKEN_BYTES:
-        return f"a trajectory holds at most {MAX_TOKENS} tokens"
-    if int(np.frombuffer(chunk.tokens, "<i4").min()) < 0:
-        return "a token id is negative"
     values = np.frombuffer(chunk.logprobs, "<f4")
     if not (values.min() > -np.inf and values.max() <= MAX_LOGPROB):  # a NaN fails both
         return "a log-prob is not finite or above 1e-6"
@@ -305,6 +310,8 @@ def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens
         return barred or _unknown()
     if row.num_tokens != num_tokens:
         return Verdict("refused", f"{row.num_tokens} tokens are stored, not {num_tokens}")
+    if 0 < row.segments <= row.turns:
+        return _REPEAT  # of the turn that was answered: the one after it has no tokens yet
     if row.status != "open":
         if row.finish_reason == finish_reason:
             return _REPEAT
@@ -312,6 +319,63 @@ def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens
     if row.end is not None:
         return Verdict("refused", f"it is already {row.end}")
     return _WRITE
+
+
+def judge_intend(
+    row: Row | None, placement: int, turn: int, known: Sequence[object], asked: Sequence[object]
+) -> Verdict:
+    """May these calls of a turn be made? Not where any are `known`, unless they are the very same,
+    of the same process: it may have asked twice."""
+    barred = _barred(row, placement)
+    if row is None or barred is not None:
+        return barred or _unknown()
+    if row.status != "generated" or row.turns != turn or row.end is not None:
+        what = row.end or row.status
+        return Verdict("refused", f"turn {turn} wants no calls: it is {what} after {row.turns}")
+    if known and list(known) != list(asked):
+        return Verdict("refused", "calls of this turn are made by another process, or were")
+    return _REPEAT if known else _WRITE
+
+
+def judge_context(
+    row: Row | None, placement: int, turn: int, tokens: bytes, stored: bytes | None
+) -> Verdict:
+    """May its environment's token ids be added: before the first turn as the prompt (turn 0), or
+    behind a turn that has ended? The first ones stay (`stored`): the model may have read them."""
+    barred = _barred(row, placement)
+    if row is None or barred is not None:
+        return barred or _unknown()
+    if row.end is not None:
+        return Verdict("refused", f"it is already {row.end}")
+    if stored is not None:
+        return _REPEAT
+    due = ("generated", row.turns + 1) if turn else ("open", 0)
+    if (row.status, turn) != due or (not turn and row.num_tokens):
+        return Verdict(
+            "refused", f"no context {turn} is due: it is {row.status} after {row.turns} turns"
+        )
+    room = MAX_TOKENS - row.num_tokens - row.context_tokens
+    problem = _ids_problem(tokens, room)
+    return Verdict("refused", problem) if problem else _WRITE
+
+
+def continued(row: Row, turn: int, tokens: bytes) -> Row:
+    """The row after an accepted context: it is open again."""
+    count = row.context_tokens + len(tokens) // TOKEN_BYTES
+    return row._replace(
+        turns=turn, context_tokens=count, status="open", finish_reason=None, digest=None
+    )
+
+
+def _ids_problem(tokens: bytes, room: int) -> str:
+    """What is wrong with token ids, or "" when nothing is."""
+    if len(tokens) % TOKEN_BYTES or not tokens:
+        return f"{len(tokens)} bytes of tokens are not a positive number of int32"
+    if len(tokens) > room * TOKEN_BYTES:
+        return f"a trajectory holds at most {MAX_TOKENS} tokens"
+    if int(np.frombuffer(tokens, "<i4").min()) < 0:
+        return "a token id is negative"
+    return ""
 
 
 def judge_reward(
@@ -370,10 +434,14 @@ def ended(row: Row | None, asked: Row) -> Row:
     )
 
 
-def payload_digest(tokens: bytes, logprobs: bytes) -> str:
-    """xxh3_128 (hex) of all tokens, then all log-probs: the same however they were cut."""
+def payload_digest(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
+    """xxh3_128 (hex) of all tokens, then all log-probs, then what its environment added, each
+    framed by its length: the same however they were cut."""
     state = xxhash.xxh3_128(tokens)
     state.update(logprobs)
+    for context in contexts:
+        state.update(f"{len(context)}\n".encode())
+        state.update(context)
     return state.hexdigest()
 
 

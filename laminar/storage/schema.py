@@ -77,7 +77,9 @@ TABLES = (
         text TEXT,
         extras TEXT,
         last_version INTEGER,
-        last_step INTEGER
+        last_step INTEGER,
+        turns INTEGER NOT NULL DEFAULT 0,
+        context_tokens INTEGER NOT NULL DEFAULT 0
     )
     """,
     """
@@ -100,8 +102,9 @@ TABLES = (
     "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
 )
 
-#: A table that came later: made in a database that lacks it.
-LATER_TABLE = """
+#: Tables that came later: made in a database that lacks them.
+LATER_TABLES = (
+    """
     CREATE TABLE IF NOT EXISTS prompt_ids (
         purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
         row_index INTEGER NOT NULL,
@@ -109,13 +112,42 @@ LATER_TABLE = """
         digest TEXT NOT NULL,
         PRIMARY KEY (purpose, row_index)
     )
+    """,
+    # What the model reads before a turn and did not sample: behind the turn before it, or (0) in
+    # place of the row's prompt. NULL: removed, as the tokens of chunks are.
     """
+    CREATE TABLE IF NOT EXISTS contexts (
+        trajectory_id TEXT NOT NULL,
+        turn INTEGER NOT NULL,
+        num_tokens INTEGER NOT NULL,
+        tokens BLOB,
+        PRIMARY KEY (trajectory_id, turn)
+    )
+    """,
+    # Calls of tools. One that must not be made twice is there before it is made, with its owner.
+    """
+    CREATE TABLE IF NOT EXISTS effects (
+        trajectory_id TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        turn INTEGER NOT NULL,
+        call INTEGER NOT NULL,
+        owner TEXT NOT NULL,
+        tool TEXT NOT NULL,
+        arguments TEXT NOT NULL,
+        status TEXT NOT NULL CHECK (status IN ('intended', 'done', 'failed', 'timed-out', 'lost')),
+        result TEXT NOT NULL,
+        PRIMARY KEY (trajectory_id, attempt, turn, call)
+    )
+    """,
+)
 
 #: (table, column, type) that came later: added to a database that was made without them.
 LATER_COLUMNS = (
     ("trajectories", "extras", "TEXT"),
     ("trajectories", "last_version", "INTEGER"),
     ("trajectories", "last_step", "INTEGER"),
+    ("trajectories", "turns", "INTEGER NOT NULL DEFAULT 0"),
+    ("trajectories", "context_tokens", "INTEGER NOT NULL DEFAULT 0"),
     ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),

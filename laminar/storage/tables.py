@@ -24,11 +24,12 @@ from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, Span
 from laminar.storage.schema import (
     LATER_COLUMNS,
     LATER_INDEX,
-    LATER_TABLE,
+    LATER_TABLES,
     PAYLOAD_KEPT,
     PAYLOAD_STEP,
     ROW_COLUMNS,
 )
+from laminar.storage.turn_tables import TurnTables
 
 _INSERT_ROW = (
     f"INSERT INTO trajectories ({ROW_COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))})"
@@ -116,11 +117,13 @@ class Tables:
         """`folder`: of payload files; None: every payload lies in the database."""
         self._db = connection
         self._folder = folder
+        self.turns = TurnTables(connection)
         self.unnamed: set[str] = set()  #: payload files of removed payloads, maybe still there
 
     def add_what_is_missing(self) -> None:
         """What a database of an earlier release lacks."""
-        self._db.execute(LATER_TABLE)
+        for table in LATER_TABLES:
+            self._db.execute(table)
         for table, name, kind in LATER_COLUMNS:
             if name not in self._columns(table):
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
@@ -268,8 +271,9 @@ class Tables:
         self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:
-        """Forget all chunks; their files are swept at the next start."""
+        """Forget all chunks and contexts; their files are swept at the next start."""
         self._db.execute("DELETE FROM chunks WHERE trajectory_id = ?", (trajectory_id,))
+        self.turns.drop(trajectory_id)
 
     def stored_chunks(self, trajectory_id: str) -> list[StoredChunk]:
         """The chunks of a trajectory in order, without what lies in files."""
@@ -344,6 +348,9 @@ class Tables:
             "UPDATE chunks SET tokens = NULL, logprobs = NULL, file = NULL WHERE trajectory_id = ?"
         )
         self._db.execute(sql, (trajectory_id,))
+        self._db.execute(
+            "UPDATE contexts SET tokens = NULL WHERE trajectory_id = ?", (trajectory_id,)
+        )
         sql = "UPDATE trajectories SET payload_removed = 1 WHERE id = ?"
         self._db.execute(sql, (trajectory_id,))
 

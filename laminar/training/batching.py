@@ -104,17 +104,23 @@ def micro_batches(lengths: Sequence[int], max_padded_tokens: int) -> list[list[i
 
 
 def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.device) -> TokenRows:
-    """Pad `sequences`; row i scores its tokens from position starts[i] >= 1 to its end.
+    """Pad `sequences`; row i scores its tokens from position starts[i] >= 1 to its end."""
+    places = [np.arange(start, len(s)) for s, start in zip(sequences, starts, strict=True)]
+    return _padded(sequences, places, device)
 
-    The logits that predict the token at position p are those of position p - 1.
-    """
+
+def _padded(
+    sequences: Sequence[Ids], places: Sequence[NDArray[np.int64]], device: torch.device
+) -> TokenRows:
+    """Row i scores its tokens at these positions, each at least 1: the logits that predict the
+    token at position p are those of position p - 1."""
     width = max(map(len, sequences))
     ids = np.zeros((len(sequences), width), dtype=np.int64)
     index = []
-    for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+    for row, (sequence, scored) in enumerate(zip(sequences, places, strict=True)):
         ids[row, : len(sequence)] = sequence
-        index.append(row * width + np.arange(start - 1, len(sequence) - 1))
-    targets = np.concatenate([s[start:] for s, start in zip(sequences, starts, strict=True)])
+        index.append(row * width + scored - 1)
+    targets = np.concatenate([s[scored] for s, scored in zip(sequences, places, strict=True)])
     return TokenRows(
         input_ids=torch.from_numpy(ids).to(device),
         index=torch.from_numpy(np.concatenate(index)).to(device),
@@ -125,10 +131,9 @@ def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.de
 
 def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
     """The tensors of one micro-batch of padded rows, in the order of `samples`."""
-    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
-    return micro_batch(
-        samples, token_rows(sequences, [len(s.prompt_ids) for s in samples], device), device
-    )
+    sequences = [np.concatenate([s.prompt_ids, s.read_ids]) for s in samples]
+    places = [len(s.prompt_ids) + s.sampled_at for s in samples]
+    return micro_batch(samples, _padded(sequences, places, device), device)
 
 
 def micro_batch(

@@ -439,7 +439,7 @@ def _checked(samples: Sequence[TrainSample], vocab_limit: int) -> Sequence[Train
         raise ValueError("the batch has a sample id twice; every sample is trained once")
     for sample in samples:
         _check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids, vocab_limit)
-        _check_ids(f"the response of sample {sample.sample_id}", sample.response_ids, vocab_limit)
+        _check_ids(f"the response of sample {sample.sample_id}", sample.read_ids, vocab_limit)
     return samples
 
 

@@ -116,8 +116,8 @@ def _parts(siblings: Siblings, max_tokens: int) -> list[Siblings]:
 
 
 def _read(sample: TrainSample) -> int:
-    """The tokens of a response that are read."""
-    return len(sample.response_ids) - 1
+    """The tokens behind the prompt that are read."""
+    return sample.length - len(sample.prompt_ids) - 1
 
 
 def _tokens(siblings: Siblings) -> int:
@@ -133,12 +133,12 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
     start = 0
     for siblings in groups:
         prompt, lengths = len(siblings[0].prompt_ids), [_read(s) for s in siblings]
-        ids += [siblings[0].prompt_ids, *(s.response_ids[:-1] for s in siblings)]
+        ids += [siblings[0].prompt_ids, *(s.read_ids[:-1] for s in siblings)]
         positions += [np.arange(prompt), *(prompt + np.arange(length) for length in lengths)]
         prompts.append(_shared(start, prompt, lengths))
         last, start = start + prompt - 1, start + prompt
-        for length in lengths:
-            index += [[last], np.arange(start, start + length)]
+        for sample, length in zip(siblings, lengths, strict=True):
+            index += [[last], start + sample.sampled_at[1:] - 1]
             start += length
     samples = [sample for siblings in groups for sample in siblings]
     responses = [sample.response_ids for sample in samples]

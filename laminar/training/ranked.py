@@ -71,6 +71,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     correct: bool
     extras: Mapping[str, float]
+    turns: tuple[int, ...]
+    contexts: tuple[Ids, ...]
 
 
 class TrainStep(_Order, tag="train", frozen=True):

@@ -75,7 +75,11 @@ class Suspect(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One trajectory as it is trained: single-turn, one token sequence."""
+    """One trajectory as it is trained: one token sequence, of one turn or of several.
+
+    What its environment said between two turns is read and is nothing else: it is in no figure
+    per token, since every one of these has the sampled tokens only.
+    """
 
     sample_id: str
     group_id: str
@@ -89,6 +93,8 @@ class TrainSample:
     correct: bool = False  #: the full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
     penalty: float | None = None  #: at most 0, for its length; None: lengths cost nothing
+    turns: tuple[int, ...] = ()  #: sampled tokens of each turn; (): there is one
+    contexts: tuple[Ids, ...] = ()  #: what was read between each two of them, at least one token
     values: NDArray[np.float64] | None = None  #: of a critic, before each token of the response
     advantage: float | NDArray[np.float64] = 0.0  #: of all response tokens alike, or of each
 
@@ -105,6 +111,15 @@ class TrainSample:
             raise ValueError(
                 f"sample {self.sample_id} has spans of {counts} tokens for "
                 f"{len(self.response_ids)} response tokens"
+            )
+        if self.turns and (
+            min(self.turns) < 1
+            or sum(self.turns) != len(self.response_ids)
+            or len(self.contexts) != len(self.turns) - 1
+        ):
+            raise ValueError(
+                f"sample {self.sample_id} has turns of {self.turns} tokens and "
+                f"{len(self.contexts)} contexts for {len(self.response_ids)} response tokens"
             )
         if not self.temperature > 0:
             raise ValueError(
@@ -137,8 +152,29 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        """Tokens of prompt and response, and of what was read between turns."""
+        return len(self.prompt_ids) + len(self.response_ids) + sum(map(len, self.contexts))
+
+    @property
+    def read_ids(self) -> Ids:
+        """What stands behind the prompt: the turns, and what was read between them."""
+        if not self.contexts:
+            return self.response_ids
+        turns = np.split(self.response_ids, np.cumsum(self.turns)[:-1])
+        parts = [turns[0]]
+        for context, turn in zip(self.contexts, turns[1:], strict=True):
+            parts += [context, turn]
+        return np.concatenate(parts)
+
+    @property
+    def sampled_at(self) -> NDArray[np.int64]:
+        """Where each sampled token stands in `read_ids`."""
+        places: NDArray[np.int64] = np.arange(len(self.response_ids))
+        if not self.contexts:
+            return places
+        read = np.cumsum([0, *map(len, self.contexts)])
+        places += np.repeat(read, self.turns)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +251,8 @@ def contents_of(samples: Sequence[TrainSample]) -> Iterator[Content]:
             temperature=sample.temperature,
             truncated=sample.truncated,
             spans=sample.spans,
+            turns=sample.turns,
+            contexts=tuple(context.astype("<i4").tobytes() for context in sample.contexts),
         )
 
 

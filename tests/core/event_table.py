@@ -25,7 +25,7 @@ from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stampe
 from laminar.names.roles import ACTOR_ROLES
 from tests.core.event_probes import fitting, spoiled
 from tests.kit.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
-from tests.kit.random_worlds import failing_world, random_world
+from tests.kit.random_worlds import environment_world, failing_world, random_world
 from tests.kit.world import World
 
 #: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
@@ -46,7 +46,7 @@ def try_out(situations: int, seed: int = 0) -> Verdicts:
     sampler = Sampler(situations, seed)
     world_seed = seed
     while sampler.wanting():
-        for make in (random_world, failing_world):
+        for make in (random_world, failing_world, environment_world):
             world = make(world_seed, ProbedWorld)
             assert isinstance(world, ProbedWorld)
             world.sampler = sampler

@@ -23,6 +23,7 @@ from tests.kit.random_worlds import (
     check_end,
     check_failed,
     check_paused,
+    environment_world,
     failing_world,
     in_flight_world,
     random_world,
@@ -124,6 +125,21 @@ def test_runs_with_weights_in_flight_end_with_three_books_that_agree() -> None:
             for event, c in decisions
         )
     assert seen["in-flight"] > 100 and not seen["resume"] and lost, (seen, lost)
+
+
+def test_runs_with_turns_end_with_three_books_that_agree() -> None:
+    """Environments answer, late, twice, or with their session lost; each score order goes to the
+    replica that has the session, and no held-out answer changes its weights."""
+    turns, seen = 0, Counter[str]()
+    for seed in range(8):
+        world = environment_world(seed).run()
+        check_end(world)
+        turns += sum(row.turns for row in world.rows.values())
+        for stamped, commands in world.log:
+            seen.update(type(command).__name__ for command in commands)
+            if isinstance(stamped.event, ev.TrajectoryFailed):
+                seen[stamped.event.reason] += 1
+    assert turns > 300 and seen["env-lost"], (turns, seen)
 
 
 @pytest.mark.parametrize("seed", range(4))

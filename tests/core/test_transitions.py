@@ -32,16 +32,19 @@ from tests.kit.random_worlds import failing_world, random_world
 from tests.kit.world import World
 
 STATUSES = ("dispatched", "running", "generated", "rewarded", "releasing", "lost", "ending")
-TRIGGERS = ("started", "finished", "rewarded", "lose", "dispatch", "release", "hand over", "end")
+TRIGGERS = (
+    "started", "finished", "rewarded", "lose", "dispatch", "release", "hand over", "end",
+    "continues",
+)  # fmt: skip
 #: Written down a second time, as a picture: rows are statuses, columns triggers, "." is illegal.
 PICTURE = {
-    "dispatched": ("running", "generated", ".", "lost", ".", "releasing", ".", "ending"),
-    "running": (".", "generated", ".", "lost", ".", "releasing", ".", "ending"),
-    "generated": (".", ".", "rewarded", ".", ".", ".", ".", "ending"),
-    "rewarded": (".", ".", ".", ".", ".", ".", ".", "ending"),
-    "releasing": ("releasing", "generated", ".", "lost", ".", ".", "dispatched", "ending"),
-    "lost": (".", ".", ".", ".", "dispatched", ".", ".", "ending"),
-    "ending": (".", ".", ".", ".", ".", ".", ".", "."),
+    "dispatched": ("running", "generated", ".", "lost", ".", "releasing", ".", "ending", "."),
+    "running": (".", "generated", ".", "lost", ".", "releasing", ".", "ending", "."),
+    "generated": (".", ".", "rewarded", ".", ".", ".", ".", "ending", "lost"),
+    "rewarded": (".", ".", ".", ".", ".", ".", ".", "ending", "."),
+    "releasing": ("releasing", "generated", ".", "lost", ".", ".", "dispatched", "ending", "."),
+    "lost": (".", ".", ".", ".", "dispatched", ".", ".", "ending", "."),
+    "ending": (".", ".", ".", ".", ".", ".", ".", ".", "."),
 }
 WITHOUT_REPACK = [status for status in STATUSES if status != "releasing"]
 

@@ -38,6 +38,7 @@ class StatusCell(NamedTuple):
 
 TRAJECTORY_EVENTS = (
     ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoryRewarded,
+    ev.TrajectoryContinues,
 )  # fmt: skip
 #: When a run has ended, no process is alive.
 CELLS = {

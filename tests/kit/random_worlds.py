@@ -161,6 +161,21 @@ def in_flight_world(seed: int, kind: type[World] = World) -> World:
     return world
 
 
+def environment_world(seed: int, kind: type[World] = World) -> World:
+    """A random world, or one with weights in flight, whose answers may have several turns."""
+    chance = random.Random(f"environment {seed}")
+    world = chance.choice([random_world, in_flight_world])(seed, kind)
+    world.settings = msgspec.structs.replace(
+        world.settings,
+        max_sessions=chance.choice([1, 2]) * world.capacity,
+        reward_scope="trajectory",
+    )
+    world.faults.turns = chance.choice([0.3, 0.6, 1.0])
+    world.faults.repeat_effects = chance.choice([True, False])
+    world.faults.lost_answer = chance.choice([0, 0, 0.1])
+    return world
+
+
 def failing_world(seed: int, kind: type[World] = World) -> World:
     """A random world in which a process that the run cannot do without dies and stays dead."""
     world = random_world(seed, kind)

@@ -16,6 +16,7 @@ from laminar.eventlog.reader import read_log
 from laminar.events.base import Command, Stamped
 from laminar.sim.config import (
     CheckConfig,
+    EnvironmentConfig,
     FaultConfig,
     FilterConfig,
     LogConfig,
@@ -37,6 +38,7 @@ def config(*faults: str, **changes: Any) -> SimConfig:
         "time": TimeConfig(),
         "filter": FilterConfig(metric=""),
         "repack": RepackConfig(),
+        "environment": EnvironmentConfig(),
         "log": LogConfig(),
         "faults": menu if faults else FaultConfig(),
         "checks": CheckConfig(),

@@ -90,6 +90,35 @@ def finish(name: str, num_tokens: int, placement: int = 1, reason: str = "stop")
     return m.Finish(items=(item,))
 
 
+CALL = m.EffectItem(call=0, tool="add", arguments='{"a": 1}', status="intended")
+DONE = m.EffectItem(call=0, tool="add", arguments='{"a": 1}', status="done", result="3")
+
+
+def intend(
+    name: str,
+    effects: tuple[m.EffectItem, ...],
+    turn: int = 0,
+    placement: int = 1,
+    owner: str = "rollout-0@1",
+) -> m.Intend:
+    return m.Intend(
+        trajectory_id=name, placement=placement, turn=turn, owner=owner, effects=effects
+    )
+
+
+def go_on(
+    name: str,
+    tokens: tuple[int, ...],
+    turn: int = 1,
+    placement: int = 1,
+    effects: tuple[m.EffectItem, ...] = (),
+) -> m.Continue:
+    item = m.ContextItem(
+        trajectory_id=name, placement=placement, turn=turn, tokens=ints(*tokens), effects=effects
+    )
+    return m.Continue(items=(item,))
+
+
 def reward(name: str, score: float | None, placement: int = 1, **fields: Any) -> m.PutRewards:
     item = m.RewardItem(trajectory_id=name, placement=placement, score=score, **fields)
     return m.PutRewards(items=(item,))
@@ -128,5 +157,5 @@ def fetched(database: Database, name: str) -> m.Trajectory:
 def contents(path: Path) -> dict[str, list[tuple]]:
     """Every row of every table of a database, in key order."""
     with sqlite3.connect(path) as db:
-        tables = ("meta", "prompts", "trajectories", "chunks")
+        tables = ("meta", "prompts", "trajectories", "chunks", "contexts", "effects")
         return {name: sorted(db.execute(f"SELECT * FROM {name}"), key=repr) for name in tables}

@@ -21,6 +21,8 @@ from tests.kit.world_parts import (
     GAUGE_S,
     PROMPT_TOKENS,
     SILENCE_S,
+    TURNS_MAX,
+    Answer,
     Die,
     Finish,
     Gauge,
@@ -172,6 +174,8 @@ class Actors(Trainers):
         finish = Finish(command.trajectory_id, command.placement)
         if row.generated:  # by a replica that died before it could say so
             return self.later(process, 0.002, finish)
+        if self.settings.environment and not row.turns:
+            process.sessions[command.trajectory_id] = command.attempt
         started = ev.TrajectoryStarted(
             trajectory_id=command.trajectory_id,
             placement=command.placement,
@@ -192,7 +196,7 @@ class Actors(Trainers):
         assert not row.end and command.placement > row.placement, (row, command)
         row.placement = command.placement
         if command.attempt != row.attempt and command.purpose == "train":
-            row.attempt, row.generated, row.version = command.attempt, False, -1
+            row.attempt, row.generated, row.version, row.turns = command.attempt, False, -1, 0
             row.tokens_lost, row.num_tokens = row.tokens_lost + row.num_tokens, 0
         if not row.generated:
             same = command.version == row.version
@@ -204,6 +208,8 @@ class Actors(Trainers):
         self, process: Process, command: cmd.ScoreTrajectories, _: int
     ) -> None:
         for item in command.items:
+            if self._goes_on(process, item):
+                continue
             if self.random.random() < self.faults.fail_sibling:
                 event: Event = self._failed(item.trajectory_id, item.placement, "unscored")
             else:
@@ -222,6 +228,45 @@ class Actors(Trainers):
                 )
             self.later(process, self.random.uniform(0, 0.1), event)
 
+    def _goes_on(self, process: Process, item: cmd.Placed) -> bool:
+        """An environment may answer the turn a little later; one without its session cannot."""
+        row, name = self.rows[item.trajectory_id], item.trajectory_id
+        if not self.settings.environment or row.end:
+            return False
+        if process.sessions.get(name) != row.attempt or self._dies_answering(process, name):
+            if not self.faults.repeat_effects and row.turns:
+                lost = self._failed(name, item.placement, "env-lost")
+                self.later(process, 0.01, lost)
+                return True
+            process.sessions[name] = row.attempt
+        said = not row.generated  # its report was lost
+        if said or (row.turns < TURNS_MAX and self.random.random() < self.faults.turns):
+            seconds = self.random.choice([0.01, 0.3, 8.0])
+            self.later(process, seconds, Answer(name, item.placement))
+            return True
+        del process.sessions[name]
+        return False
+
+    def _dies_answering(self, process: Process, name: str) -> bool:
+        dies = self.random.random() < self.faults.lost_answer
+        if dies:
+            process.sessions.pop(name, None)
+        return dies
+
+    def _answer(self, process: Process, item: Answer) -> None:
+        """The store fences an answer to an older placement, and keeps the first one."""
+        row = self.rows[item.trajectory_id]
+        if row.placement != item.placement or row.end:
+            return
+        if row.generated:
+            row.generated, row.turns = False, row.turns + 1
+        answered = ev.TrajectoryContinues(
+            trajectory_id=TrajectoryId(item.trajectory_id),
+            placement=item.placement,
+            turn=row.turns,
+        )
+        self.say(process, answered)
+
     def _failed(self, trajectory_id: str, placement: int, reason: str) -> ev.TrajectoryFailed:
         return ev.TrajectoryFailed(
             trajectory_id=TrajectoryId(trajectory_id), placement=placement, reason=reason, detail=""
@@ -233,6 +278,8 @@ class Actors(Trainers):
         for item in command.items:
             if process.work.get(item.trajectory_id, item.placement + 1) <= item.placement:
                 del process.work[item.trajectory_id]
+            if command.sessions:
+                process.sessions.pop(item.trajectory_id, None)
 
     def _do_ReleaseTrajectories(
         self, process: Process, command: cmd.ReleaseTrajectories, command_id: int
@@ -303,6 +350,8 @@ class Actors(Trainers):
             self._tell_gauges(process)
         elif isinstance(item, Finish):
             self._finish(process, item)
+        elif isinstance(item, Answer):
+            self._answer(process, item)
         elif isinstance(item, Kill):
             self._kill(process)
         elif isinstance(item, Die):
@@ -341,7 +390,7 @@ class Actors(Trainers):
             return self.say(
                 process, self._failed(item.trajectory_id, item.placement, "store-refused")
             )
-        row.num_tokens, row.generated = 10, True
+        row.num_tokens, row.generated, row.version = 10 * (row.turns + 1), True, process.version
         process.sampled += 10
         self._gauge_soon(process)
         if self.random.random() < 0.1:

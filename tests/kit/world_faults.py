@@ -118,11 +118,12 @@ class FaultyProcesses:
         for trajectory, placement in process.work.items():
             row = self.rows[trajectory]
             if not row.generated and row.placement == placement:
-                row.num_tokens = self.random.randint(row.num_tokens, 9)
+                row.num_tokens = self.random.randint(row.num_tokens, 10 * row.turns + 9)
                 row.version = process.version
         process.boot += 1
         process.alive, process.version, process.peer_seq = False, -1, 0
         process.work.clear()
+        process.sessions.clear()
         process.gauge_due = False
         process.held.clear()
         process.batches, process.kept, process.rounding = [], [], ""

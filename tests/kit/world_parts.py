@@ -116,6 +116,9 @@ class Faults:
     repeat_event: float = 0.0  #: an event arrives twice
     slow_tail: float = 0.1  #: share of trajectories that take ten times as long
     hang: float = 0.0  #: share of trajectories that never finish by themselves
+    turns: float = 0.0  #: share of turns that an environment answers, of the first TURNS_MAX
+    repeat_effects: bool = True  #: whether a lost session's work may be done again
+    lost_answer: float = 0.0  #: a session dies while it answers
     restart_s: float = 2.0
     train_s: float = 1.0
 
@@ -140,6 +143,7 @@ class Process:
     as_of: int = 0  #: id of the last command to generate
     sampled: int = 0  #: tokens
     gauge_due: bool = False
+    sessions: dict[str, int] = field(default_factory=dict)  #: attempt by trajectory
     #: of a trainer: what has made its weights, and the versions of the checkpoints that it keeps
     batches: list[tuple[str, ...]] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -160,6 +164,7 @@ class Row:
     tokens_lost: int = 0  #: of earlier attempts
     generated: bool = False
     version: int = -1  #: of its last tokens
+    turns: int = 0  #: that an environment has answered
     end: str = ""
 
 
@@ -249,6 +254,17 @@ PROMPT_TOKENS = 5
 @dataclass(frozen=True)
 class Gauge:
     """A replica tells of its engine."""
+
+
+TURNS_MAX = 3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An environment has answered a turn: context is in the store, and then it is said."""
+
+    trajectory_id: str
+    placement: int
 
 
 @dataclass(frozen=True)

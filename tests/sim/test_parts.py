@@ -164,9 +164,9 @@ def test_slow_and_paused_engines_take_longer() -> None:
 # --- configs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sim_small.toml", "sim_1024.toml", "sim_repack.toml"])
+@pytest.mark.parametrize("name", ["small", "1024", "repack", "agents"])
 def test_shipped_configs_are_legal(name: str) -> None:
-    config = load(ROOT / "configs" / name, KINDS)
+    config = load(ROOT / "configs" / f"sim_{name}.toml", KINDS)
     for seed in range(20):
         draw(config, seed)
 

@@ -12,12 +12,25 @@ from hypothesis import strategies as st
 
 from laminar.storage import messages as m
 from laminar.storage.rules import Span
-from tests.kit.store_samples import append, end, finish, open_, prompt, reward
+from tests.kit.store_samples import (
+    CALL,
+    DONE,
+    append,
+    end,
+    finish,
+    go_on,
+    intend,
+    open_,
+    prompt,
+    reward,
+)
 
 REQUESTS = [
     open_("0.1.2"),
     append("0.1.2", (1, 2)),
     finish("0.1.2", 2),
+    intend("0.1.2", (CALL,)),
+    go_on("0.1.2", (7, 8), effects=(DONE,)),
     m.Fetch(ids=("0.1.2",), with_prompt=True),
     reward("0.1.2", 0.1, reason="right", detail="{}", text="4"),
     reward("0.1.2", None),
@@ -30,6 +43,8 @@ TAGS = [
     "open",
     "append",
     "finish",
+    "intend",
+    "continue",
     "fetch",
     "put-rewards",
     "put-rewards",

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from laminar.storage import books
 from tests.kit.store_samples import (
+    CALL,
+    DONE,
     MEMORY,
     append,
     contents,
     end,
     filled,
     finish,
+    go_on,
+    intend,
     open_,
     reward,
 )
@@ -45,6 +49,7 @@ REQUESTS = st.one_of(
         lambda name, chunk, at: append(name, placement=at, **chunk), NAMES, CHUNKS, PLACEMENTS
     ),
     st.builds(finish, NAMES, st.sampled_from([0, 2, 3, 4]), PLACEMENTS),
+    st.builds(go_on, NAMES, st.sampled_from([(20,), (20, 21)]), st.integers(0, 2), PLACEMENTS),
     st.builds(reward, NAMES, st.sampled_from([0.0, 0.1, None]), PLACEMENTS),
     st.builds(end, NAMES, st.sampled_from(["trained", "evaluated", "dropped"]), PLACEMENTS),
 )
@@ -55,6 +60,10 @@ LIFE = [
     append("0.0.0", (4,), offset=3),
     append("0.0.0", (5, 6, 7), offset=4),
     finish("0.0.0", 7),
+    intend("0.0.0", (CALL,)),
+    go_on("0.0.0", (20, 21), effects=(DONE,)),
+    append("0.0.0", (8,), segment=1),
+    finish("0.0.0", 8),
     reward("0.0.0", 0.1),
     end("0.0.0", "trained", step=3),
 ]

@@ -66,13 +66,16 @@ def policy_of(kind: str, seed: int = 0) -> LoadedPolicy:
 
 
 def ragged(seed: int) -> list[TrainSample]:
-    """Groups and responses of one, prompts of one, equal lengths, several temperatures."""
+    """Groups and responses of one, prompts of one, equal lengths, several temperatures; some of two
+    turns."""
     rng = np.random.default_rng(seed)
     found = []
     for g in range(rng.integers(1, 5)):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 30)).astype(np.int32)
         for k in range(rng.integers(1, 8)):
             length = int(rng.choice(np.array([1, 2, 7, rng.integers(1, 40)])))
+            several = length > 2 and g % 2 == 0
+            context = np.arange(5, 8 + k, dtype=np.int32)
             found.append(
                 TrainSample(
                     sample_id=f"{g}.{k}",
@@ -85,6 +88,8 @@ def ragged(seed: int) -> list[TrainSample]:
                     truncated=bool(k == 1),
                     spans=(Span("rollout-0", 0, 0, length),),
                     advantage=float(rng.normal()),
+                    turns=(2, length - 2) if several else (),
+                    contexts=(context,) if several else (),
                 )
             )
     return found

@@ -15,11 +15,11 @@ from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from laminar.engines.made_up_tokens import logprobs_of, prompt_of, tokens_of
 from laminar.events import commands as cmd
 from laminar.names.ids import GroupId, trajectory_seed
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import Scenario
+from laminar.sim.turns import made_of, prompt_with
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source
 from laminar.training.steps import TrainSample
 
@@ -43,6 +43,15 @@ class Contents:
         self._begun: dict[str, cmd.GenerateTrajectory] = {}
         #: by trajectory and attempt
         self._sampled: dict[tuple[str, int], list[Sampled]] = {}
+        self._called: set[tuple[str, int, int]] = set()  #: trajectory, attempt, turn
+
+    def called(self, trajectory_id: str, attempt: int, turn: int) -> None:
+        """called_once: no tool is called twice for one turn, whoever is lost."""
+        call = (trajectory_id, attempt, turn)
+        if call in self._called:
+            what = f"the call of turn {turn} of attempt {attempt} at {trajectory_id} is made twice"
+            raise Violation("called_once", what, trajectory_id)
+        self._called.add(call)
 
     def begun(self, command: cmd.GenerateTrajectory) -> None:
         """An engine takes it; one that is fenced may still begin an older attempt."""
@@ -61,9 +70,11 @@ class Contents:
     def stored(self, row: Row, chunk: Chunk) -> None:
         """sampled_as_said: the replica of a chunk sampled all of it with weights of its version."""
         assert chunk.source is not None
-        end = chunk.offset + len(chunk.tokens) // TOKEN_BYTES
-        if not self._is_true((row.id, row.attempt), chunk.source, chunk.offset, end):
-            what = f"{row.id} has tokens {chunk.offset} to {end} as of {chunk.source}"
+        made = made_of(self._scenario, self._scenario.seed_of(row))
+        start = made.begins[chunk.segment] + chunk.offset
+        end = start + len(chunk.tokens) // TOKEN_BYTES
+        if not self._is_true((row.id, row.attempt), chunk.source, start, end):
+            what = f"{row.id} has tokens {start} to {end} as of {chunk.source}"
             raise Violation("sampled_as_said", what, row.id)
 
     def _is_true(self, attempt: tuple[str, int], source: Source, start: int, end: int) -> bool:
@@ -93,20 +104,20 @@ class Contents:
         seed = trajectory_seed(
             self._scenario.settings.seed, GroupId(order.group), order.sibling, order.attempt
         )
-        lengths = self._scenario.lengths
-        count = lengths.of(seed)
-        cut_off = count >= lengths.limit
-        tokens = tokens_of(seed, 0, count, ends=not cut_off)
+        made = made_of(self._scenario, seed)
+        prompt = prompt_with(self._scenario, order.purpose, order.row_index)
         given = sample.response_ids.astype("<i4")
         same = {
             "group": sample.group_id == order.group,
-            "prompt": tuple(sample.prompt_ids) == prompt_of(order.purpose, order.row_index),
-            "tokens": given.tobytes() == tokens,
-            "log-probs": sample.logprobs.astype("<f4").tobytes() == logprobs_of(seed, 0, count),
-            "cut-off": sample.truncated == cut_off,
+            "prompt": tuple(sample.prompt_ids) == prompt,
+            "tokens": given.tobytes() == made.tokens,
+            "log-probs": sample.logprobs.astype("<f4").tobytes() == made.logprobs,
+            "contexts": tuple(map(tuple, sample.contexts)) == made.contexts,
+            "turns": (sample.turns or (len(given),)) == made.counts,
+            "cut-off": sample.truncated == made.cut_off,
             "reward": sample.reward == (0.0 if failed else float(int(given.sum()) % 2)),
             "versions": self._versions_are_right(sample, order.attempt),
-            "spans": sum(span.num_tokens for span in sample.spans) == count,
+            "spans": sum(span.num_tokens for span in sample.spans) == len(given),
         }
         return [part for part, is_same in same.items() if not is_same]
 

@@ -87,7 +87,11 @@ def reported_is_stored(event: Event, rows: Mapping[str, Row]) -> None:
     """A response that is reported is whole there, a reward is that one, an end is final."""
     if isinstance(event, ev.TrajectoryFinished):
         row = rows.get(event.trajectory_id)
-        if row is None or row.status == "open" or row.num_tokens != event.num_tokens:
+        if row is not None and row.turns:  # that turn, or a later one
+            whole = row.num_tokens >= event.num_tokens
+        else:
+            whole = row is not None and row.status != "open" and row.num_tokens == event.num_tokens
+        if not whole:
             _differs(event, event.trajectory_id, row)
     elif isinstance(event, ev.TrajectoryRewarded):
         row = rows.get(event.trajectory_id)

@@ -18,6 +18,7 @@ from laminar.events.reasons import DropReason
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import START_TIMEOUT_MS, seconds
 from laminar.sim.scheduler import MS, SECOND
+from laminar.sim.turns import made_of
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -58,7 +59,7 @@ def _too_long(world: World) -> int:
     scenario, longest = world.scenario, dict[str, int]()
     for row in world.rows.values():
         if row.end_reason == DropReason.BATCH_WAIT and row.id not in world.faults.ended_before:
-            tokens = scenario.lengths.of(scenario.seed_of(row))
+            tokens = sum(made_of(scenario, scenario.seed_of(row)).counts)
             longest[row.group_id] = max(tokens, longest.get(row.group_id, 0))
     token_ns, wait_ns = scenario.engine.step_ns(1), scenario.settings.batch_wait_ms * MS
     return sum(tokens * token_ns > wait_ns for tokens in longest.values())

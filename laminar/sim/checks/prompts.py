@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from laminar.core.dispatch import permutation
 from laminar.core.state import State
-from laminar.engines.made_up_tokens import prompt_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -21,14 +20,20 @@ from laminar.names import ids
 from laminar.names.ids import GroupId, Purpose
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.scenario import DATA_DIGEST, Scenario
+from laminar.sim.turns import made_of, prompt_with, read_before
 
 ENDS = ("trained", "dropped")
 RUN_ENDED = "run-ended"
 
 
-def answers_its_prompt(command: cmd.GenerateTrajectory, prompt_ids: tuple[int, ...]) -> None:
-    """An engine begins with the prompt of the trajectory."""
-    if prompt_ids != prompt_of(command.purpose, command.row_index):
+def answers_its_prompt(
+    scenario: Scenario, command: cmd.GenerateTrajectory, prompt_ids: tuple[int, ...]
+) -> None:
+    """An engine begins with the prompt of the trajectory, and with all that stands before the
+    present turn."""
+    prompt = prompt_with(scenario, command.purpose, command.row_index)
+    turns = len(made_of(scenario, command.seed).counts)
+    if prompt_ids not in [(*prompt, *read_before(scenario, command.seed, t)) for t in range(turns)]:
         what = f"{command.to} begins {command} with the prompt {prompt_ids}"
         raise Violation("answers_its_prompt", what, command.trajectory_id)
 

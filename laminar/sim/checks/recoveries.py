@@ -139,7 +139,8 @@ class Recoveries:
                 self._uncaused(what, ending.trajectory_id)
 
     def _just_lost(self, stamped: Stamped) -> Lost:
-        return Lost(stamped.time_ns, _is_limit(stamped))
+        turn = isinstance(stamped.event, ev.TrajectoryContinues)  # it only waits for a place
+        return Lost(stamped.time_ns, turn or _is_limit(stamped))
 
     def _is_explained(self, trajectory: str, replica: str, lost: Lost) -> None:
         if not lost.by_limit and not self._world.faults.explains(self._world.processes[replica]):

@@ -392,7 +392,7 @@ class Checks:
     ) -> None:
         """generated_by_its_version: an engine has the weights that its work is stamped with; in
         flight it may have gone on to newer ones, or be about to (then it has none)."""
-        answers_its_prompt(command, prompt_ids)
+        answers_its_prompt(self.world.scenario, command, prompt_ids)
         in_flight = self.world.scenario.settings.in_flight and command.purpose == Purpose.TRAIN
         if in_flight and (not digest or self.training.made_since(command.version, digest)):
             return

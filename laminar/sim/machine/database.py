@@ -14,13 +14,13 @@ from __future__ import annotations
 import errno
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from laminar.actors.store import READS
-from laminar.engines.made_up_tokens import tokens_of
-from laminar.events.reasons import FinishReason
 from laminar.names.ports import DiskFull
 from laminar.sim.runtime.violation import Violation
+from laminar.sim.turns import made_of
 from laminar.storage import messages as m
 from laminar.storage.rows import NotTokenised, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Span
@@ -152,7 +152,10 @@ class WatchedTables(Tables):
         """Whichever replica generated which part: the response is the one of its seed."""
         seed = self._world.scenario.seed_of(row)
         found = b"".join(chunk.tokens for chunk in self.chunks(row.id))
-        if found != tokens_of(seed, 0, row.num_tokens, ends=row.finish_reason == FinishReason.STOP):
+        made = made_of(self._world.scenario, seed)
+        if found != made.tokens[: TOKEN_BYTES * row.num_tokens] or (
+            row.num_tokens not in accumulate(made.counts)
+        ):
             raise Violation("tokens_continue", f"{row.id} has tokens of another seed", row.id)
 
 

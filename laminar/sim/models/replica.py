@@ -10,7 +10,7 @@ wrote in turn can be compared with the one that a single replica would have writ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,9 +18,8 @@ import numpy as np
 from laminar.actors.host import Actor, Host
 from laminar.actors.rollout import Rollout
 from laminar.engines.clock_engine import ClockEngine, Response
-from laminar.engines.made_up_tokens import END_ID, tokens_of
+from laminar.engines.made_up_tokens import END_ID, prompt_of
 from laminar.engines.protocol import (
-    STOP,
     GenerateRequest,
     KvOnUpdate,
     TokenDelta,
@@ -32,7 +31,10 @@ from laminar.sim.machine.versions import PROBE_LOGPROB
 from laminar.sim.runtime.idle import Idle
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import seconds
+from laminar.sim.turns import begin_of, made_of, prompt_with
+from laminar.storage.rules import TOKEN_BYTES
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
+from laminar.tasks.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
 
 DIES_S = 0.1
 """The time after which a poisonous prompt kills the replica that runs it."""
@@ -49,7 +51,6 @@ class ReplicaEngine(ClockEngine):
             replica.process,
             scenario.engine,
             slots=scenario.slots,
-            limit=scenario.lengths.limit,
             kv_capacity=scenario.kv_capacity,
             on_deltas=on_deltas,
             on_ends=partial(self._sim_loop.enter, on_deltas),
@@ -102,7 +103,8 @@ class ReplicaEngine(ClockEngine):
     def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
         command = self._replica.process.current.placed[response.id]
         contents = self._replica.world.checks.contents
-        contents.sampled(command, response.sent, end, self.digest)
+        begin = begin_of(self._replica.scenario, command.seed, response.seed)
+        contents.sampled(command, begin + response.sent, begin + end, self.digest)
         return super()._delta(response, end, reason)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
@@ -141,8 +143,8 @@ class Rewards:
         found = []
         for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
             if (row := world.rows.get(trajectory)) is not None:
-                seed, ends = world.scenario.seed_of(row), row.finish_reason == STOP
-                data = tokens_of(seed, 0, row.num_tokens, ends=ends)
+                made = made_of(world.scenario, world.scenario.seed_of(row))
+                data = made.tokens[: TOKEN_BYTES * row.num_tokens]
                 found.append(np.frombuffer(data, "<i4").tolist())
         return found
 
@@ -154,6 +156,58 @@ def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
     return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
 
 
+class Environments:
+    """The sessions of one replica (actors/turns.py): they end with its process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._sessions: dict[str, tuple[int, int]] = {}  #: (attempt, turns answered)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, session: Session) -> tuple[int, ...] | None:
+        await self._pause()
+        self._sessions[session.trajectory_id] = (session.attempt, 0)
+        row = session.row.index
+        prompt_ids = prompt_with(self._replica.scenario, session.purpose, row)
+        return None if prompt_ids == prompt_of(session.purpose, row) else prompt_ids
+
+    async def turn(
+        self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
+    ) -> GoesOn | Done:
+        replica, session = self._replica, call.session
+        once = replica.scenario.effects == "once"
+        known, answered = self._sessions.get(session.trajectory_id, (0, 0))
+        if known != session.attempt:
+            if once and (call.turn or call.stored):
+                raise SessionLost("its replica has ended")
+            self._sessions[session.trajectory_id] = (session.attempt, call.turn)
+            answered = call.turn
+        row = replica.world.rows[session.trajectory_id]
+        made = made_of(replica.scenario, replica.scenario.seed_of(row))
+        if call.turn >= len(made.contexts):
+            await self._pause()
+            self.forget(session.trajectory_id)
+            return Done(None, f"{row.num_tokens} tokens")
+        effect = Effect(0, "ask", "{}", "intended")
+        if once and answered == call.turn:
+            self._sessions[session.trajectory_id] = (session.attempt, call.turn + 1)
+            await intend((effect,))
+            replica.world.checks.contents.called(session.trajectory_id, session.attempt, call.turn)
+        await self._pause()
+        return GoesOn(made.contexts[call.turn], (effect._replace(status="done"),))
+
+    def forget(self, trajectory_id: str) -> None:
+        self._sessions.pop(trajectory_id, None)
+
+    async def _pause(self) -> None:
+        replica = self._replica
+        duration_s = replica.scenario.answer_s * replica.chance.uniform(0.5, 1.5)
+        await asyncio.sleep(duration_s * replica.process.slow)
+
+
 class Replica(Idle):
     """One boot of a replica."""
 
@@ -162,6 +216,7 @@ class Replica(Idle):
     def __init__(self, process: SimProcess) -> None:
         super().__init__(process)
         self.rewards, self.weights = Rewards(self), ReachableWeights(process, self.chance)
+        self.environments = Environments(self) if process.world.scenario.effects else None
         self.engine: ReplicaEngine | None = None
 
     def make_actor(self, host: Host) -> Actor:

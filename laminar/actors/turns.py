@@ -1,0 +1,215 @@
+"""A trajectory of several turns as its replica sees it: what the engine reads, what an environment
+is asked, and what of its answer goes to the store.
+
+Reads   answers of the store to an opening or to a fetch
+Writes  prompts and contexts, calls of tools (through the store)
+Gives   Environments, the port; Turn, what the engine goes on with; Turns
+
+The engine knows nothing of turns: it is given all that stands before the present one as a prompt.
+No module of the replica's could have this: rollout.py and scoring.py are both its callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from laminar.actors.clients import StoreClient
+from laminar.actors.host import Host
+from laminar.config import Config
+from laminar.events import commands as cmd
+from laminar.names import ids
+from laminar.storage import messages as m
+from laminar.tasks.prompts import PromptRow
+from laminar.tasks.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+
+Ids = tuple[int, ...]
+
+
+class Environments(Protocol):
+    """The sessions of one replica."""
+
+    async def start(self) -> None:
+        """Be ready to open sessions; ConfigError."""
+
+    async def reset(self, session: Session) -> Ids | None:
+        """Open a session; the token ids of the prompt with what it says first, None: it says
+        nothing. SessionLost."""
+        ...
+
+    async def turn(
+        self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
+    ) -> GoesOn | Done:
+        """Answer a turn; asked again, the same answer. `intend` notes calls that are not to be made
+        twice, before they are made. SessionLost."""
+        ...
+
+    def forget(self, trajectory_id: str) -> None:
+        """End its session, if there is one."""
+
+    async def close(self) -> None: ...
+
+
+class Turn(NamedTuple):
+    """Where a trajectory goes on."""
+
+    number: int  #: from 0
+    prompt_ids: Ids  #: all that stands before the turn
+    done_ids: Ids  #: sampled of it so far
+    begins: int  #: sampled tokens of the turns before it
+
+
+def turn_of(opened: m.OpenResult) -> Turn:
+    """The turn to sample."""
+    sampled, number = _ints(opened.tokens), len(opened.contexts)
+    turns = list(accumulate(opened.segment_lengths[:number], initial=0))
+    before = [*_ints(opened.prompt_ids)]
+    for (start, end), context in zip(pairwise(turns), opened.contexts, strict=True):
+        before += [*sampled[start:end], *_ints(context)]
+    return Turn(number, tuple(before), tuple(sampled[turns[-1] :]), turns[-1])
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """No turn draws the numbers of another one."""
+    return ids.hash64(seed, "turn", turn) if turn else seed
+
+
+class Turns:
+    """The environments of one replica, fed from the store."""
+
+    def __init__(self, host: Host, store: StoreClient, environments: Environments) -> None:
+        self.host, self.store, self.environments = host, store, environments
+        self.config: Config = host.config
+
+    async def begin(self, command: cmd.GenerateTrajectory, opened: m.OpenResult) -> Ids | None:
+        """Open the session of a trajectory that has no tokens yet; its prompt, if its environment
+        says something, durable. None: it is the row's, or was said before. SessionLost."""
+        if opened.num_tokens or opened.contexts or opened.own_prompt:
+            return None  # its session is elsewhere, or lost: its turn will tell
+        reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
+        session = self._session(reply[0])
+        prompt_ids = await self.environments.reset(session)
+        if prompt_ids is None:
+            return None
+        room = self.config.env.max_context_tokens + self.config.data.max_prompt_length
+        if len(prompt_ids) > room:
+            raise SessionLost(
+                f"reset() makes a prompt of {len(prompt_ids)} tokens, and there is room for {room} "
+                "(data.max_prompt_length + env.max_context_tokens)"
+            )
+        return await self._keep_prompt(command, prompt_ids)
+
+    async def _keep_prompt(self, command: cmd.GenerateTrajectory, prompt_ids: Ids) -> Ids | None:
+        item = m.ContextItem(
+            trajectory_id=command.trajectory_id,
+            placement=command.placement,
+            turn=0,
+            tokens=_bytes(prompt_ids),
+        )
+        reply = await self.store.ask(m.Continue(items=(item,)), m.ContinueReply)
+        if reply.results[0].answer != "ok":  # another placement has it: the next append will tell
+            return None
+        return prompt_ids
+
+    async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn | Done:
+        """What its environment says to the turn that has ended; SessionLost."""
+        effects = tuple(
+            Effect(e.call, e.tool, e.arguments, e.status, e.result) for e in row.effects
+        )
+        call = TurnCall(
+            session=self._session(row),
+            turn=len(row.contexts),
+            prompt_ids=_ints(row.prompt_ids),
+            parts=parts_of(row),
+            finish_reason=row.finish_reason or "",
+            room=self._room(row),
+            stored=effects,
+        )
+
+        async def intend(calls: tuple[Effect, ...]) -> None:
+            request = m.Intend(
+                trajectory_id=item.trajectory_id,
+                placement=item.placement,
+                turn=call.turn,
+                owner=f"{self.host.name}@{self.host.incarnation}",
+                effects=effect_items(calls),
+            )
+            reply = await self.store.ask(request, m.IntendReply)
+            (noted,) = reply.results
+            if noted.answer != "ok":
+                raise SessionLost(noted.reason or noted.answer)
+
+        return await self.environments.turn(call, intend)
+
+    async def go_on(self, item: cmd.Placed, turn: int, answer: GoesOn) -> m.Result:
+        """Context and ends of calls into the store: the trajectory is open again."""
+        context = m.ContextItem(
+            trajectory_id=item.trajectory_id,
+            placement=item.placement,
+            turn=turn,
+            tokens=_bytes(answer.context),
+            effects=effect_items(answer.effects),
+        )
+        reply = await self.store.ask(m.Continue(items=(context,)), m.ContinueReply)
+        return reply.results[0]
+
+    def _session(self, row: m.Trajectory) -> Session:
+        seed = ids.hash64(self.config.seed, "environment", row.group_id)
+        return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
+
+    def _room(self, row: m.Trajectory) -> int:
+        """Context tokens that still fit; a longer prompt takes of it."""
+        longer = len(row.prompt_ids) // 4 - self.config.data.max_prompt_length
+        used = sum(map(len, row.contexts)) // 4 + max(longer, 0)
+        if len(row.tokens) // 4 >= self.config.data.max_response_length:
+            return 0  # there is no room for another turn
+        return max(self.config.env.max_context_tokens - used, 0)
+
+
+def parts_of(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
+    """Turns and contexts in order: whether the model sampled it, token ids."""
+    sampled, parts = _ints(row.tokens), list[tuple[bool, Ids]]()
+    ends = list(accumulate(row.segment_lengths, initial=0))
+    for (start, end), context in zip(pairwise(ends), [*row.contexts, b""], strict=True):
+        parts.append((True, sampled[start:end]))
+        if context:
+            parts.append((False, _ints(context)))
+    return tuple(parts)
+
+
+def prompt_row(row: m.Trajectory) -> PromptRow:
+    """The prompt as reward functions and environments take it."""
+    if row.prompt is None:
+        raise RuntimeError(f"the store sent {row.trajectory_id} without its prompt")
+    payload = m.decode_prompt(row.prompt)
+    return PromptRow(
+        index=row.row_index,
+        prompt=payload.prompt,
+        ground_truth=payload.ground_truth,
+        columns=payload.columns,
+        data_source=payload.data_source,
+    )
+
+
+def effect_items(effects: Sequence[Effect]) -> tuple[m.EffectItem, ...]:
+    return tuple(
+        m.EffectItem(
+            call=e.call,
+            tool=e.tool,
+            arguments=e.arguments,
+            status=e.status,  # type: ignore[arg-type]
+            result=e.result,
+        )
+        for e in effects
+    )
+
+
+def _ints(data: bytes) -> Ids:
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def _bytes(token_ids: Ids) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()

@@ -1,0 +1,91 @@
+"""Reading and writing what an environment adds to a trajectory: contexts and calls of tools.
+
+Reads   and writes the tables `contexts` and `effects` of `schema`, inside the caller's transaction
+Gives   TurnTables, a part of Tables; StoredEffect
+
+Two tables that no other row needs: tables.py knows the columns of all the others.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import NamedTuple
+
+from laminar.storage.rows import PayloadRemoved
+from laminar.storage.rules import TOKEN_BYTES, Row
+
+
+class StoredEffect(NamedTuple):
+    """A call of a tool: a row of `effects` without its key."""
+
+    owner: str  #: process that makes it; empty: it may be made again
+    call: int
+    tool: str
+    arguments: str
+    status: str
+    result: str
+
+
+class TurnTables:
+    """The contexts and effects of one open database."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._db = connection
+
+    def add_context(self, trajectory_id: str, turn: int, tokens: bytes) -> None:
+        """What the model reads before this turn (0: as its prompt) and did not sample."""
+        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens)
+        self._db.execute("INSERT INTO contexts VALUES (?, ?, ?, ?)", values)
+
+    def contexts(self, row: Row) -> dict[int, bytes]:
+        """The row's contexts by the turn before which they are read; PayloadRemoved."""
+        if not row.context_tokens:
+            return {}
+        sql = "SELECT turn, tokens FROM contexts WHERE trajectory_id = ? ORDER BY turn"
+        found: dict[int, bytes | None] = dict(self._db.execute(sql, (row.id,)))
+        known = {turn: tokens for turn, tokens in found.items() if tokens is not None}
+        if len(known) < len(found):
+            raise PayloadRemoved(f"the tokens of {row.id} are not in the store any more")
+        return known
+
+    def drop(self, trajectory_id: str) -> None:
+        """Forget the contexts of an attempt that begins again; its calls stay."""
+        self._db.execute("DELETE FROM contexts WHERE trajectory_id = ?", (trajectory_id,))
+        self.lose_effects(trajectory_id)
+
+    def remove_payload(self, trajectory_id: str) -> None:
+        """Forget the tokens of the contexts; how many there were stays."""
+        sql = "UPDATE contexts SET tokens = NULL WHERE trajectory_id = ?"
+        self._db.execute(sql, (trajectory_id,))
+
+    def effects(self, row: Row, turn: int) -> list[StoredEffect]:
+        """Those of one turn of the row's attempt, in order."""
+        sql = (
+            "SELECT owner, call, tool, arguments, status, result FROM effects "
+            "WHERE trajectory_id = ? AND attempt = ? AND turn = ? ORDER BY call"
+        )
+        found = self._db.execute(sql, (row.id, row.attempt, turn))
+        return [StoredEffect._make(effect) for effect in found]
+
+    def add_effect(self, row: Row, turn: int, effect: StoredEffect) -> None:
+        """A call is intended, or has ended; its first end stays."""
+        sql = (
+            "INSERT INTO effects (trajectory_id, attempt, turn, owner, call, tool, arguments, "
+            "status, result) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
+            "SET status = excluded.status, result = excluded.result WHERE status = 'intended'"
+        )
+        self._db.execute(sql, (row.id, row.attempt, turn, *effect))
+
+    def lose_effects(self, trajectory_id: str) -> None:
+        """Of calls that have no end, nobody will learn it any more."""
+        sql = "UPDATE effects SET status = 'lost' WHERE trajectory_id = ? AND status = 'intended'"
+        self._db.execute(sql, (trajectory_id,))
+
+    def endless_effects(self) -> list[tuple[str, int]]:
+        """(trajectory id, calls) of calls without an end whose trajectory has one."""
+        sql = (
+            "SELECT trajectory_id, COUNT(*) FROM effects WHERE status = 'intended' AND "
+            'trajectory_id IN (SELECT id FROM trajectories WHERE "end" IS NOT NULL) '
+            "GROUP BY trajectory_id ORDER BY trajectory_id"
+        )
+        return self._db.execute(sql).fetchall()
