@@ -544,6 +544,25 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
         load([], [*flying, *settings])
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["env.path="], "env.path is empty"),
+        (["env.tool_timeout_s=600"], "shorter than trainer.batch_wait_s = 600"),
+        (["env.max_sessions=3"], "smaller than rollout.max_num_seqs"),
+        (["data.apply_chat_template=false"], "data.apply_chat_template = false"),
+        (['reward.scope="group"'], "siblings end their turns one by one"),
+        (['rollout.engine="emulated"'], "emulated tokens call no tool"),
+        (['env.effects="twice"'], "env.effects"),
+    ],
+)
+def test_an_environment_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
+    given = [*GOOD, "env.path=tools.py", "env.max_turns=4"]
+    assert load([], given).env.path.endswith("tools.py")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load([], [*given, *settings])
+
+
 def test_with_a_critic_a_group_may_be_of_one() -> None:
     alone = [*GOOD, "algorithm.adv_estimator=gae", "rollout.group_size=1"]
     config = load([], [*alone, "algorithm.lam=adaptive"])

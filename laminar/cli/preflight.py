@@ -13,6 +13,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,14 +36,20 @@ from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
 from laminar.tasks.chat import check_all, encode_prompt
+from laminar.tasks.environment import declared, tools_of
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
 from laminar.tasks.prompts import load_prompts
-from laminar.tasks.reward_functions import check_rows, reward_spec
+from laminar.tasks.renderer import Renderer
+from laminar.tasks.reward_functions import check_rows, described, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
 from laminar.tasks.row_checks import row_warnings
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.tool_calls import CallParser
 from laminar.training.adapted import check_lora
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST_PROMPTS = 64
 """Only the longest texts are tokenised here; the store does all of them, and says the same."""
@@ -101,14 +108,15 @@ def look_at_data(config: Config) -> Plan:
     """All of the data, the tokenizer and the reward; nothing is written."""
     if config.is_emulated:
         return emulated_plan(config)
-    spec = reward_spec(config)
-    prompts = load_prompts(config.data)
-    check_rows(spec, [*prompts.train, *prompts.held_out])
-    tokenizer = load_tokenizer(config.model.name)
+    spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
+    config, scores_itself = look_at_environment(config, spec, tokenizer)
+    prompts, tools = load_prompts(config.data), tools_of(config.env)
+    if not scores_itself:
+        check_rows(spec, [*prompts.train, *prompts.held_out])
     if not config.data.filter_overlong_prompts:
         longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
-        check_all(tokenizer, longest, config.data)
-    ids = encode_prompt(tokenizer, prompts.train[0], config.data)
+        check_all(tokenizer, longest, config.data, tools)
+    ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)
     return Plan(
@@ -123,13 +131,33 @@ def look_at_data(config: Config) -> Plan:
         reward=spec,
         trial=trial_calls(
             spec,
-            prompts.train,
+            [] if scores_itself else prompts.train,
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
             config.rollout.group_size,
         ),
         data_digest=prompts.digest,
         warnings=row_warnings(tokenizer, prompts, spec, config.data),
     )
+
+
+def look_at_environment(
+    config: Config, spec: RewardSpec, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Config, bool]:
+    """The config with the tools that the environment declares; whether that gives the reward."""
+    if not config.env.path:
+        return config, False
+    if spec.scope == "group":
+        names = ", ".join(map(described, spec.functions))
+        raise ConfigError(
+            f"env.path = {config.env.path!r} with {names}, which scores all siblings in one call: "
+            "they end one by one; give a function that scores one response"
+        )
+    found = declared(config.env)
+    env = msgspec.structs.replace(config.env, tools=found.tools)
+    config, tools = msgspec.structs.replace(config, env=env), tools_of(env)
+    ends = end_ids(config.model.name, tokenizer)
+    Renderer(tokenizer, config.data, tools, ends).check(CallParser(tokenizer, tools))
+    return config, found.has_reward
 
 
 def emulated_plan(config: Config) -> Plan:

@@ -164,7 +164,7 @@ def look(
     console.lines([*plan_lines(plan), *memory_lines(places)])
     console.lines(forked.lines if forked is not None else [])
     found = dict(plan.warnings)
-    if plan.config.reward.trial and not config.is_emulated:
+    if plan.config.reward.trial and plan.trial:
         found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
     return plan, found
 

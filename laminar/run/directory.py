@@ -11,7 +11,7 @@ store.lock        locked by the process that writes it, whose incarnation stands
 trainer.lock      locked by the ranks of the trainer, whose process ids stand in it
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
 logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
-                  what a reward function prints, NAME.reward.log for replica NAME
+                  what a reward function or an environment prints, NAME.reward.log for replica NAME
                   what vLLM prints, NAME.engine.log likewise
 timeline/         what each process did when
                   Of a log or a timeline FILE that has grown large, FILE.1, FILE.2, ... are the

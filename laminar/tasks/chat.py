@@ -13,7 +13,7 @@ the ids on and never tokenise text again, so no two of them can disagree about a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Tools = Sequence[Mapping[str, Any]]
+
 LATER_MAX = 2**17
 """Tokens of a prompt that is encoded later: with its response it fits one message of the store."""
 
@@ -39,11 +41,14 @@ class CheckedPrompts:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools = ()
 ) -> list[int]:
-    """Token ids of one prompt, ready for the first sampled token; raises ConfigError."""
+    """Token ids of one prompt, ready for the first sampled token; raises ConfigError.
+
+    `tools`: the JSON schemas of an environment's tools, which the chat template writes.
+    """
     if _has_template(tokenizer, data):
-        found = _with_template(tokenizer, row, data, tokenize=True)
+        found = _with_template(tokenizer, row, data, tools, tokenize=True)
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
     ids = [int(i) for i in found]
@@ -53,7 +58,10 @@ def encode_prompt(
 
 
 def check_all(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    data: DataConfig,
+    tools: Tools = (),
 ) -> CheckedPrompts:
     """Every prompt can be encoded, under the length limit; raises ConfigError unless rows may be
     left out. A prompt whose text shows that is not encoded."""
@@ -61,9 +69,9 @@ def check_all(
     kept_ids: list[list[int] | None] = []
     most, limit = token_bound(tokenizer), min(data.max_prompt_length, LATER_MAX)
     for row in rows:
-        text = _text(tokenizer, row, data) if most else ""
+        text = _text(tokenizer, row, data, tools) if most else ""
         short = most and text and most(text) <= limit
-        ids = None if short else encode_prompt(tokenizer, row, data)
+        ids = None if short else encode_prompt(tokenizer, row, data, tools)
         if ids is None or len(ids) <= data.max_prompt_length:
             kept.append(row)
             kept_ids.append(ids)
@@ -119,23 +127,31 @@ def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
     return bool(data.apply_chat_template and tokenizer.chat_template)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> str:
+def _text(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
+) -> str:
     """What is encoded of a row."""
     if not _has_template(tokenizer, data):
         return _own_text(row, data)
-    return str(_with_template(tokenizer, row, data, tokenize=False))
+    return str(_with_template(tokenizer, row, data, tools, tokenize=False))
 
 
 def _with_template(
-    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, *, tokenize: bool
+    tokenizer: PreTrainedTokenizerBase,
+    row: PromptRow,
+    data: DataConfig,
+    tools: Tools,
+    *,
+    tokenize: bool,
 ) -> Any:
     """The text that the template makes, or its ids."""
     try:
         return tokenizer.apply_chat_template(
-            _messages(row, data),
+            messages_of(row, data),
             tokenize=tokenize,
             add_generation_prompt=True,
             return_dict=False,
+            tools=[dict(tool) for tool in tools] or None,
             **data.apply_chat_template_kwargs,
         )
     except (TemplateError, TypeError) as error:
@@ -145,7 +161,7 @@ def _with_template(
         ) from None
 
 
-def _messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
+def messages_of(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
     """The row as messages; data.system_prompt goes in front unless the row brings its own."""
     if isinstance(row.prompt, str):
         messages = [{"role": "user", "content": row.prompt}]

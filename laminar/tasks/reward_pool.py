@@ -36,11 +36,11 @@ from laminar.tasks.reward_worker import (
     frame,
 )
 from laminar.tasks.rewards import (
-    FAILURES,
     RewardCall,
     RewardResult,
     RewardSpec,
     RewardWorkerLost,
+    scored,
 )
 from laminar.tasks.user_function import LOAD_S
 
@@ -154,19 +154,14 @@ class RewardPool:
                 await self._drop(slot)
                 detail = f"no result within {self._timeout_s:g} s"
                 return [RewardResult(self._error_score, "timeout", detail)] * len(call.completions)
-            scored = msgspec.msgpack.decode(body, type=Scored)
-            return [self._final(result) for result in scored.results]
+            reply = msgspec.msgpack.decode(body, type=Scored)
+            return [scored(result, self._error_score) for result in reply.results]
         self._check_open()
         raise RewardWorkerLost(reason)
 
     def _check_open(self) -> None:
         if not self._open:
             raise RewardWorkerLost("the reward pool is not running")
-
-    def _final(self, result: RewardResult) -> RewardResult:
-        if result.reason in FAILURES:
-            return msgspec.structs.replace(result, score=self._error_score)
-        return result
 
     async def _ready(self, slot: int) -> _Worker:
         """The worker of a slot, started if it is not there; raises _Died or ConfigError."""

@@ -92,6 +92,13 @@ def guarded(score: Callable[[], Any], path: str) -> RewardResult:
         return RewardResult(None, "error", describe(error, path))
 
 
+def scored(result: RewardResult, error_score: float) -> RewardResult:
+    """The result, with the score that a failure gets."""
+    if result.reason in FAILURES:
+        return msgspec.structs.replace(result, score=error_score)
+    return result
+
+
 def result_of(value: Any) -> RewardResult:
     """A function's return value as a result; what is no finite number is never made one."""
     extras: Extras = {}

@@ -18,6 +18,7 @@ from laminar.config import Config
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
 from laminar.tasks.chat import CheckedPrompts, check_all, encode_prompt
+from laminar.tasks.environment import tools_of
 from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.tokenizer import load_tokenizer
 
@@ -29,7 +30,7 @@ class RunPrompts:
     """The data of a configuration and its tokenizer."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._config, self._tools = config, tools_of(config.env)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def load(self) -> LoadedPrompts:
@@ -44,8 +45,8 @@ class RunPrompts:
         data = self._config.data
         prompts = load_prompts(data)
         self._tokenizer = load_tokenizer(self._config.model.name)
-        train = check_all(self._tokenizer, prompts.train, data)
-        held_out = check_all(self._tokenizer, prompts.held_out, data)
+        train = check_all(self._tokenizer, prompts.train, data, self._tools)
+        held_out = check_all(self._tokenizer, prompts.held_out, data, self._tools)
         overlap, digest = prompts.overlap, prompts.digest
         return LoadedPrompts(_payloads(train), _payloads(held_out), overlap, digest)
 
@@ -55,7 +56,8 @@ class RunPrompts:
         for key, payload in prompts.items():
             kept = m.decode_prompt(payload)
             row = PromptRow(key.row_index, kept.prompt, None, {}, kept.data_source)
-            found[key] = _blob(encode_prompt(self._tokenizer, row, self._config.data))
+            ids = encode_prompt(self._tokenizer, row, self._config.data, self._tools)
+            found[key] = _blob(ids)
         return found
 
 

@@ -70,7 +70,7 @@ def load_in_silence(path: str, name: str) -> tuple[str, Function]:
 
 def load_function(path: str, name: str) -> tuple[str, Function]:
     """Import a Python file and find the function in it (and its name); raises ConfigError."""
-    module = _import_file(Path(path))
+    module = import_file(Path(path))
     public = _public(module)
     if not name:
         name = _the_function(path, public)
@@ -114,13 +114,16 @@ def _style(function: Function, where: str) -> str:
     )
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(
+    path: Path,
+    *,
+    what: str = "reward",
+    keys: str = "reward.custom_reward_function or reward.functions",
+) -> ModuleType:
+    """Import the user's file of a `what`, which one of the settings `keys` names; ConfigError."""
     if not path.is_file():
-        raise ConfigError(
-            f"the reward's {str(path)!r} is not a file; correct the path in "
-            "reward.custom_reward_function or reward.functions"
-        )
-    name = f"laminar_user_reward_{path.stem}"
+        raise ConfigError(f"the {what}'s {str(path)!r} is not a file; correct the path in {keys}")
+    name = f"laminar_user_{what}_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")

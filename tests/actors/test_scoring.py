@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
-from laminar.actors.system.replica import reward_workers
+from laminar.actors.system.replica import reward_workers, user_output
 from laminar.core.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -98,7 +98,7 @@ async def scored(
         ),
         FakeStore(),
     )
-    pool = reward_workers(host)  # type: ignore[arg-type]
+    pool = reward_workers(host, user_output(host))  # type: ignore[arg-type]
     scorer = Scorer(host, store, pool, lambda ids: f"text of {len(ids)}")  # type: ignore[arg-type]
     await scorer.start()
     try:

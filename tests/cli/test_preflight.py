@@ -20,6 +20,7 @@ from laminar.config import Config, ConfigError, load
 from laminar.engines.check import weight_shapes
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
+from laminar.tasks.environment import tools_of
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -138,6 +139,59 @@ def test_what_a_run_is_warned_of_before_it_starts(
         train.prepare(plan.config, tmp_path / name, found).close()
         assert first_look(tmp_path / name) == found
         assert (tmp_path / name / "first_look.json").exists() == bool(found)
+
+
+# --- an environment ------------------------------------------------------------------------------
+
+
+def of_calculator(tmp_path: Path, *overrides: str) -> Config:
+    small = ["data.dataset_size=300", "data.val_size=8", f"run.output_dir={tmp_path / 'runs'}"]
+    return load([str(ROOT / "configs" / "calculator.toml")], [*small, *overrides])
+
+
+def test_the_tools_of_an_environment_are_known_before_a_run(tmp_path: Path) -> None:
+    plan = look_at_data(check_settings(of_calculator(tmp_path)))
+    (tool,) = tools_of(plan.config.env)
+    assert tool["function"]["name"] == "add"
+    assert plan.first_prompt.startswith("add(a, b)\n") and plan.trial
+
+
+def test_an_environment_that_gives_the_reward_needs_no_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, file = tmp_path / "data.jsonl", tmp_path / "own.py"
+    data.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
+    file.write_text(
+        "class Own:\n    def reset(self, **row): pass\n"
+        "    def go(self):\n        'Go.'\n    def get_reward(self): return 1.0\n"
+    )
+    words = [f"data.train_files={data}", "data.dataset=", "data.dataset_config={}"]
+    words += [f"env.path={file}", "env.name=Own", f"run.output_dir={tmp_path / 'runs'}"]
+    words = [
+        "-c",
+        str(ROOT / "configs" / "calculator.toml"),
+        "--dry-run",
+        *words,
+        "data.val_size=4",
+    ]
+    assert run(["train", *words]) == 0
+    assert "reward     " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["env.path=nowhere.py"], ["'nowhere.py'", "env.path"]),
+        (["env.name=Abacus"], ["env.name = 'Abacus'", "Calculator"]),
+        (["model.name=configs/models/spell-0.6m"], ["calls of tools can be read"]),
+    ],
+)
+def test_what_an_environment_cannot_do_without(
+    settings: list[str], words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(of_calculator(tmp_path, *settings))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 # --- the model's directory -----------------------------------------------------------------------

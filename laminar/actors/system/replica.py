@@ -1,7 +1,7 @@
 """What a real replica is made of: tokenizer, engine, reward workers, weights, the record of steps.
 
-Reads   the model and the reward function of the run; arenas and checkpoints
-Writes  timeline/NAME.steps; what the reward function prints: logs/latest/NAME.reward.log
+Reads   the model, the reward function and the environment of the run; arenas and checkpoints
+Writes  timeline/NAME.steps; what these two print: logs/latest/NAME.reward.log
 Gives   RealParts, the ReplicaParts of actors/rollout.py
 """
 
@@ -18,9 +18,14 @@ from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
+from laminar.tasks.environment import tools_of
+from laminar.tasks.environments import Environments
+from laminar.tasks.renderer import Renderer
 from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_pool import RewardPool
+from laminar.tasks.reward_pool import Output, RewardPool
+from laminar.tasks.session_pool import SessionPool
 from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.tool_calls import CallParser
 from laminar.weights.version import checkpoint
 
 OUTPUT_BYTES_MAX = 8 << 20
@@ -29,11 +34,15 @@ PIECES_KEPT_MAX = 256
 """Waiting for the file; each is what a pipe holds, 64 KiB."""
 
 
-def reward_workers(host: Host) -> RewardPool:
-    """The pool of this process (not started); what the function prints goes to its log."""
-    reward = host.config.reward
+def user_output(host: Host) -> Output:
+    """Takes what code of the user prints in this process's workers, for its log."""
     printed = OutputLog(reward_log(host.run_dir, host.name))
-    output = host.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX)
+    return host.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX).put
+
+
+def reward_workers(host: Host, on_output: Output) -> RewardPool:
+    """The pool of this process (not started)."""
+    reward = host.config.reward
     return RewardPool(
         reward_spec(host.config),
         workers=reward.workers,
@@ -41,7 +50,7 @@ def reward_workers(host: Host) -> RewardPool:
         error_score=reward.error_score,
         max_retries=reward.max_retries,
         env={RUN_VARIABLE: str(host.run_dir)},
-        on_output=output.put,
+        on_output=on_output,
     )
 
 
@@ -51,9 +60,11 @@ class RealParts:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.weights = ReplicaFiles(checkpoint.read)
-        self.rewards = reward_workers(host)
+        self._printed = user_output(host)
+        self.rewards = reward_workers(host, self._printed)
         steps = EngineSteps(host.run_dir, host.name)
         self._steps = host.outlet("engine steps", steps.write)
+        self.environments: Environments | None = None
 
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
@@ -61,9 +72,23 @@ class RealParts:
         config = self._host.config
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
+        if config.env.path:
+            self.environments = self._environments()
         output = engine_log(self._host.run_dir, self._host.name)
         size = tokenizer_size(self._tokenizer)
         return await start_engine(config, size, seed, on_deltas, output)
+
+    def _environments(self) -> Environments:
+        """Not started; what the user's class prints goes where the reward functions print."""
+        config, tools = self._host.config, tools_of(self._host.config.env)
+        env, tokenizer = config.env, self._tokenizer
+        return Environments(
+            config,
+            SessionPool(env.path, env.name, on_output=self._printed),
+            Renderer(tokenizer, config.data, tools, self.stop_ids),
+            CallParser(tokenizer, tools),
+            self.decode,
+        )
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

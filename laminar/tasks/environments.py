@@ -1,0 +1,313 @@
+"""Environments of one replica: what follows a turn of a trajectory.
+
+Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
+Gives   GoesOn, the ids of what the tools answered, or Done, with the environment's own reward
+Raises  SessionLost, where nobody can say what a call did
+
+What the policy can cause is text for it: a call that cannot be read, a tool that raises. A call
+that runs too long is killed, which ends its session and so the trajectory; that is scored. What the
+policy cannot cause is no score: a session whose process is gone is made anew where calls may be
+repeated (env.effects = "pure") or none has been made, and is lost otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from laminar.config import Config
+from laminar.tasks.renderer import Answer, Renderer
+from laminar.tasks.rewards import RewardResult, scored
+from laminar.tasks.session_pool import Session as Process
+from laminar.tasks.session_pool import SessionDied, SessionPool
+from laminar.tasks.session_process import Rate, Rated, Request, Reset, Said, Use
+from laminar.tasks.tool_calls import TEXT_CHARS_MAX, Call, CallParser
+from laminar.tasks.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+
+CUT = "length"  #: the finish reason of a turn that ended at its limit
+ANSWERED_KEPT = 1024
+"""Trajectories that are done whose answers are kept, for an order that comes again."""
+
+Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
+
+
+class _Killed(Exception):
+    """A request ran too long, and its session was ended."""
+
+
+class _Conversation:
+    """A trajectory here: its session, and what was answered."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.busy = asyncio.Lock()  #: one thing at a time; who asks again finds the answer
+        self.process: Process | None = None
+        self.prompt_ids: tuple[int, ...] | None = None  #: of the prompt with what reset said
+        self.answers: dict[int, GoesOn | Done] = {}  #: by turn
+        self.has_room = False  #: it has one of env.max_sessions
+        self.forgotten = False
+
+
+class Environments:
+    """The sessions of one replica."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: SessionPool,
+        renderer: Renderer,
+        parser: CallParser,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        """`decode`: the text of token ids, without special tokens."""
+        self.sessions_lost = 0  #: that ended by themselves
+        self.sessions_killed = 0  #: because a call ran too long
+        self._env, self._reward = config.env, config.reward
+        self._pool, self._renderer, self._parser = pool, renderer, parser
+        self._decode = decode
+        self._room = asyncio.Semaphore(config.max_sessions)
+        self._conversations: dict[str, _Conversation] = {}
+
+    async def start(self) -> None:
+        """Import the user's file; ConfigError, SessionLost."""
+        try:
+            await self._pool.start()
+        except SessionDied as died:
+            raise SessionLost(f"the environment could not start: {died}") from None
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def reset(self, session: Session) -> tuple[int, ...] | None:
+        """Open the session of a trajectory: the ids of its whole prompt, where reset said something
+        that belongs to it; SessionLost."""
+        conversation = self._of(session)
+        async with conversation.busy:
+            if conversation.process is None and not conversation.answers:
+                await self._take_room(conversation)
+                try:
+                    await self._begin(conversation)
+                except SessionLost:
+                    self._end(conversation)
+                    raise
+            return conversation.prompt_ids
+
+    async def turn(self, call: TurnCall, intend: Intend) -> GoesOn | Done:
+        """What follows a turn; the same answer when it is asked again; SessionLost.
+
+        `intend` makes calls durable before they are made; it is awaited where none may be repeated.
+        """
+        conversation = self._of(call.session)
+        async with conversation.busy:
+            if call.turn not in conversation.answers:
+                try:
+                    answer = await self._answer(conversation, call, intend)
+                except BaseException:
+                    self._end(conversation)
+                    raise
+                conversation.answers[call.turn] = answer
+                if isinstance(answer, Done):
+                    self._end(conversation)
+            return conversation.answers[call.turn]
+
+    def forget(self, trajectory_id: str) -> None:
+        """Nobody asks for this trajectory any more: end its session."""
+        if (conversation := self._conversations.pop(trajectory_id, None)) is not None:
+            conversation.forgotten = True
+            self._end(conversation)
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def _of(self, session: Session) -> _Conversation:
+        """The conversation of this attempt; one of an earlier attempt is over."""
+        found = self._conversations.get(session.trajectory_id)
+        if found is not None and found.session.attempt == session.attempt:
+            return found
+        self.forget(session.trajectory_id)
+        found = self._conversations[session.trajectory_id] = _Conversation(session)
+        over = [i for i, c in self._conversations.items() if c.process is None and c.answers]
+        for trajectory_id in over[: max(0, len(over) - ANSWERED_KEPT)]:
+            del self._conversations[trajectory_id]
+        return found
+
+    async def _take_room(self, conversation: _Conversation) -> None:
+        """Wait for one of env.max_sessions. A session that is made again does not: its trajectory
+        is one of those that the coordinator has counted for this replica."""
+        limit_s = self._env.tool_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._room.acquire()
+        except TimeoutError:
+            raise SessionLost(
+                f"none of env.max_sessions sessions was free within {limit_s:g} s"
+            ) from None
+        conversation.has_room = True
+
+    async def _begin(self, conversation: _Conversation) -> None:
+        """A session, reset; SessionLost."""
+        reason = ""
+        for _ in range(1 + self._reward.max_retries):
+            try:
+                process = await self._pool.open()
+            except SessionDied as died:
+                reason = str(died)
+                continue
+            said, reason = await self._reset(process, conversation.session)
+            if said is not None and not conversation.forgotten:
+                return self._begun(conversation, process, said)
+            process.kill()
+            if conversation.forgotten:
+                raise SessionLost("its trajectory is wanted no longer")
+            self.sessions_lost += 1
+        raise SessionLost(f"reset failed, the last time: {reason}")
+
+    def _begun(self, conversation: _Conversation, process: Process, said: Said) -> None:
+        conversation.process = process
+        if said.text:
+            ids = self._renderer.prompt(conversation.session.row, said.text)
+            conversation.prompt_ids = tuple(ids)
+
+    async def _reset(self, process: Process, session: Session) -> tuple[Said | None, str]:
+        """What reset said; or None, and why."""
+        request, limit_s = Reset(session.row, session.seed), self._env.tool_timeout_s
+        try:
+            said = await process.ask(request, limit_s)
+        except TimeoutError:
+            return None, f"it took longer than env.tool_timeout_s = {limit_s:g} s"
+        except SessionDied as died:
+            return None, f"its process ended ({died})"
+        assert isinstance(said, Said)
+        return (None, said.text or "") if said.failed else (said, "")
+
+    def _end(self, conversation: _Conversation) -> None:
+        process, conversation.process = conversation.process, None
+        if process is not None:
+            process.kill()
+        if conversation.has_room:
+            conversation.has_room = False
+            self._room.release()
+
+    async def _process(self, conversation: _Conversation, call: TurnCall) -> Process:
+        """The session of a turn, made where that repeats nothing or may; SessionLost."""
+        if conversation.process is None:
+            if self._env.effects == "once" and (call.turn or call.stored):
+                raise SessionLost("its session is gone, and what its calls have done with it")
+            await self._begin(conversation)
+        assert conversation.process is not None
+        return conversation.process
+
+    async def _ask(
+        self, conversation: _Conversation, call: TurnCall, request: Request
+    ) -> Said | Rated:
+        """The reply to a request; again in a new session where it may be; _Killed, SessionLost."""
+        attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
+        reason = ""
+        for _ in range(attempts):
+            process = await self._process(conversation, call)
+            try:
+                return await process.ask(request, self._env.tool_timeout_s)
+            except TimeoutError:
+                self.sessions_killed += 1
+                self._end(conversation)
+                raise _Killed from None
+            except SessionDied as died:
+                self.sessions_lost += 1
+                self._end(conversation)
+                reason = str(died)
+        raise SessionLost(f"the process of its session ended in a call: {reason}")
+
+    # --- what follows a turn --------------------------------------------------------------------
+
+    async def _answer(
+        self, conversation: _Conversation, call: TurnCall, intend: Intend
+    ) -> GoesOn | Done:
+        ids = list(call.parts[-1][1])
+        before = [*call.prompt_ids, *(i for _, part in call.parts[:-1] for i in part)]
+        calls = [] if call.finish_reason == CUT else self._parser.calls(ids, before)
+        text = self._decode(ids)
+        if not calls or call.turn + 1 >= self._env.max_turns:
+            reason = "max-turns" if calls else ""
+            return await self._done(conversation, call, text, reason, [])
+        if self._env.effects == "once":
+            if any(effect.status == "intended" for effect in call.stored):
+                raise SessionLost("nobody knows what its last call has done")
+            await self._process(conversation, call)
+            await intend(tuple(_effect(i, c, "intended") for i, c in enumerate(calls) if _runs(c)))
+        effects: list[Effect] = []
+        try:
+            answers = await self._run(conversation, call, calls, effects)
+        except _Killed:
+            return Done(self._unanswered(), text, "tool-timeout", tuple(effects))
+        context = tuple(self._renderer.answers(answers))
+        if len(context) > call.room:
+            return await self._done(conversation, call, text, "context-full", effects)
+        return GoesOn(context, tuple(effects))
+
+    async def _run(
+        self,
+        conversation: _Conversation,
+        call: TurnCall,
+        calls: list[Call],
+        effects: list[Effect],
+    ) -> list[Answer]:
+        """The answers to the calls of a turn; `effects` has the end of each that was begun."""
+        answers: list[Answer] = []
+        for i, one in enumerate(calls):
+            if not _runs(one):
+                answers.append((one, f"error: {one.refused}"))
+                continue
+            try:
+                said = await self._ask(conversation, call, Use(one.tool, json.dumps(one.arguments)))
+            except _Killed:
+                effects.append(_effect(i, one, "timed-out", self._late()))
+                raise
+            assert isinstance(said, Said)
+            text = _shortened(f"error: {said.text}" if said.failed else said.text or "")
+            effects.append(_effect(i, one, "failed" if said.failed else "done", text))
+            answers.append((one, text))
+        return answers
+
+    async def _done(
+        self,
+        conversation: _Conversation,
+        call: TurnCall,
+        text: str,
+        reason: str,
+        effects: list[Effect],
+    ) -> Done:
+        """The end of a trajectory, with the reward of its environment, if that has one."""
+        result = None
+        if self._pool.has_reward:
+            try:
+                rated = await self._ask(conversation, call, Rate())
+            except _Killed:
+                result = self._unanswered()
+            else:
+                assert isinstance(rated, Rated)
+                result = scored(rated.result, self._reward.error_score)
+        return Done(result, text, reason, tuple(effects))
+
+    def _unanswered(self) -> RewardResult | None:
+        """The reward of an environment that was killed, if it had one to give."""
+        if not self._pool.has_reward:
+            return None
+        return RewardResult(self._reward.error_score, "timeout", self._late())
+
+    def _late(self) -> str:
+        return f"no answer within {self._env.tool_timeout_s:g} s"
+
+
+def _runs(call: Call) -> bool:
+    return not call.refused
+
+
+def _effect(index: int, call: Call, status: str, result: str = "") -> Effect:
+    return Effect(index, call.tool, json.dumps(call.arguments), status, result)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= TEXT_CHARS_MAX:
+        return text
+    end = f" ... ({len(text)} characters in all)"
+    return text[: TEXT_CHARS_MAX - len(end)] + end
