@@ -90,15 +90,17 @@ def held_out(questions: Iterable[str], count: int) -> set[str]:
     return set(by_digest[:count])
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte, with id = byte value, and four added tokens after them."""
+def build_tokenizer(
+    added: Iterable[str] = (ANSWER, END_ANSWER), chat_template: str = CHAT_TEMPLATE
+) -> Qwen2Tokenizer:
+    """One token per byte, with id = byte value, then <pad>, <eos> and the added tokens."""
     vocab = {symbol: value for value, symbol in bytes_to_unicode().items()}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.normalizer = normalizers.NFC()
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, EOS)])
-    core.add_tokens([AddedToken(t, special=False, normalized=False) for t in (ANSWER, END_ANSWER)])
+    core.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
     # Qwen2Tokenizer adds a token of its own unless it is told what stands for an unknown one.
     return Qwen2Tokenizer(
         tokenizer_object=core,
@@ -108,7 +110,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         model_max_length=MODEL_LENGTH,
         clean_up_tokenization_spaces=False,
         padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 

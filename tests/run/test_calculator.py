@@ -1,0 +1,96 @@
+"""Real runs with an environment: turns are sampled and answered, books agree, and a tool that is
+not to be repeated is not, whoever dies."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar.events import events as ev
+from laminar.tasks.tokenizer import load_tokenizer
+from tests.run.conftest import ROOT, Finished, check_books, history, train
+
+pytestmark = [pytest.mark.process, pytest.mark.long]
+CONFIG = "configs/calculator.toml"
+SMALL = (
+    "trainer.total_training_steps=3",
+    "trainer.test_freq=0",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=0",
+    "data.train_batch_size=4",
+    "data.val_size=16",
+    "data.dataset_size=2000",
+)
+WRITES = """
+import os
+from pathlib import Path
+
+class Ledger:
+    def reset(self, question, **row):
+        self.question = question
+
+    def add(self, a: int, b: int) -> int:
+        '''Add two whole numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        '''
+        with open({log!r}, "a") as log:
+            log.write(f"{{os.getpid()}} {{self.question}} {{a}}+{{b}}\\n")
+        return a + b
+"""
+
+
+def effects(run: Finished) -> list[tuple[str, int, int, str]]:
+    """(trajectory, attempt, turn, status) of every call."""
+    with sqlite3.connect(run.directory / "store.sqlite") as database:
+        sql = "SELECT trajectory_id, attempt, turn, status FROM effects"
+        return database.execute(sql).fetchall()
+
+
+def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
+    run = train(tmp_path, *SMALL, config=CONFIG)
+    assert run.code == 0, run.output
+    check_books(run)
+    continued = [e for e in history(run.directory) if isinstance(e, ev.TrajectoryContinues)]
+    assert continued and run.summary["steps"] == 3
+    assert {status for *_, status in effects(run)} <= {"done", "failed"}
+    assert len(effects(run)) >= len(continued) // 2
+    tokenizer = load_tokenizer(str(ROOT / "configs/models/calculator-0.6m"))
+    with sqlite3.connect(run.directory / "store.sqlite") as database:
+        contexts = database.execute("SELECT tokens FROM contexts WHERE turn > 0").fetchall()
+    for (tokens,) in contexts:
+        told = tokenizer.decode(np.frombuffer(tokens, dtype="<i4").tolist())
+        assert told.startswith("\n") and told.endswith("\n") and "<eos>" not in told
+
+
+@pytest.mark.parametrize("effect_class", ["once", "pure"])
+def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect_class: str
+) -> None:
+    """It dies when the call is noted, or, where nothing is noted, when its answer is not yet."""
+    point = "rollout-intended" if effect_class == "once" else "rollout-score"
+    monkeypatch.setenv("LAMINAR_FAIL", f"{point}:3")
+    tool, log = tmp_path / "ledger.py", tmp_path / "log"
+    tool.write_text(WRITES.format(log=str(log)))
+    words = (f"env.path={tool}", "env.name=Ledger", f'env.effects="{effect_class}"')
+    run = train(tmp_path, *SMALL, *words, config=CONFIG)
+    assert run.code == 0, run.output
+    assert list(run.directory.glob(f"failed-{point}-3"))
+    check_books(run)
+    lost = [
+        ending
+        for event in history(run.directory)
+        if isinstance(event, ev.TrajectoryFailed) and (ending := event).reason == "env-lost"
+    ]
+    if effect_class == "pure":
+        assert not lost
+        return
+    assert lost
+    made, noted = len(log.read_text().splitlines()), effects(run)
+    done = sum(status == "done" for *_, status in noted)
+    assert done <= made <= len(noted)
