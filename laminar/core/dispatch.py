@@ -161,7 +161,8 @@ def may_go_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
 
 def end_session(ctx: Context, trajectory: Trajectory) -> None:
     """Nothing of this attempt is wanted any more: its environment's session ends, too."""
-    name, trajectory.session = ctx.state.home_of(trajectory), ""
+    name = ctx.state.home_of(trajectory)
+    ctx.state.sessions.pop(trajectory.id, None)
     if name:
         placed = cmd.Placed(trajectory_id=trajectory.id, placement=trajectory.placement)
         ctx.command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))

@@ -51,7 +51,7 @@ def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
     for trajectory in trajectories:
         assign(ctx.state, trajectory, replica)
         if ctx.state.settings.environment:
-            trajectory.session = replica
+            ctx.state.sessions[trajectory.id] = replica
         ctx.state.unscored.pop(trajectory.id, None)
     ctx.command(
         cmd.ScoreTrajectories(

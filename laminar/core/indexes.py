@@ -355,6 +355,7 @@ def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
     by_replica = indexes_of(state).trajectories
     trajectory = state.trajectories.pop(trajectory_id)
     state.progress.pop(trajectory_id, None)
+    state.sessions.pop(trajectory_id, None)
     del by_replica[trajectory.replica][trajectory_id]
     indexes_of(state).count_length(trajectory, -1)
     return trajectory

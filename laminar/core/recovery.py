@@ -113,7 +113,7 @@ def turn_due(ctx: Context, trajectory: Trajectory) -> None:
     """A held-out answer goes on where its environment's session is: if that replica has other
     weights by now, it runs again whole."""
     state = ctx.state
-    kind = indexes_of(state).replicas.kind_of(trajectory.session)
+    kind = indexes_of(state).replicas.kind_of(state.home_of(trajectory))
     there = kind is not None and not kind.loading and kind.version == trajectory.version
     if state.groups[trajectory.group].purpose == Purpose.EVAL and not there:
         fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
@@ -153,10 +153,9 @@ def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
     least as new."""
     index = indexes_of(state).replicas
     able = _able(state, trajectory)
-    if index.kind_of(trajectory.session) in able:
-        home = state.replicas[trajectory.session]
-        if admission.room(home) > 0:
-            return home
+    name = state.home_of(trajectory)
+    if name and index.kind_of(name) in able and admission.room(state.replicas[name]) > 0:
+        return state.replicas[name]
     if not able and state.groups[trajectory.group].purpose == Purpose.TRAIN:
         able = index.able(index.newest_able())
     return index.least(able, room=1)

@@ -151,7 +151,6 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     deaths: int = 0  #: replicas that died while they ran it
     waits: int = 0  #: times that a batch gave up waiting for it
     restart: bool = False  #: lost work that must begin again from the prompt
-    session: str = ""  #: replica that has its environment's session, as far as is known
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -264,6 +263,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     deadlines: dict[int, int] = {}
     #: trajectories whose replica is gone, oldest first
     lost: dict[TrajectoryId, None] = {}
+    #: replica that has the environment's session of a trajectory, as far as is known
+    sessions: dict[TrajectoryId, str] = {}
     #: generated trajectories that no live replica is scoring
     unscored: dict[TrajectoryId, None] = {}
 
@@ -356,7 +357,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     def home_of(self, trajectory: Trajectory) -> str:
         """The replica with its environment's session; empty: none, or it is gone."""
-        name = trajectory.session
+        name = self.sessions.get(trajectory.id, "")
         return name if name in self.replicas and self.actor_alive(name) else ""
 
     def live_replicas(self) -> list[Replica]:

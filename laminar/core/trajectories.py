@@ -38,8 +38,8 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not move(trajectory, "started"):
         return ctx.ignore("old-placement")
-    if ctx.state.settings.environment and not trajectory.session:
-        trajectory.session = ctx.stamped.peer
+    if ctx.state.settings.environment:
+        ctx.state.sessions.setdefault(trajectory.id, ctx.stamped.peer)
     progress = ctx.state.progress.get(trajectory.id)
     if progress is not None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
