@@ -24,23 +24,28 @@ SMALL = (
     "data.val_size=16",
     "data.dataset_size=2000",
 )
-WRITES = """
+KILLS = """
 import os
+import signal
 from pathlib import Path
 
-class Ledger:
-    def reset(self, question, **row):
-        self.question = question
+class Killer:
+    def reset(self, **row):
+        pass
 
     def add(self, a: int, b: int) -> int:
-        '''Add two whole numbers.
+        '''Add two whole numbers. The third call of all kills the replica, with its work half done.
 
         Args:
             a: The first number.
             b: The second number.
         '''
         with open({log!r}, "a") as log:
-            log.write(f"{{os.getpid()}} {{self.question}} {{a}}+{{b}}\\n")
+            log.write(f"{{a}}+{{b}}\\n")
+        if len(Path({log!r}).read_text().splitlines()) == 3:
+            warm = Path(f"/proc/{{os.getppid()}}/stat").read_text()
+            os.kill(int(warm.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            signal.pause()
         return a + b
 """
 
@@ -70,27 +75,20 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("effect_class", ["once", "pure"])
 def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect_class: str
+    tmp_path: Path, effect_class: str
 ) -> None:
-    """It dies when the call is noted, or, where nothing is noted, when its answer is not yet."""
-    point = "rollout-intended" if effect_class == "once" else "rollout-score"
-    monkeypatch.setenv("LAMINAR_FAIL", f"{point}:3")
-    tool, log = tmp_path / "ledger.py", tmp_path / "log"
-    tool.write_text(WRITES.format(log=str(log)))
-    words = (f"env.path={tool}", "env.name=Ledger", f'env.effects="{effect_class}"')
+    tool, log = tmp_path / "killer.py", tmp_path / "log"
+    tool.write_text(KILLS.format(log=str(log)))
+    words = (f"env.path={tool}", "env.name=Killer", f'env.effects="{effect_class}"')
     run = train(tmp_path, *SMALL, *words, config=CONFIG)
     assert run.code == 0, run.output
-    assert list(run.directory.glob(f"failed-{point}-3"))
     check_books(run)
-    lost = [
-        ending
-        for event in history(run.directory)
-        if isinstance(event, ev.TrajectoryFailed) and (ending := event).reason == "env-lost"
-    ]
-    if effect_class == "pure":
-        assert not lost
-        return
-    assert lost
+    events = list(history(run.directory))
+    assert any(name.startswith("rollout") for name in run.summary["lost_by"])
+    lost = [e for e in events if isinstance(e, ev.TrajectoryFailed) and e.reason == "env-lost"]
     made, noted = len(log.read_text().splitlines()), effects(run)
     done = sum(status == "done" for *_, status in noted)
-    assert done <= made <= len(noted)
+    if effect_class == "pure":
+        assert not lost and made > done
+        return
+    assert lost and done < made <= len(noted)  # no call that was noted was made twice
