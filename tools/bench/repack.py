@@ -150,7 +150,8 @@ def grid() -> list[Cell]:
 def results(
     cells: list[Any], measured: Callable[[Any], dict[str, Any]], jobs: int, kept: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """A line for each cell, all of one kind, in no order; those that are in the file first."""
+    """A line for each cell, all of one kind: those that are in the file, then the others, each in
+    the order of `cells`, so that a run prints the same as any other."""
     kind, known = type(cells[0]), {}
     if kept is not None and kept.exists():
         lines = map(json.loads, kept.read_text().splitlines())
@@ -160,7 +161,7 @@ def results(
     if not missing:
         return
     with get_context("spawn").Pool(jobs) as pool:
-        for number, line in enumerate(pool.imap_unordered(measured, missing), 1):
+        for number, line in enumerate(pool.imap(measured, missing), 1):
             print(f"{number} of {len(missing)} runs", file=sys.stderr, flush=True)
             if kept is not None:
                 with kept.open("a") as file:
