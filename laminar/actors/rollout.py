@@ -22,9 +22,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-import msgspec
-import numpy as np
-
 from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
@@ -412,17 +409,16 @@ async def begin(
     was taken back meanwhile."""
     order, command, result = opened
     try:
-        prompt_ids = await turns.begin(command, result)
+        spoken = await turns.begin(command, result)
     except SessionLost as lost:
         if openings.begun(command):
             openings.settled(order)
             report_failed(host, command, order.cause, FailureReason.ENV_LOST, str(lost))
         return
-    if prompt_ids is not None:
-        tokens = np.asarray(prompt_ids, dtype="<i4").tobytes()
-        result = msgspec.structs.replace(result, prompt_ids=tokens)
     if openings.begun(command):
-        go_on(order, command, result)
+        if spoken is None:
+            return openings.settled(order)
+        go_on(order, command, spoken)
 
 
 def report_finished(

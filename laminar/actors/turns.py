@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from laminar.actors.clients import StoreClient
@@ -84,35 +85,39 @@ class Turns:
         self.host, self.store, self.environments = host, store, environments
         self.config: Config = host.config
 
-    async def begin(self, command: cmd.GenerateTrajectory, opened: m.OpenResult) -> Ids | None:
-        """Open the session of a trajectory that has no tokens yet; its prompt, if its environment
-        says something, durable. None: it is the row's, or was said before. SessionLost."""
+    async def begin(
+        self, command: cmd.GenerateTrajectory, opened: m.OpenResult
+    ) -> m.OpenResult | None:
+        """Open the session of a trajectory that has no tokens yet; what was opened, with the prompt
+        that its environment makes, durable. None: another placement has it. SessionLost."""
         if opened.num_tokens or opened.contexts or opened.own_prompt:
-            return None  # its session is elsewhere, or lost: its turn will tell
+            return opened  # its session is elsewhere, or lost: its turn will tell
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
         session = self._session(reply[0])
         prompt_ids = await self.environments.reset(session)
         if prompt_ids is None:
-            return None
+            return opened
         room = self.config.env.max_context_tokens + self.config.data.max_prompt_length
         if len(prompt_ids) > room:
             raise SessionLost(
                 f"reset() makes a prompt of {len(prompt_ids)} tokens, and there is room for {room} "
                 "(data.max_prompt_length + env.max_context_tokens)"
             )
-        return await self._keep_prompt(command, prompt_ids)
+        tokens = _bytes(prompt_ids)
+        kept = await self._keep_prompt(command, tokens)
+        if kept.answer == "refused":
+            raise SessionLost(kept.reason)
+        return msgspec.structs.replace(opened, prompt_ids=tokens) if kept.answer == "ok" else None
 
-    async def _keep_prompt(self, command: cmd.GenerateTrajectory, prompt_ids: Ids) -> Ids | None:
+    async def _keep_prompt(self, command: cmd.GenerateTrajectory, tokens: bytes) -> m.Result:
         item = m.ContextItem(
             trajectory_id=command.trajectory_id,
             placement=command.placement,
             turn=0,
-            tokens=_bytes(prompt_ids),
+            tokens=tokens,
         )
         reply = await self.store.ask(m.Continue(items=(item,)), m.ContinueReply)
-        if reply.results[0].answer != "ok":  # another placement has it: the next append will tell
-            return None
-        return prompt_ids
+        return reply.results[0]
 
     async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn | Done:
         """What its environment says to the turn that has ended; SessionLost."""
