@@ -60,6 +60,10 @@ or nearly every group would be given up for it, and the run would not end."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
+ANSWERS_IN_A_WAIT = 8
+"""Answers of an environment that a batch waits for at least: deadlines nest."""
+
+
 def stream(seed: int, concern: str) -> random.Random:
     """The generator of one concern: the same on every machine, whatever the hash seed."""
     return random.Random(f"{seed}/{concern}")
@@ -271,17 +275,15 @@ def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Sce
     pick = _pick_from(chance)
     if chance.random() >= environment.environment_share:
         return scenario
+    effects, answer_s = pick(environment.effects), pick(environment.answer_s)
+    wait_ms = int(ANSWERS_IN_A_WAIT * answer_s * 1_000)  # or no wait of a batch would ever suffice
     settings = msgspec.structs.replace(
         scenario.settings,
         max_sessions=2 * (scenario.slots + scenario.settings.group_size),
         reward_scope="trajectory",
+        batch_wait_ms=max(scenario.settings.batch_wait_ms, wait_ms),
     )
-    return msgspec.structs.replace(
-        scenario,
-        settings=settings,
-        effects=pick(environment.effects),
-        answer_s=pick(environment.answer_s),
-    )
+    return msgspec.structs.replace(scenario, settings=settings, effects=effects, answer_s=answer_s)
 
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
