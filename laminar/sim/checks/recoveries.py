@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laminar.core import keys
 from laminar.core.state import Replica, State, Trajectory
-from laminar.core.statuses import Phase
+from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.core.weights import FAILED_LOADS_MAX
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -268,7 +268,14 @@ def _loads(state: State, replica: Replica, version: int) -> bool:
 
 
 def _could_load(state: State, replica: Replica, version: int) -> bool:
-    """Whether a replica is empty, its relay has the version, and it does not wait to be started
-    again."""
+    """Whether a replica is empty, its relay has the version, and it neither waits to be started
+    again nor keeps its weights for the next turn of what an environment answers there."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
+    busy = busy or any(
+        t.replica == replica.name
+        and t.version == replica.version
+        and t.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
+        for t in state.trajectories.values()
+        if state.settings.environment
+    )
     return not busy and replica.failed_loads < FAILED_LOADS_MAX and state.in_reach(replica, version)
