@@ -110,7 +110,7 @@ def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
             f"trajectory {row.id} counts {row.context_tokens} context tokens after {row.turns} "
             f"turns, and has {count} before turns {list(contexts)}"
         )
-    if row.turns and row.segments not in (row.turns, row.turns + 1):
+    if row.segments not in (row.turns, row.turns + 1):
         problems.append(
             f"trajectory {row.id} has tokens of {row.segments} turns, {row.turns} of them answered"
         )

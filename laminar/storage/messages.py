@@ -114,7 +114,8 @@ class EffectItem(Item, frozen=True, kw_only=True):
     call: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]  #: which of its turn
     tool: Annotated[str, Meta(max_length=256)]
     arguments: Detail
-    status: Literal["intended", "done", "failed", "timed-out"]
+    status: Literal["intended", "done", "failed", "timed-out", "lost"]
+    """Lost, which the store alone says: its trajectory ended, or began again, before the call."""
     result: Detail = ""
 
 

@@ -247,8 +247,9 @@ def judge_append(
         return Verdict("refused", f"{_position(chunk)} overlaps other stored tokens")
     if row.end is not None or row.status != "open":
         return Verdict("refused", f"the response is already {row.end or row.status}")
-    if chunk.segment < row.turns:
-        return Verdict("refused", f"turn {chunk.segment} is over: its environment has answered")
+    if chunk.segment != row.turns:
+        after = f"the environment has answered {row.turns} turns"
+        return Verdict("refused", f"turn {chunk.segment} is not being sampled: {after}")
     if not _continues(row, chunk):
         return Verdict("refused", f"{_position(chunk)} leaves a gap: {_next_position(row)}")
     problem = _version_problem(row, chunk, in_flight)
@@ -349,11 +350,10 @@ def judge_context(
         return Verdict("refused", f"it is already {row.end}")
     if stored is not None:
         return _REPEAT
-    due = ("generated", row.turns + 1) if turn else ("open", 0)
-    if (row.status, turn) != due or (not turn and row.num_tokens):
-        return Verdict(
-            "refused", f"no context {turn} is due: it is {row.status} after {row.turns} turns"
-        )
+    due = ("generated", row.turns + 1, row.turns + 1) if turn else ("open", 0, 0)
+    if (row.status, turn, row.segments) != due:
+        after = f"{row.turns} answered turns, with tokens of {row.segments}"
+        return Verdict("refused", f"no context {turn} is due: it is {row.status} after {after}")
     room = MAX_TOKENS - row.num_tokens - row.context_tokens
     problem = _ids_problem(tokens, room)
     return Verdict("refused", problem) if problem else _WRITE
@@ -495,9 +495,7 @@ def _other_identity(row: Row) -> str:
 
 
 def _continues(row: Row, chunk: Chunk) -> bool:
-    if chunk.segment == row.segments:
-        return chunk.offset == 0
-    return chunk.segment == row.segments - 1 and chunk.offset == row.segment_tokens
+    return chunk.offset == (row.segment_tokens if chunk.segment < row.segments else 0)
 
 
 def _position(chunk: Chunk) -> str:
@@ -505,7 +503,5 @@ def _position(chunk: Chunk) -> str:
 
 
 def _next_position(row: Row) -> str:
-    if row.segments == 0:
-        return "it starts at segment 0 offset 0"
-    last = f"segment {row.segments - 1} offset {row.segment_tokens}"
-    return f"it goes on at {last} or segment {row.segments} offset 0"
+    done = row.segment_tokens if row.turns < row.segments else 0
+    return f"it goes on at segment {row.turns} offset {done}"

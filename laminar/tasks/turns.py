@@ -36,7 +36,7 @@ class Effect(NamedTuple):
     call: int  #: which of its turn, from 0
     tool: str
     arguments: str  #: JSON
-    status: str  #: intended | done | failed | timed-out
+    status: str  #: intended | done | failed | timed-out; of the store also lost
     result: str = ""  #: what the model is told
 
 

@@ -51,7 +51,7 @@ REQUESTS = [
     open_("0.0.0"),
     append("0.0.0", (1, 2)),
     append("0.0.0", (3,), offset=2),
-    append("0.0.0", (4,), segment=1),
+    append("0.0.0", (4,), offset=3),
     finish("0.0.0", 4),
     reward("0.0.0", 0.1),
     end("0.0.0", "trained", step=3),
@@ -125,11 +125,11 @@ def test_any_one_deleted_row_is_noticed(path, table, rows):
 @pytest.mark.parametrize(
     "change",
     [
-        "UPDATE chunks SET tokens = x'09000000' WHERE trajectory_id = '0.0.0' AND segment = 1",
+        "UPDATE chunks SET tokens = x'09000000' WHERE trajectory_id = '0.0.0' AND \"offset\" = 3",
         "UPDATE chunks SET logprobs = x'' WHERE trajectory_id = '0.0.1' AND \"offset\" = 0",
         "UPDATE chunks SET attempt = 1 WHERE trajectory_id = '0.0.2' AND \"offset\" = 0",
         "UPDATE chunks SET replica = 'x' WHERE trajectory_id = '0.0.2' AND \"offset\" = 2",
-        "UPDATE chunks SET weight_version = 6 WHERE trajectory_id = '0.0.0' AND segment = 1",
+        "UPDATE chunks SET weight_version = 6 WHERE trajectory_id = '0.0.0' AND \"offset\" = 3",
         "UPDATE trajectories SET num_tokens = 5 WHERE id = '0.0.0'",
         "UPDATE trajectories SET segments = 3 WHERE id = '0.0.0'",
         "UPDATE trajectories SET digest = 'x' WHERE id = '0.0.0'",

@@ -84,7 +84,7 @@ LIFE = [
     open_("0.1.0"),
     append("0.1.0", (1, 2, 3)),
     append("0.1.0", (4,), offset=3),
-    append("0.1.0", (5, 6), segment=1),
+    append("0.1.0", (5, 6), offset=4),
     finish("0.1.0", 6),
     reward("0.1.0", 0.1, reason="right", detail="d", text="four"),
     end("0.1.0", "trained", step=9),
@@ -94,7 +94,7 @@ LIFE = [
 def test_a_whole_life(database):
     assert answers(database, *LIFE) == ["open"] + ["ok"] * 6
     kept = fetched(database, "0.1.0")
-    assert kept.tokens == ints(1, 2, 3, 4, 5, 6) and kept.segment_lengths == (4, 2)
+    assert kept.tokens == ints(1, 2, 3, 4, 5, 6) and kept.segment_lengths == (6,)
     assert kept.logprobs == floats(-0.25, -0.5, -0.75, -1, -1.25, -1.5)
     assert (kept.score, kept.reward_reason, kept.reward_detail) == (0.1, "right", "d")
     assert (kept.status, kept.end, kept.finish_reason) == ("rewarded", "trained", "stop")
@@ -107,11 +107,11 @@ def test_a_whole_life(database):
 def test_open_tells_how_far_it_got(database):
     first = one(database, open_("0.1.0"))
     assert (first.answer, first.prompt_ids, first.tokens) == ("open", ints(100, 1), b"")
-    answers(database, append("0.1.0", (7, 8)), append("0.1.0", (9,), segment=1))
+    answers(database, append("0.1.0", (7, 8)), append("0.1.0", (9,), offset=2))
     for placement in (1, 2):
         again = one(database, open_("0.1.0", placement))
         assert (again.answer, again.tokens, again.num_tokens) == ("open", ints(7, 8, 9), 3)
-        assert again.segment_lengths == (2, 1)
+        assert again.segment_lengths == (3,)
     answers(database, finish("0.1.0", 3, placement=2, reason="length"))
     generated = one(database, open_("0.1.0", 3))
     assert (generated.answer, generated.finish_reason) == ("generated", "length")
@@ -163,7 +163,7 @@ def test_what_is_fetched_says_who_sampled_which_part(database):
         open_("0.1.0", 2, replica="rollout-b"),
         append("0.1.0", (3,), offset=2, placement=2),
         append("0.1.0", tuple(range(10_000)), offset=3, placement=2),
-        append("0.1.0", (4,), segment=1, placement=2),
+        append("0.1.0", (4,), offset=10_003, placement=2),
     )
     spans = (("rollout-a", 5, 4, 3), ("rollout-b", 5, 4, 10_001))
     assert fetched(database, "0.1.0").spans == spans
@@ -196,7 +196,7 @@ def test_append_refuses_gaps_and_other_bytes(database, path):
         append("0.1.0", (1, 2, 3)),
         append("0.1.0", (2,), offset=1),
         append("0.1.0", (3,), offset=3),
-        append("0.1.0", (3,), segment=2),
+        append("0.1.0", (3,), segment=1),
         append("0.1.0", (-3,), offset=2),
         append("0.9.0", (1,)),
     ]:

@@ -53,19 +53,23 @@ REQUESTS = st.one_of(
     st.builds(reward, NAMES, st.sampled_from([0.0, 0.1, None]), PLACEMENTS),
     st.builds(end, NAMES, st.sampled_from(["trained", "evaluated", "dropped"]), PLACEMENTS),
 )
-LIFE = [
+ONE_TURN = [
     open_("0.0.0"),
     append("0.0.0", (1, 2)),
     append("0.0.0", (3,), offset=2),
     append("0.0.0", (4,), offset=3),
     append("0.0.0", (5, 6, 7), offset=4),
     finish("0.0.0", 7),
+    reward("0.0.0", 0.1),
+    end("0.0.0", "trained", step=3),
+]
+LIFE = [
+    *ONE_TURN[:-2],
     intend("0.0.0", (CALL,)),
     go_on("0.0.0", (20, 21), effects=(DONE,)),
     append("0.0.0", (8,), segment=1),
     finish("0.0.0", 8),
-    reward("0.0.0", 0.1),
-    end("0.0.0", "trained", step=3),
+    *ONE_TURN[-2:],
 ]
 
 
@@ -123,12 +127,15 @@ def test_how_requests_are_batched_changes_nothing(history, data):
 @FEW
 @given(st.randoms(use_true_random=False))
 def test_any_order_with_resends_ends_like_the_right_order(chance: random.Random):
-    """Each round delivers every request twice in another order, until all were accepted."""
+    """Each round delivers every request twice in another order, until all were accepted.
+
+    Of a life of one turn: what scores a turn answers it or rewards it, and never asks for both.
+    """
     rounds = []
-    for _ in LIFE:
-        deliveries = LIFE * 2
+    for _ in ONE_TURN:
+        deliveries = ONE_TURN * 2
         chance.shuffle(deliveries)
         rounds.append(deliveries)
     replies, stored = _run(rounds)
-    assert all(_settled(reply) for reply in replies[-2 * len(LIFE) :])
-    assert stored == _run([LIFE])[1]
+    assert all(_settled(reply) for reply in replies[-2 * len(ONE_TURN) :])
+    assert stored == _run([ONE_TURN])[1]

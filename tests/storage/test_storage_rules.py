@@ -158,15 +158,21 @@ def test_only_the_holder_writes(row, placement, answer):
 
 @pytest.mark.parametrize(
     ("segment", "offset", "accepted"),
-    [(0, 2, True), (1, 0, True), (0, 3, False), (0, 0, False), (1, 1, False), (2, 0, False)],
+    [(0, 2, True), (1, 0, False), (0, 3, False), (0, 0, False), (1, 1, False), (2, 0, False)],
 )
 def test_chunks_follow_one_another(segment, offset, accepted):
     chunk = CHUNK._replace(segment=segment, offset=offset)
     assert rules.judge_append(HELD, 3, chunk, None).changes is accepted
 
 
+def test_the_next_segment_is_of_the_turn_after_an_answer():
+    answered = HELD._replace(turns=1)
+    assert rules.judge_append(answered, 3, CHUNK._replace(segment=1, offset=0), None).changes
+    assert not rules.judge_append(answered, 3, CHUNK._replace(segment=2, offset=0), None).changes
+
+
 def test_an_earlier_segment_is_closed():
-    held = HELD._replace(segments=2, segment_tokens=1, num_tokens=3)
+    held = HELD._replace(segments=2, segment_tokens=1, num_tokens=3, turns=1)
     assert not rules.judge_append(held, 3, CHUNK, None).changes
     assert rules.judge_append(held, 3, CHUNK._replace(segment=1, offset=1), None).changes
 

@@ -123,6 +123,8 @@ def test_a_call_is_noted_by_one_process_before_it_is_made(database: Database) ->
 def test_a_call_without_an_end_is_lost_with_its_trajectory(database: Database, path: Path) -> None:
     assert answers(database, intend(NAME, (CALL,)), end(NAME, placement=1)) == ["ok", "ok"]
     assert [e.status for e in database_effects(path)] == ["lost"]
+    told = m.FetchReply(trajectories=(fetched(database, NAME),))
+    assert m.decode_reply(m.encode(told)) == told
     assert books.check_integrity(path) == []
 
 
