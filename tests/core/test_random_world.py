@@ -235,7 +235,9 @@ class TwiceWorld(World):
         return found
 
 
-@pytest.mark.parametrize("seeds", [range(0, 20), range(20, 40)])
+@pytest.mark.parametrize(
+    "seeds", [range(0, 20), pytest.param(range(20, 40), marks=pytest.mark.long)]
+)
 def test_repeated_events_change_nothing(seeds: range) -> None:
     for seed in seeds:
         check_end(random_world(seed, TwiceWorld).run())

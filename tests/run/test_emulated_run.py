@@ -112,7 +112,7 @@ FLYING = [
 @pytest.mark.parametrize(
     "point",
     [
-        "rollout-leased",
+        pytest.param("rollout-leased", marks=pytest.mark.long),
         pytest.param("rollout-loaded", marks=pytest.mark.long),
         pytest.param("rollout-appended", marks=pytest.mark.long),
     ],

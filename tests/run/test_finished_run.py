@@ -147,6 +147,7 @@ def test_what_was_trained_is_trained_again_to_the_same_bytes(finished: Finished,
     assert last.startswith("identical: 6 steps trained again, ")
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_come_out_again_is_named(
     finished: Finished, cli: Cli, tmp_path: Path
 ) -> None:

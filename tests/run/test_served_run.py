@@ -154,6 +154,7 @@ def hide_locks(run: Path) -> None:
         card.unlink()
 
 
+@pytest.mark.long
 def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served) -> None:
     """Whether it sees the locks of the first, or only that its coordinator answers."""
     served.prepare(ENDLESS)

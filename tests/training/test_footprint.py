@@ -280,7 +280,10 @@ def test_what_a_layer_with_adapters_keeps_of_a_token(
 @needs_peft
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("family", "vocabulary"), [("qwen2", 64), ("qwen3", 16_384)])
+@pytest.mark.parametrize(
+    ("family", "vocabulary"),
+    [("qwen2", 64), pytest.param("qwen3", 16_384, marks=pytest.mark.long)],
+)
 def test_a_pass_with_adapters_takes_what_is_said_within_a_fifth(
     family: str, dtype: str, recomputes: bool, vocabulary: int, make_config: Make
 ) -> None:
