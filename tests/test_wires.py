@@ -17,7 +17,7 @@ from laminar.events.commands import ALL_COMMANDS, Order
 from laminar.events.events import ALL_EVENTS
 from laminar.net import frames
 from laminar.storage import messages as store
-from laminar.tasks import reward_worker
+from laminar.tasks import pipe_frames, reward_worker
 from laminar.tasks.rewards import RewardCall
 from laminar.training import gang
 from laminar.weights import messages as relay
@@ -39,14 +39,14 @@ def over_the_chain(decoder: Any) -> Callable[[Any], Any]:
 
 def to_the_worker(message: Any) -> Any:
     """A frame is a length and a body, of which the reader knows the type."""
-    data = reward_worker.frame(message)
-    (length,) = reward_worker.LENGTH.unpack_from(data)
-    assert length == len(data) - reward_worker.LENGTH.size
-    return msgspec.msgpack.decode(data[reward_worker.LENGTH.size :], type=type(message))
+    data = pipe_frames.frame(message)
+    (length,) = pipe_frames.LENGTH.unpack_from(data)
+    assert length == len(data) - pipe_frames.LENGTH.size
+    return msgspec.msgpack.decode(data[pipe_frames.LENGTH.size :], type=type(message))
 
 
 def from_the_worker(message: Any) -> Any:
-    body = reward_worker.frame(message)[reward_worker.LENGTH.size :]
+    body = pipe_frames.frame(message)[pipe_frames.LENGTH.size :]
     return msgspec.msgpack.decode(body, type=reward_worker.Reply)
 
 

@@ -26,14 +26,13 @@ from typing import cast
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.tasks.pipe_frames import LENGTH, frame
 from laminar.tasks.reward_worker import (
-    LENGTH,
     STACK_SIGNAL,
     Ready,
     Refused,
     Scored,
     Start,
-    frame,
 )
 from laminar.tasks.rewards import (
     RewardCall,

@@ -16,22 +16,21 @@ import faulthandler
 import os
 import queue
 import signal
-import struct
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from laminar.config import ConfigError
 from laminar.run.fail_points import RUN_VARIABLE, FailPoints
 from laminar.run.user_file import describe
+from laminar.tasks.pipe_frames import frame, read_frame
 from laminar.tasks.reward_functions import open_scorer
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardSpec
 
-LENGTH = struct.Struct("<I")
 STACK_SIGNAL = signal.SIGUSR1
 END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself
 
@@ -56,12 +55,6 @@ class Scored(msgspec.Struct, tag="scored"):
 
 
 Reply = Ready | Refused | Scored
-
-
-def frame(message: Any) -> bytes:
-    """A message as it goes over the pipe."""
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
 
 
 def main() -> None:
@@ -110,22 +103,13 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
 
 def _read(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
     """Frames to the inbox; at the end of stdin the whole process group goes, whatever runs."""
-    while (body := _read_frame(requests)) is not None:
+    while (body := read_frame(requests)) is not None:
         inbox.put(body)
     inbox.put(None)
     time.sleep(END_GRACE_S)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _read_frame(requests: BinaryIO) -> bytes | None:
-    head = requests.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    size = LENGTH.unpack(head)[0]
-    body = requests.read(size)
-    return body if len(body) == size else None
 
 
 if __name__ == "__main__":

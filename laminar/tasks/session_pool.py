@@ -24,8 +24,8 @@ from contextlib import suppress
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.tasks.pipe_frames import LENGTH, frame
 from laminar.tasks.session_process import (
-    LENGTH,
     MESSAGE_BYTES_MAX,
     Ended,
     Fork,
@@ -36,7 +36,6 @@ from laminar.tasks.session_process import (
     Reply,
     Request,
     Start,
-    framed,
 )
 from laminar.tasks.user_function import LOAD_S
 
@@ -66,7 +65,7 @@ class Session:
             raise SessionDied(await self._how())
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(framed(request))
+                self._writer.write(frame(request))
                 await self._writer.drain()
                 head = await self._reader.readexactly(LENGTH.size)
                 body = await self._reader.readexactly(LENGTH.unpack(head)[0])

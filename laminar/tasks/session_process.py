@@ -22,12 +22,11 @@ import random
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -35,10 +34,10 @@ from laminar.config import ConfigError
 from laminar.names.process_end import how_it_ended
 from laminar.run.user_file import describe
 from laminar.tasks.environment import RESET, REWARD, has_reward, load_class
+from laminar.tasks.pipe_frames import frame, read_frame
 from laminar.tasks.prompts import PromptRow, restore
 from laminar.tasks.rewards import RewardResult, guarded
 
-LENGTH = struct.Struct("<I")
 MESSAGE_BYTES_MAX = 1 << 16  #: between the two processes; a file name and a reason are shorter
 PR_SET_PDEATHSIG = 1
 
@@ -110,12 +109,6 @@ class Rated(msgspec.Struct, tag="rated"):
 
 Request = Reset | Use | Rate
 Reply = Said | Rated
-
-
-def framed(message: Any) -> bytes:
-    """A message as it goes over a session's socket."""
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
 
 
 def main(number: str) -> None:
@@ -225,9 +218,9 @@ def _kill(pid: int) -> None:
 def _session(channel: socket.socket, environment: type, path: str) -> None:
     """Answer requests, one at a time, until there are no more."""
     session, requests = _Environment(environment, path), channel.makefile("rb")
-    while (body := _read(requests)) is not None:
+    while (body := read_frame(requests)) is not None:
         reply = session.answer(msgspec.msgpack.decode(body, type=Request))
-        channel.sendall(framed(reply))
+        channel.sendall(frame(reply))
 
 
 class _Environment:
@@ -283,15 +276,6 @@ def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, A
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return columns
     return {name: value for name, value in columns.items() if name in parameters}
-
-
-def _read(requests: BinaryIO) -> bytes | None:
-    head = requests.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    size = LENGTH.unpack(head)[0]
-    body = requests.read(size)
-    return body if len(body) == size else None
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import sys
 import msgspec
 import pytest
 
+from laminar.tasks.pipe_frames import LENGTH, frame
 from laminar.tasks.prompts import PromptRow
-from laminar.tasks.reward_worker import LENGTH, Ready, Refused, Scored, Start, frame
+from laminar.tasks.reward_worker import Ready, Refused, Scored, Start
 from laminar.tasks.rewards import FunctionSpec, RewardCall, RewardResult, RewardSpec
 
 pytestmark = pytest.mark.process
