@@ -105,6 +105,8 @@ class WeightLoader:
         self._loads = 0  #: that have begun
         self._weights: dict[int, Weights] = {}  #: by load, of the last ones
         self.probe_diff = 0.0
+        #: seconds of the last load, its digest included, and of its probe
+        self._took: dict[str, float] = {}
         self._arena: Slots | None = None
         self._arena_path = ""  #: a relay that was started again has another
 
@@ -207,12 +209,16 @@ class WeightLoader:
             self._nothing_served()
         self._loads += 1
         self._note_weights(manifest)
+        begun = self.host.now_ns()
         try:
             await self.engine.load(source, on_update)
             await self._files.verify(view, manifest)
+            proved = self.host.now_ns()
             found = await probe_difference(self.engine, manifest.probe)
         except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
             return str(error)
+        ended = self.host.now_ns()
+        self._took = {"load_s": (proved - begun) / 1e9, "probe_s": (ended - proved) / 1e9}
         self.probe_diff = found.largest
         failure = probe_failure(found, manifest.probe) if manifest.probe else ""
         if not failure:
@@ -240,9 +246,9 @@ class WeightLoader:
             seconds=(ended - started_ns) / 1e9,
             reloaded=reloaded,
         )
-        self.host.emit(
-            loaded, event_seq=order.cause, version=manifest.version, digest=manifest.digest
-        )
+        facts = {"version": manifest.version, "digest": manifest.digest}
+        took = self._took if reloaded else {}
+        self.host.emit(loaded, event_seq=order.cause, **facts, **took)
 
     def _rejected(self, order: cmd.Order, version: int, failure: str) -> None:
         self._nothing_served()

@@ -1,0 +1,210 @@
+"""How soon a machine that joins a running run has its first token, and what the time is spent on.
+
+Usage: python tools/bench/join.py [--joiners 1] [--rate 1600] [-c CONFIG] [key=value ...]
+Prints one JSON line for each joiner and one for the run; exits 1 when a joiner has no token within
+--within seconds, or its parts miss the whole by more than 5 %.
+
+A run with real processes works on one machine; then `laminar-node` is called on --joiners others,
+all at once. Each machine has an emulated network card (weights_net.py) of --rate Mbit/s. Without -c
+the run is the quickstart with a random model of 131 M parameters, 500 MiB in float32.
+
+whole_s      from the call of laminar-node to the first sampled token of its replica
+process_s    from the call to the first byte of weights; and what the replica was ready later than
+             the weights were there
+transfer_s   from the first byte to the digest of the version that is loaded first
+load_s       its copy into the engine, and the digest of what was read
+probe_s      the probe; prefill_s: from the report of the load to the first token, with the order to
+             generate and the opening in the store
+parts_share  the sum of these by whole_s; what is left is orders on their way
+others       tokens/s of the replicas that were there, before the call and from it on until the
+             last joiner's first token
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+
+from laminar.analysis.process_logs import LogLine, log_lines  # noqa: E402
+from laminar.analysis.timeline import Span, read_spans, read_steps  # noqa: E402
+from laminar.names.ids import actor_name  # noqa: E402
+from tools.bench import weights_net as net  # noqa: E402
+from tools.bench.emulated import laminar, read_json  # noqa: E402
+
+CONFIG = "configs/quickstart.toml"
+MODEL = ("--layers", "6", "--hidden", "1024", "--vocab", "16384")
+SMALL = (
+    "rollout.replicas=1",
+    "rollout.group_size=2",
+    "rollout.max_num_seqs=4",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=256",
+    "data.max_response_length=48",
+    "data.val_size=0",
+    "trainer.test_freq=0",
+    "trainer.total_training_steps=10000",  # it is stopped when the last joiner has a token
+)
+"""Of the quickstart, so that two cores have some left for who joins."""
+POLL_S = 0.2
+START_S, END_S = 300.0, 120.0
+SHARE_MIN, SHARE_MAX = 0.95, 1.05
+
+
+class Joiner:
+    """One machine beside the first."""
+
+    def __init__(self, run_dir: Path, number: int) -> None:
+        self.run_dir, self.node = run_dir, f"node-{number}"
+        self.relay = actor_name("relay", self.node, 0)
+        self.replica = actor_name("rollout", self.node, 0)
+        module = [sys.executable, "-m", "laminar.cli.node", str(run_dir), "--name", self.node]
+        words = [*module, "--roles", "relay,rollout:1", "--host", net.host(number)]
+        self.called_ns = time.time_ns()
+        self.process = subprocess.Popen(words, cwd=ROOT)
+
+    def first_token_ns(self) -> int:
+        """When its first step that gave a token ended; 0: none has."""
+        steps = read_steps(self.run_dir, self.replica)
+        given = steps[steps[:, 3] > 0]
+        return int(given[0, 1]) if len(given) else 0
+
+    def parts(self, lines: list[LogLine]) -> dict[str, float]:
+        """Seconds of each, as its processes say; KeyError, IndexError for one that said nothing."""
+        spans = read_spans(self.run_dir, self.replica)
+        pulled = next(span for span in spans if span.state == "pulling")
+        arrivals = [s for s in read_spans(self.run_dir, self.relay) if s.state == "receiving"]
+        arrived = _of_version(arrivals, pulled.version)
+        said = {line.name: line for line in reversed(lines) if line.process == self.replica}
+        loaded, ready_ns = said["weights-loaded"].fields, said["replica-ready"].unix_ns
+        begun_ns = arrivals[0].start_ns
+        process_ns = begun_ns - self.called_ns + max(0, ready_ns - arrived.end_ns)
+        return {
+            "process_s": process_ns / 1e9,
+            "transfer_s": (arrived.end_ns - begun_ns) / 1e9,
+            "load_s": loaded["load_s"],
+            "probe_s": loaded["probe_s"],
+            "prefill_s": (self.first_token_ns() - pulled.end_ns) / 1e9,
+        }
+
+
+def _of_version(spans: list[Span], version: int) -> Span:
+    return next(span for span in spans if span.version == version)
+
+
+def tokens_per_s(run_dir: Path, replicas: list[str], start_ns: int, end_ns: int) -> float:
+    """Of these replicas together, in steps that ended in this time."""
+    ended = 0
+    for replica in replicas:
+        steps = read_steps(run_dir, replica)
+        ended += int(steps[(steps[:, 1] > start_ns) & (steps[:, 1] <= end_ns), 3].sum())
+    return ended / (end_ns - start_ns) * 1e9
+
+
+def inside(given: argparse.Namespace, run_dir: Path) -> int:
+    """The run, in a namespace of our own; the exit code."""
+    net.open_network(given.joiners + 1)
+    place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
+    words = laminar("train", "-c", given.config or CONFIG, *given.settings, *place)
+    train = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    joiners: list[Joiner] = []
+    try:
+        status = run_dir / "status.json"
+        _until(lambda: read_json(status).get("newest_version", -1) >= 1, START_S, train)
+        time.sleep(given.before)
+        net.limit(given.joiners + 1, given.rate)
+        joiners = [Joiner(run_dir, number + 1) for number in range(given.joiners)]
+        _until(lambda: all(j.first_token_ns() for j in joiners), given.within, train)
+        net.limit(given.joiners + 1)
+        subprocess.run(laminar("stop", str(run_dir)), cwd=ROOT, timeout=END_S, capture_output=True)
+        train.wait(END_S)
+    finally:
+        train.kill()
+        for joiner in joiners:
+            joiner.process.kill()
+    return report(given, run_dir, joiners)
+
+
+def report(given: argparse.Namespace, run_dir: Path, joiners: list[Joiner]) -> int:
+    """Print what was measured; 1 when parts do not make a whole."""
+    lines = list(log_lines(run_dir))
+    missed = 0
+    for joiner in joiners:
+        whole = (joiner.first_token_ns() - joiner.called_ns) / 1e9
+        parts = joiner.parts(lines)
+        share = sum(parts.values()) / whole
+        missed += not SHARE_MIN <= share <= SHARE_MAX
+        _tell(node=joiner.node, whole_s=whole, **parts, parts_share=share)
+    called = min(joiner.called_ns for joiner in joiners)
+    last = max(joiner.first_token_ns() for joiner in joiners)
+    new = {joiner.replica for joiner in joiners}
+    timelines = (run_dir / "timeline").glob("rollout-*.steps")
+    others = [path.stem for path in timelines if path.stem not in new]
+    before = tokens_per_s(run_dir, others, called - int(given.before * 1e9), called)
+    during = tokens_per_s(run_dir, others, called, last)
+    _tell(rate_mbit=given.rate, last_s=(last - called) / 1e9, others=[before, during])
+    return int(missed > 0)
+
+
+def _tell(**facts: Any) -> None:
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rounded(each) for each in value]
+        return round(value, 3) if isinstance(value, float) else value
+
+    print(json.dumps({name: rounded(value) for name, value in facts.items()}), flush=True)
+
+
+def _until(condition: Any, seconds: float, train: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if train.poll() is not None:
+            sys.exit(f"join: the run ended with exit code {train.returncode}")
+        if time.monotonic() > deadline:
+            sys.exit(f"join: nothing after {seconds:g} s; --within gives it longer")
+        time.sleep(POLL_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-c", "--config", default="", help="of another run than the default")
+    parser.add_argument("--joiners", type=int, default=1, help="machines that join at once")
+    parser.add_argument("--rate", type=int, default=1600, help="of each card, Mbit/s")
+    parser.add_argument("--before", type=float, default=20.0, help="seconds of work without them")
+    parser.add_argument("--within", type=float, default=300.0, help="seconds to the first token")
+    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    given = parser.parse_args()
+    if given.inside:
+        return inside(given, given.keep)
+    prefix = net.namespace()
+    if prefix is None:
+        parser.error(
+            "no private network here, in which network cards could be emulated; "
+            "install iproute2 and run it as root or allow user namespaces"
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        words = sys.argv[1:]
+        if not given.keep:
+            words += ["--keep", f"{directory}/join"]
+        if not given.config:
+            model = f"{directory}/model"
+            make = [sys.executable, "tools/make_random_model.py", "--out", model, *MODEL]
+            subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            words += [f"model.name={model}", *(s for s in SMALL if s not in given.settings)]
+        command = [*prefix, sys.executable, __file__, *words, "--inside"]
+        return subprocess.run(command, env=dict(os.environ)).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
