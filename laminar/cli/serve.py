@@ -115,11 +115,8 @@ def _take_in_turn(
     it is back; nobody would be left then, had we ended."""
     deadline, stood_by = time.monotonic() + STAND_BY_S, False
     while True:
-        if stood_by and read_status(run_dir).get("pause") == "paused":
-            going = going_on(run_dir)
-            raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
         try:
-            return _take(run_dir, keys)
+            return _take(run_dir, keys, stood_by)
         except AlreadyServed as error:
             if not job.again or asked.level or time.monotonic() > deadline:
                 raise
@@ -129,13 +126,19 @@ def _take_in_turn(
         time.sleep(STAND_BY_POLL_S)
 
 
-def _take(run_dir: Path, keys: RunKeys) -> RunLock:
-    """Our share of a run that nobody serves; logs of their own, unless it begins."""
+def _take(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
+    """Our share of a run that nobody serves; logs of their own, unless it begins.
+
+    A run that was paused while we stood by is left alone. Only what is read once nobody serves it
+    is the last word of the former copy."""
     lock = RunLock.join(run_dir, "serve")
     try:
         if any(each.name in ("train", "coordinator") for each in holders(run_dir)):
             raise AlreadyServed(in_use(run_dir))
         check_unserved(run_dir, keys)
+        if stood_by and read_status(run_dir).get("pause") == "paused":
+            going = going_on(run_dir)
+            raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
         if (run_dir / EVENTS_DIR).is_dir():
             new_attempt(run_dir)
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # it is of the former attempt

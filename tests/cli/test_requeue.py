@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli import chain, requeue
+from laminar.cli import chain, requeue, serve
 from laminar.cli.requeue import Job
-from laminar.config import load
+from laminar.cli.supervisor import Asked
+from laminar.cli.terminal import Terminal
+from laminar.config import ConfigError, load
 from laminar.names import exit_codes
+from laminar.net.auth import RunKeys
 from laminar.run.directory import STATUS_FILE
+from laminar.run.lock import AlreadyServed, holders
 from laminar.run.program import typed
+from laminar.run.secret import Secret
 from laminar.run.slurm import Jobs, read_jobs, write_jobs
 
 SERVICE = {"SLURM_JOB_ID": "70"}
@@ -214,3 +219,25 @@ def test_a_job_that_was_not_submitted_has_no_successor(
     monkeypatch.setattr(chain, "SUBMIT_S", 0.0)
     slurm.job({"SLURM_JOB_ID": "99"}, CHAIN).begins()
     assert not slurm.called and "job 99 is not one that was submitted" in slurm.said[0]
+
+
+def test_a_run_that_was_paused_in_the_very_moment_of_asking_is_left_alone(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former copy serves it when the newcomer asks first, and pauses it and ends while it asks
+    again; before that its last word was another one."""
+    asked: list[str] = []
+
+    def ask(run_dir: Path, keys: RunKeys) -> None:
+        asked.append("")
+        if len(asked) == 1:
+            raise AlreadyServed("it is served already")
+        (run_dir / STATUS_FILE).write_text(json.dumps({"pause": "paused"}))
+
+    monkeypatch.setattr(serve, "check_unserved", ask)
+    monkeypatch.setattr(serve, "STAND_BY_POLL_S", 0.0)
+    (slurm.run_dir / STATUS_FILE).write_text(json.dumps({"pause": "pausing"}))
+    newcomer, keys = slurm.job(SERVICE, restarts=1), RunKeys(Secret(b"a run"))
+    with pytest.raises(ConfigError, match=r"was paused meanwhile: `\S+ submit --resume"):
+        serve._take_in_turn(slurm.run_dir, keys, newcomer, Asked(), Terminal(plain=True))
+    assert len(asked) == 2 and holders(slurm.run_dir) == []
