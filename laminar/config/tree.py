@@ -285,6 +285,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
         Count, says("tokens of what tools answer to one response, the template's included")
     ] = 2_048
     tool_timeout_s: Annotated[Seconds, says("the longest call of a tool; then it is killed")] = 30.0
+    unsafe_local_code: Annotated[bool, says("let code of the model run without a sandbox")] = False
     tools: Annotated[
         str, says("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""

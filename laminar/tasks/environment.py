@@ -28,6 +28,7 @@ from laminar.config.tree import EnvConfig
 from laminar.names.process_end import how_it_ended
 from laminar.run.apart import said_apart
 from laminar.tasks.rewards import listed
+from laminar.tasks.sandbox import permit_unsafe
 from laminar.tasks.user_function import LOAD_S, import_file
 
 RESET, REWARD = "reset", "get_reward"
@@ -96,7 +97,7 @@ def tool_names(found: type) -> list[str]:
 
 def declared(env: EnvConfig, limit_s: float = LOAD_S) -> Declared:
     """What the class declares, from a process that the user's file may hang or end; ConfigError."""
-    words = [env.path, env.name]
+    words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     try:
         said, code = said_apart("laminar.tasks.environment", words, b"", limit_s)
     except subprocess.TimeoutExpired:
@@ -139,9 +140,10 @@ def schemas_of(found: type, path: str) -> Schemas:
     return schemas
 
 
-def main(path: str, name: str) -> None:
+def main(path: str, name: str, *permission: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what the file prints is not our answer
+    permit_unsafe(bool(permission))
     try:
         found = load_class(path, name)
         tools = msgspec.json.encode(schemas_of(found, path)).decode()

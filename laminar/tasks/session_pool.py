@@ -103,13 +103,14 @@ class SessionPool:
         path: str,
         name: str,
         *,
+        unsafe_local_code: bool = False,
         start_timeout_s: float = LOAD_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
         """`env` is added to this process's environment; `on_output` gets what user code prints."""
         self.has_reward = False  #: known once it has started
-        self._start = msgspec.msgpack.encode(Start(path, name))
+        self._start = msgspec.msgpack.encode(Start(path, name, unsafe_local_code))
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _Warm | None = None

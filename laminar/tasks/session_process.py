@@ -37,6 +37,7 @@ from laminar.tasks.environment import RESET, REWARD, has_reward, load_class
 from laminar.tasks.pipe_frames import frame, read_frame
 from laminar.tasks.prompts import PromptRow, restore
 from laminar.tasks.rewards import RewardResult, guarded
+from laminar.tasks.sandbox import permit_unsafe
 
 MESSAGE_BYTES_MAX = 1 << 16  #: between the two processes; a file name and a reason are shorter
 PR_SET_PDEATHSIG = 1
@@ -47,6 +48,7 @@ PR_SET_PDEATHSIG = 1
 class Start(msgspec.Struct, tag="start"):
     path: str
     name: str
+    unsafe: bool  #: code may run without a sandbox
 
 
 class Fork(msgspec.Struct, tag="fork"):
@@ -118,6 +120,7 @@ def main(number: str) -> None:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     start = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES_MAX), type=Start)
+    permit_unsafe(start.unsafe)
     try:
         environment = load_class(start.path, start.name)
     except ConfigError as error:

@@ -134,6 +134,8 @@ def import_file(
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
+    except ConfigError:  # a sandbox that the file asks for
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} does not import: {describe(error, str(path))}") from None
     return module

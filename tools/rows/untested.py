@@ -20,7 +20,6 @@ ROWS = (
     _row(14, "zombies: stopped for 1.5 to 5 leases", "10", "100, 0 effects"),
     _row(18, "slow and dead nodes cost their share", "simulated", "loss <= share + 5 points"),
     _row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h"),
-    _row(24, "code sandbox", "12 of 12 contained", "the same 20 times"),
     _row(25, "bad weights are refused before use", "5 of 5", "1,000 flips"),
     _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
     _row(30, "wedged parts are found and named", "4", "12 of 12, 0 false alarms"),

@@ -84,7 +84,12 @@ class RealParts:
         env, tokenizer = config.env, self._tokenizer
         return Environments(
             config,
-            SessionPool(env.path, env.name, on_output=self._printed),
+            SessionPool(
+                env.path,
+                env.name,
+                unsafe_local_code=env.unsafe_local_code,
+                on_output=self._printed,
+            ),
             Renderer(tokenizer, config.data, tools, self.stop_ids),
             CallParser(tokenizer, tools),
             self.decode,

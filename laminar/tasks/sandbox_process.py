@@ -1,0 +1,440 @@
+"""The processes of one sandbox: python -I -S sandbox_process.py, one number for each of LIMITS.
+
+Reads   frames on descriptor 0, the channel (little-endian u32 length): programs, one each
+Gives   on the channel b"r" when code can be run, b"." after each program; what it prints on stdout;
+        on stderr what part of the sandbox is missing, with exit code MISSING
+Starts  pid 1 of new namespaces, and from it the process that runs the code
+
+    this one        watches the channel; when nobody holds the other end, it kills pid 1
+    pid 1           makes the root and waits for the code; with it ends all that the code started
+    the code        without privileges, without the host's files, network and processes
+
+Covered: what a program does through system calls that the kernel keeps to its namespaces. Not
+covered: a fault of the kernel, and what one program learns from the time that others take.
+
+A tool waits for the start, so that only modules are imported that are built in, or nearly; the rest
+when it is needed. Nothing of the run is in the memory of the process that runs the code.
+"""
+
+from __future__ import annotations
+
+import _ast
+import ctypes
+import errno
+import os
+import resource
+import select
+import struct
+import sys
+
+TYPE_CHECKING = False  # without the import
+if TYPE_CHECKING:
+    from types import CodeType
+
+LIMITS = ("memory_mb", "work_mb", "processes", "unsafe")
+MISSING = 97  #: exit code: a part of the sandbox cannot be had
+LENGTH = struct.Struct("<I")
+READY, DONE = b"r", b"."
+CODE = "<code>"  #: the name of a program in what Python says of its errors
+FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  #: of the host, to read, for the interpreter
+DEVICES = ("null", "zero", "urandom")
+INSIDE_ID = 1000  #: user and group of the code, as it sees them
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+MOUNT_ATTRS = 1 | 2 | 4  #: read-only, no set-user-id, no devices
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+SYS_CAPSET, SYS_PIVOT_ROOT, SYS_MOUNT_SETATTR = 126, 155, 442  #: of x86_64, as all below
+SYS_SOCKET, SYS_CLONE, SYS_CLONE3 = 41, 56, 435
+CAPABILITY_VERSION = 0x20080522
+SIGKILL, ONLY_AST, CHANNEL = 9, 0x400, 0
+SOCKET_FAMILIES = (1, 2, 10)
+"""Unix, IPv4, IPv6. Others reach beyond the namespaces (vsock), or parts of the kernel that code
+has no use for."""
+#: System calls that code has no use for, and by which others have left sandboxes; and memory that
+#: counts for no process.
+REFUSED_CALLS = {
+    "shmget": 29,
+    "semget": 64,
+    "msgget": 68,
+    "ptrace": 101,
+    "syslog": 103,
+    "personality": 135,
+    "pivot_root": 155,
+    "chroot": 161,
+    "acct": 163,
+    "mount": 165,
+    "umount2": 166,
+    "swapon": 167,
+    "swapoff": 168,
+    "reboot": 169,
+    "init_module": 175,
+    "delete_module": 176,
+    "quotactl": 179,
+    "mq_open": 240,
+    "kexec_load": 246,
+    "add_key": 248,
+    "request_key": 249,
+    "keyctl": 250,
+    "unshare": 272,
+    "perf_event_open": 298,
+    "open_by_handle_at": 304,
+    "setns": 308,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311,
+    "kcmp": 312,
+    "finit_module": 313,
+    "memfd_create": 319,
+    "kexec_file_load": 320,
+    "bpf": 321,
+    "userfaultfd": 323,
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "pidfd_getfd": 438,
+    "mount_setattr": 442,
+    "memfd_secret": 447,
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Missing(Exception):
+    """A part of the sandbox cannot be had; the message says which, and why."""
+
+
+def main() -> None:
+    limits = dict(zip(LIMITS, map(int, sys.argv[1:]), strict=True))
+    try:
+        if not limits["unsafe"]:
+            _own_namespaces()
+        first = os.fork()
+    except Missing as missing:
+        _refuse(missing)
+    if first == 0:
+        _first_process(limits)
+    os._exit(_watch(first))
+
+
+def _watch(first: int) -> int:
+    """Wait for pid 1, or for the end of whoever wants it; the exit code."""
+    poll = select.poll()
+    poll.register(CHANNEL, select.POLLRDHUP)
+    poll.register(os.pidfd_open(first), select.POLLIN)
+    if all(fd == CHANNEL for fd, _ in poll.poll()):
+        os.kill(first, SIGKILL)
+    _, status = os.waitpid(first, 0)
+    return os.waitstatus_to_exitcode(status) & 0xFF
+
+
+def _refuse(missing: Missing) -> None:
+    os.write(2, str(missing).encode())
+    os._exit(MISSING)
+
+
+def _frame(channel: int) -> bytes | None:
+    """The next frame; None when there is none."""
+    head = _exactly(channel, LENGTH.size)
+    return None if head is None else _exactly(channel, LENGTH.unpack(head)[0])
+
+
+def _exactly(channel: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(channel, size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+# --- namespaces and the root -------------------------------------------------------------------
+
+
+def _checked(result: int, part: str) -> None:
+    if result < 0:
+        raise Missing(f"{part} ({os.strerror(ctypes.get_errno())})")
+
+
+def _own_namespaces() -> None:
+    """This process has a user namespace, and the next that it forks is pid 1 of the others."""
+    if (machine := os.uname().machine) != "x86_64":
+        raise Missing(f"the filter of system calls, which is for x86_64 ({machine} is another)")
+    user, group, pid = os.geteuid(), os.getegid(), os.getpid()
+    asks, told = os.pipe()
+    writer = os.fork()
+    if writer == 0:  # outside of the namespaces, where ids of others may be given
+        os.close(told)
+        os.read(asks, 1)
+        os._exit(_map_ids(pid, user, group))
+    os.close(asks)
+    try:
+        _checked(_libc.unshare(CLONE_NEWUSER), "user namespaces")
+        for flag, name in (
+            (CLONE_NEWNS, "mount"),
+            (CLONE_NEWPID, "process"),
+            (CLONE_NEWNET, "network"),
+            (CLONE_NEWIPC, "IPC"),
+            (CLONE_NEWUTS, "host name"),
+        ):
+            _checked(_libc.unshare(flag), f"{name} namespaces")
+    finally:
+        os.close(told)
+        _, status = os.waitpid(writer, 0)
+    if status:
+        reason = os.strerror(os.waitstatus_to_exitcode(status))
+        raise Missing(f"user ids of a user namespace ({reason})")
+
+
+def _map_ids(pid: int, user: int, group: int) -> int:
+    """Give a user namespace its ids; 0, or the error's number.
+
+    Root gives the code an id that nobody else has; another user can give it only the own one.
+    """
+    own = _free_id(pid) if user == 0 else None
+    place = f"/proc/{pid}"
+    try:
+        if own is None:
+            _write(f"{place}/setgroups", "deny")
+        for name, outside in (("uid_map", user), ("gid_map", group)):
+            lines = f"{INSIDE_ID} {outside if own is None else own} 1\n"
+            _write(f"{place}/{name}", lines if own is None else f"0 {outside} 1\n{lines}")
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _free_id(pid: int) -> int | None:
+    """An id, high up where no user has one; None where this root has too few ids itself."""
+    with open("/proc/self/uid_map") as lines:
+        inside, _, count = map(int, lines.readline().split())
+    end = min(inside + count, 1 << 31)
+    return None if end < 1 << 16 else end - 2 - pid % (1 << 14)
+
+
+def _write(path: str, text: str) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    words = [word.encode() or None for word in (source, target, kind)]
+    result = _libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None)
+    _checked(result, f"mounts ({target})")
+
+
+def _make_root(work_mb: int) -> None:
+    """A root of its own: the interpreter and its libraries to read, and /work to write."""
+    base, python = "/tmp", os.path.realpath(sys.base_prefix)
+    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    quiet = MS_NOSUID | MS_NODEV
+    _mount("tmpfs", base, "tmpfs", quiet, "size=1m,mode=755")
+    for folder in dict.fromkeys((*FOLDERS, python)):
+        if os.path.islink(folder):
+            os.symlink(os.readlink(folder), base + folder)
+        elif os.path.isdir(folder) and not os.path.exists(base + folder):
+            _show(folder, base)
+    os.mkdir(f"{base}/dev", 0o755)
+    for name in DEVICES:
+        os.close(os.open(f"{base}/dev/{name}", os.O_CREAT))
+        _mount(f"/dev/{name}", f"{base}/dev/{name}", "", MS_BIND)
+    for folder in ("old", "work"):
+        os.mkdir(f"{base}/{folder}")
+    _mount("tmpfs", f"{base}/work", "tmpfs", quiet, f"size={work_mb}m,mode=777,nr_inodes=4096")
+    os.symlink("work", f"{base}/tmp")
+    old = f"{base}/old"
+    _checked(_libc.syscall(SYS_PIVOT_ROOT, base.encode(), old.encode()), "pivot_root")
+    os.chdir("/")
+    _checked(_libc.umount2(b"/old", MNT_DETACH), "umount of the host's files")
+    os.rmdir("/old")
+    _mount("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | quiet)
+
+
+def _show(folder: str, base: str) -> None:
+    """A folder of the host below the base, to read, with all that is mounted in it."""
+    target = base + folder
+    os.makedirs(target, 0o755)
+    _mount(folder, target, "", MS_BIND | MS_REC)
+    attributes = struct.pack("QQQQ", MOUNT_ATTRS, 0, 0, 0)
+    where = (AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, len(attributes))
+    _checked(_libc.syscall(SYS_MOUNT_SETATTR, *where), "mount_setattr")
+
+
+# --- the two processes within ------------------------------------------------------------------
+
+
+def _first_process(limits: dict[str, int]) -> None:
+    """Pid 1; it does not return."""
+    try:
+        _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+        if not limits["unsafe"]:
+            os.umask(0)
+            _make_root(limits["work_mb"])
+            os.umask(0o077)
+        code = os.fork()
+        if code == 0:
+            _become_code(limits)
+            _serve()
+        os.close(CHANNEL)
+        os._exit(_reap(code))
+    except Missing as missing:
+        _refuse(missing)
+    except OSError as error:
+        _refuse(Missing(f"{error.strerror} ({error.filename or 'a system call'})"))
+    finally:
+        os._exit(1)
+
+
+def _reap(code: int) -> int:
+    """What the code started is ours when its parent ends; with us all of it ends."""
+    while True:
+        pid, status = os.wait()
+        if pid == code:
+            ended = os.waitstatus_to_exitcode(status)
+            return 128 - ended if ended < 0 else ended
+
+
+def _become_code(limits: dict[str, int]) -> None:
+    """Give up what this process could still do; the order matters."""
+    is_root = os.getuid() != INSIDE_ID
+    if not limits["unsafe"]:
+        os.chdir("/work")
+        if is_root:
+            os.setgroups([])
+            os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
+    memory = limits["memory_mb"] << 20
+    for what, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, limits["work_mb"] << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_MEMLOCK, 1 << 16),
+        (resource.RLIMIT_CORE, 0),
+        *(() if limits["unsafe"] else ((resource.RLIMIT_NPROC, limits["processes"]),)),
+    ):
+        resource.setrlimit(what, (most, most))
+    if not limits["unsafe"]:
+        for capability in range(64):
+            _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        if is_root:
+            os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
+        head = struct.pack("Ii", CAPABILITY_VERSION, 0)
+        _checked(_libc.syscall(SYS_CAPSET, head, bytes(24)), "to drop capabilities")
+        _filter_calls()
+    _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # other credentials have undone it
+
+
+def _filter_calls() -> None:
+    """System calls that are refused, for this process and all that it starts."""
+    load, equal, greater, bits, ends = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+    absent = 0x00050000 | errno.ENOSYS
+
+    def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("HBBI", code, yes, no, value)
+
+    lines = [line(load, 4), line(equal, 0xC000003E, 1, 0), line(ends, kill)]  # x86_64
+    lines += [line(load, 0), line(greater, 0x40000000, 0, 1), line(ends, kill)]  # not x32
+    for number in REFUSED_CALLS.values():
+        lines += [line(equal, number, 0, 1), line(ends, refuse)]
+    lines += [line(equal, SYS_CLONE3, 0, 1), line(ends, absent)]  # its flags cannot be looked at
+    spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC
+    spaces |= CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | 0x02000000  # and of cgroups
+    lines += [line(equal, SYS_CLONE, 0, 4), line(load, 16), line(bits, spaces, 0, 1)]
+    lines += [line(ends, refuse), line(ends, allow)]
+    lines += [line(equal, SYS_SOCKET, 0, 2 + len(SOCKET_FAMILIES)), line(load, 16)]
+    for i, family in enumerate(SOCKET_FAMILIES):
+        lines += [line(equal, family, len(SOCKET_FAMILIES) - i, 0)]
+    lines += [line(ends, refuse), line(ends, allow)]
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+    program = Program(len(lines), b"".join(lines))
+    _checked(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    result = _libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+    _checked(result, "a filter of system calls (seccomp)")
+
+
+# --- the code ----------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Run programs, one after the other, in one namespace of names; it does not return."""
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    channel = os.dup(CHANNEL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(1, 2)
+    os.write(channel, READY)
+    try:
+        while (program := _frame(channel)) is not None:
+            _run(program.decode(), vars(module))
+            os.write(channel, DONE)
+    except OSError:
+        pass  # nobody is there
+    os._exit(0)
+
+
+def _run(program: str, names: dict[str, object]) -> None:
+    """Run one program, and print the value of a last expression, as a notebook does."""
+    own = 1
+    try:
+        parts = _parts(program)
+        own = 0
+        for part, shows in parts:
+            if shows:
+                value = eval(part, names)  # noqa: S307 - that is what this is for
+                if value is not None:
+                    print(repr(value))
+            else:
+                exec(part, names)
+    except SystemExit as left:
+        _flush()
+        os._exit(left.code if isinstance(left.code, int) else int(left.code is not None))
+    except BaseException as error:
+        _show_error(error, own)
+    _flush()
+
+
+def _show_error(error: BaseException, is_ours: int) -> None:
+    import traceback  # slow, and rarely needed
+
+    try:
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        traceback.print_exception(type(error), error, None if is_ours else trace)
+    except BaseException:  # what an exception says of itself may be code too
+        print(type(error).__name__)
+
+
+def _parts(program: str) -> list[tuple[CodeType, bool]]:
+    """The program in one or two parts, each with whether it has a value to show."""
+    tree = compile(program, CODE, "exec", ONLY_AST)
+    last: list[tuple[CodeType, bool]] = []
+    if tree.body and isinstance(tree.body[-1], _ast.Expr):
+        value = _ast.Expression(tree.body.pop().value)
+        last = [(compile(value, CODE, "eval"), True)]
+    return [(compile(tree, CODE, "exec"), False), *last]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass  # the code may have closed it, or put its own in its place
+
+
+if __name__ == "__main__":
+    main()
