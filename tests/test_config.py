@@ -548,7 +548,12 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
     ("settings", "words"),
     [
         (["env.path="], "env.path is empty"),
-        (["env.tool_timeout_s=600"], "shorter than trainer.batch_wait_s = 600"),
+        (["env.tool_timeout_s=120"], "120 must be shorter than env.turn_timeout_s = 120"),
+        (["env.turn_timeout_s=301"], "301 must be shorter than env.trajectory_timeout_s = 300"),
+        (
+            ["trainer.batch_wait_s=9"],
+            "env.trajectory_timeout_s = 300 must be shorter than trainer.b",
+        ),
         (["env.max_sessions=3"], "smaller than rollout.max_num_seqs"),
         (["data.apply_chat_template=false"], "data.apply_chat_template = false"),
         (['reward.scope="group"'], "siblings end their turns one by one"),

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from laminar.actors.clients import StoreClient, TokensRemoved
@@ -26,7 +25,7 @@ from laminar.core.scores import bits_of
 from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.reasons import FailureReason, RewardOutcome
+from laminar.events.reasons import EndedBy, FailureReason, RewardOutcome
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
 from laminar.tasks.rewards import (
@@ -172,7 +171,6 @@ class Scorer:
                 (result,) = await self.pool.score(call)
             except RewardWorkerLost as error:
                 return self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
-        row = msgspec.structs.replace(row, finish_reason=answer.reason or row.finish_reason)
         await self._put(order, (item,), [row], [answer.text], [result], answer)
 
     async def _put(
@@ -221,7 +219,7 @@ class Scorer:
             return self._failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
             )
-        truncated = is_cut_off(row.finish_reason)
+        truncated = is_cut_off(stored.finish_reason)
         event = ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
@@ -231,6 +229,7 @@ class Scorer:
             num_tokens=len(row.tokens) // 4,
             detail="" if reason == "ok" else self._first(order, item, reason, result.detail),
             truncated=truncated,
+            ended_by=_ended_by(stored),
             extras=numbers_of(result.extras) if row.purpose == Purpose.EVAL else {},
         )
         self.host.emit(
@@ -275,4 +274,11 @@ def _stored(row: m.Trajectory) -> m.RewardResult:
         answer="already",
         score=row.score,
         reward_reason=row.reward_reason,
+        finish_reason=row.finish_reason,
     )
+
+
+def _ended_by(stored: m.RewardResult) -> EndedBy:
+    """Whether its environment ended it, and why."""
+    reason = stored.finish_reason or ""
+    return EndedBy(reason) if reason in set(EndedBy) else EndedBy.NONE

@@ -122,7 +122,7 @@ class Turns:
     async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn | Done:
         """What its environment says to the turn that has ended; SessionLost."""
         effects = tuple(
-            Effect(e.call, e.tool, e.arguments, e.status, e.result) for e in row.effects
+            Effect(e.call, e.tool, e.arguments, e.status, e.result, e.seconds) for e in row.effects
         )
         call = TurnCall(
             session=self._session(row),
@@ -132,6 +132,7 @@ class Turns:
             finish_reason=row.finish_reason or "",
             room=self._room(row),
             stored=effects,
+            seconds=row.call_seconds,
         )
 
         async def intend(calls: tuple[Effect, ...]) -> None:
@@ -207,6 +208,7 @@ def effect_items(effects: Sequence[Effect]) -> tuple[m.EffectItem, ...]:
             arguments=e.arguments,
             status=e.status,  # type: ignore[arg-type]
             result=e.result,
+            seconds=e.seconds,
         )
         for e in effects
     )

@@ -99,7 +99,8 @@ class Life:
     placements: list[Placement] = field(default_factory=list)
     finished: Moment | None = None
     num_tokens: int = 0
-    finish_reason: str = ""
+    finish_reason: str = ""  #: of its last turn, as the engine said
+    ended_by: str = ""  #: why its environment ended it then
     scorer: str = ""  #: replica that was asked
     rewarded: Moment | None = None
     score: float | None = None
@@ -209,7 +210,7 @@ class Lives:
             return
         if trajectory.score_bits == event.score_bits:  # of a fenced sender it is still -1
             life.rewarded, life.score = now, float_of(event.score_bits)
-            life.reward_reason = event.reason
+            life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(REWARDED, life)
 
     def _ended(self, now: Moment, event: ev.TrajectoriesEnded, state: State) -> Iterator[Change]:

@@ -182,6 +182,8 @@ class Moves:
                 f"It finished on {life.placement.replica} at {self._moments.said(life.finished)} "
                 f"with {life.num_tokens} tokens ({life.finish_reason})."
             )
+        if life.ended_by:
+            yield f"Its environment ended it there ({life.ended_by}), and it was scored so."
         if life.ending is None:
             yield f"At the end of the log it is {'lost' if self._lost else 'open'}."
             return

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from laminar.analysis.ledger_book import Account
 from laminar.core.state import State
 from laminar.core.versions import step_of
-from laminar.events import events as ev
-from laminar.events.reasons import FinishReason
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books
@@ -136,8 +134,9 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
     if ordered is not None and not account.in_flight:
         pairs.append(("weights (version, step)", (row.weight_version, row.version_step), ordered))
     finished, rewarded = account.finished.get(name), account.rewarded.get(name)
-    if finished is not None and not _ended_by_environment(row, finished, rewarded):
-        pairs.append(("finish reason", row.finish_reason, finished.finish_reason))
+    if finished is not None:
+        ended_by = rewarded.ended_by if rewarded is not None else ""
+        pairs.append(("finish reason", row.finish_reason, ended_by or finished.finish_reason))
     if rewarded is not None:
         bits = struct.pack("<Q", rewarded.score_bits)
         stored_reward = (row.reward_bits, row.reward_reason or "ok")
@@ -147,16 +146,6 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         for what, stored, logged in pairs
         if stored != logged
     ]
-
-
-def _ended_by_environment(
-    row: Row, finished: ev.TrajectoryFinished, rewarded: ev.TrajectoryRewarded | None
-) -> bool:
-    """Whether the store has a reason of an environment, after a turn that the model had ended; the
-    log has that the trajectory counts as cut off."""
-    cut_off = rewarded is not None and rewarded.truncated
-    stopped = finished.finish_reason == FinishReason.STOP
-    return cut_off and stopped and row.finish_reason not in set(FinishReason)
 
 
 def _span_problems(

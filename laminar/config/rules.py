@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 
 from laminar.config.algorithm_rules import check_algorithm, is_users
 from laminar.config.keys import ConfigError
@@ -302,17 +303,28 @@ def _check_environment(c: Config) -> None:
             f'env.path = {env.path!r} with reward.scope = "group": siblings end their turns one by '
             'one; give "auto"'
         )
-    if env.tool_timeout_s >= c.trainer.batch_wait_s:
-        raise ConfigError(
-            f"env.tool_timeout_s = {env.tool_timeout_s:g} must be shorter than "
-            f"trainer.batch_wait_s = {c.trainer.batch_wait_s:g}, after which a batch does without "
-            "what it waits for: lower one or raise the other"
-        )
+    _check_nesting(c)
     if c.max_sessions < c.rollout.max_num_seqs:
         raise ConfigError(
             f"env.max_sessions = {env.max_sessions} is smaller than rollout.max_num_seqs = "
             f"{c.rollout.max_num_seqs}: each sequence has a session; raise it, or give 0"
         )
+
+
+def _check_nesting(c: Config) -> None:
+    """What ends first is the call, then its turn, its trajectory, and last the wait for a batch."""
+    limits = [
+        ("env.tool_timeout_s", c.env.tool_timeout_s),
+        ("env.turn_timeout_s", c.env.turn_timeout_s),
+        ("env.trajectory_timeout_s", c.env.trajectory_timeout_s),
+        ("trainer.batch_wait_s", c.trainer.batch_wait_s),
+    ]
+    for (inner, shorter), (outer, longer) in pairwise(limits):
+        if shorter >= longer:
+            raise ConfigError(
+                f"{inner} = {shorter:g} must be shorter than {outer} = {longer:g}, which is the "
+                "limit of what it is a part of: lower one or raise the other"
+            )
 
 
 def _check_batches(c: Config) -> None:

@@ -268,9 +268,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 class EnvConfig(Section, frozen=True, kw_only=True):
     """With an environment a response has turns, between which tools answer; see docs/agents.md."""
 
-    path: Annotated[
-        str, path("file"), says("a Python file with a class; empty: no environment")
-    ] = ""
+    path: Annotated[str, path("file"), says("a Python file with a class; empty: none")] = ""
     name: Annotated[str, says("the class; empty: the file's only public class")] = ""
     effects: Annotated[
         Literal["once", "pure"],
@@ -286,6 +284,8 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     ] = 2_048
     tool_timeout_s: Annotated[Seconds, says("the longest call of a tool; then it is killed")] = 30.0
     unsafe_local_code: Annotated[bool, says("let code of the model run without a sandbox")] = False
+    turn_timeout_s: Annotated[Seconds, says("the calls of one turn together; likewise")] = 120.0
+    trajectory_timeout_s: Annotated[Seconds, says("the calls of all turns; likewise")] = 300.0
     tools: Annotated[
         str, says("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""

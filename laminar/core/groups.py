@@ -62,7 +62,7 @@ def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
             items=items,
         ),
         key=score_key(ctx.state, trajectories[0]),
-        timeout_ms=SCORE_TIMEOUT_MS,
+        timeout_ms=SCORE_TIMEOUT_MS + ctx.state.settings.turn_timeout_ms,
     )
 
 

@@ -131,6 +131,7 @@ class Settings(
     in_flight: bool = False
     #: of an environment, on one replica; 0: a response has one turn
     max_sessions: int = 0
+    turn_timeout_ms: int = 0  #: of the calls of one turn, which an order to score waits for
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
     @property

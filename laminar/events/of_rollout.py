@@ -10,7 +10,7 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
-from laminar.events.reasons import FailureReason, FinishReason, RewardOutcome
+from laminar.events.reasons import EndedBy, FailureReason, FinishReason, RewardOutcome
 from laminar.names.ids import TrajectoryId
 from laminar.names.roles import Role
 
@@ -145,6 +145,7 @@ class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     reason: RewardOutcome
     num_tokens: int
     detail: str = ""  #: what went wrong; only of a replica's first failures, the store has all
-    truncated: bool = False  #: the engine stopped at the length limit
+    truncated: bool = False  #: the engine stopped at the length limit, or `ended_by` says why
+    ended_by: EndedBy = EndedBy.NONE
     #: of a held-out answer: figures beside the score, by name
     extras: dict[str, float] = msgspec.field(default_factory=dict)

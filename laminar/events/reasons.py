@@ -1,7 +1,8 @@
 """WHY: the closed sets of words that events and commands carry; each is one enumeration.
 
 Reads   nothing
-Gives   End, DropReason, FailureReason, RewardOutcome, FinishReason, PullPurpose, TransferForm
+Gives   End, DropReason, FailureReason, RewardOutcome, FinishReason, EndedBy, PullPurpose,
+        TransferForm
 
 On the wire and in the log each is its text. What only a person reads (why an actor failed, what
 went wrong between two relays) is text.
@@ -66,6 +67,17 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  #: the last token is one of the stop ids
     LENGTH = "length"  #: the limit of new tokens
+
+
+class EndedBy(StrEnum):
+    """Why an environment ended a trajectory whose last turn asked for more; NONE: it did not."""
+
+    NONE = ""
+    MAX_TURNS = "max-turns"
+    CONTEXT_FULL = "context-full"  #: what the tools answered does not fit
+    TOOL_TIMEOUT = "tool-timeout"  #: one call took too long
+    TURN_TIMEOUT = "turn-timeout"  #: the calls of one turn together did
+    TRAJECTORY_TIMEOUT = "trajectory-timeout"  #: those of all turns did
 
 
 class PullPurpose(StrEnum):

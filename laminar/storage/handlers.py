@@ -202,6 +202,7 @@ class Handlers:
             logprobs=logprobs,
             contexts=tuple(contexts.values()),
             effects=tuple(map(effect_item, effects)),
+            call_seconds=self._rows.turns.call_seconds(row) if with_prompt else 0.0,
             segment_lengths=rules.segment_lengths(chunks),
             spans=rules.spans(row, chunks),
             prompt=prompt if with_prompt else None,
@@ -216,13 +217,7 @@ class Handlers:
         verdict = rules.judge_reward(row, item.placement, item.score, item.reason, item.detail)
         if row is not None and verdict.changes:
             row = self._rewarded(row, item)
-        result = m.RewardResult(
-            trajectory_id=item.trajectory_id, answer=verdict.answer, reason=verdict.reason
-        )
-        if row is None or verdict.answer in ("fenced", "refused"):
-            return result
-        score = rules.score_of(row.reward_bits)
-        return msgspec.structs.replace(result, score=score, reward_reason=row.reward_reason)
+        return _reward_result(item.trajectory_id, verdict, row)
 
     def _rewarded(self, row: Row, item: m.RewardItem) -> Row:
         after = row._replace(
@@ -362,6 +357,22 @@ def _open_result(
         finish_reason=row.finish_reason,
         score=rules.score_of(row.reward_bits),
         reward_reason=row.reward_reason,
+    )
+
+
+def _reward_result(
+    trajectory_id: str, verdict: rules.RewardVerdict, row: Row | None
+) -> m.RewardResult:
+    result = m.RewardResult(
+        trajectory_id=trajectory_id, answer=verdict.answer, reason=verdict.reason
+    )
+    if row is None or verdict.answer in ("fenced", "refused"):
+        return result
+    return msgspec.structs.replace(
+        result,
+        score=rules.score_of(row.reward_bits),
+        reward_reason=row.reward_reason,
+        finish_reason=row.finish_reason,
     )
 
 

@@ -117,6 +117,7 @@ class EffectItem(Item, frozen=True, kw_only=True):
     status: Literal["intended", "done", "failed", "timed-out", "lost"]
     """Lost, which the store alone says: its trajectory ended, or began again, before the call."""
     result: Detail = ""
+    seconds: Annotated[float, Meta(ge=0)] = 0.0  #: that it took
 
 
 class Intend(Message, frozen=True, kw_only=True):
@@ -307,6 +308,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     #: `segment_lengths` by turn
     contexts: tuple[bytes, ...] = ()
     effects: tuple[EffectItem, ...] = ()  #: calls of the last turn; only with the prompt
+    call_seconds: float = 0.0  #: that the calls of the turns before took; only with the prompt
 
 
 class FetchReply(Message, frozen=True, kw_only=True):
@@ -317,13 +319,14 @@ class FetchReply(Message, frozen=True, kw_only=True):
 
 
 class RewardResult(Item, frozen=True, kw_only=True):
-    """`score` and `reward_reason` are the stored ones when the answer is "ok" or "already"."""
+    """What is stored of it, when the answer is "ok" or "already"."""
 
     trajectory_id: str
     answer: RewardAnswer
     reason: str = ""
     score: float | None = None
     reward_reason: str | None = None
+    finish_reason: str | None = None
 
 
 class PutRewardsReply(Message, frozen=True, kw_only=True):

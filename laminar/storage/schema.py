@@ -149,6 +149,7 @@ LATER_COLUMNS = (
     ("trajectories", "turns", "INTEGER NOT NULL DEFAULT 0"),
     ("trajectories", "context_tokens", "INTEGER NOT NULL DEFAULT 0"),
     ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
+    ("effects", "seconds", "REAL NOT NULL DEFAULT 0"),
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),
     ("chunks", "version_step", "INTEGER"),

@@ -68,4 +68,7 @@ def effect_item(effect: StoredEffect) -> m.EffectItem:
 
 
 def _stored(owner: str, effects: Sequence[m.EffectItem]) -> list[StoredEffect]:
-    return [StoredEffect(owner, e.call, e.tool, e.arguments, e.status, e.result) for e in effects]
+    return [
+        StoredEffect(owner, e.call, e.tool, e.arguments, e.status, e.result, e.seconds)
+        for e in effects
+    ]

@@ -24,6 +24,7 @@ class StoredEffect(NamedTuple):
     arguments: str
     status: str
     result: str
+    seconds: float = 0.0
 
 
 class TurnTables:
@@ -61,7 +62,7 @@ class TurnTables:
     def effects(self, row: Row, turn: int) -> list[StoredEffect]:
         """Those of one turn of the row's attempt, in order."""
         sql = (
-            "SELECT owner, call, tool, arguments, status, result FROM effects "
+            "SELECT owner, call, tool, arguments, status, result, seconds FROM effects "
             "WHERE trajectory_id = ? AND attempt = ? AND turn = ? ORDER BY call"
         )
         found = self._db.execute(sql, (row.id, row.attempt, turn))
@@ -71,10 +72,18 @@ class TurnTables:
         """A call is intended, or has ended; its first end stays."""
         sql = (
             "INSERT INTO effects (trajectory_id, attempt, turn, owner, call, tool, arguments, "
-            "status, result) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
-            "SET status = excluded.status, result = excluded.result WHERE status = 'intended'"
+            "status, result, seconds) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
+            "SET status = excluded.status, result = excluded.result, seconds = excluded.seconds "
+            "WHERE status = 'intended'"
         )
         self._db.execute(sql, (row.id, row.attempt, turn, *effect))
+
+    def call_seconds(self, row: Row) -> float:
+        """What the calls of the row's attempt took, of the turns before the present one."""
+        sql = "SELECT TOTAL(seconds) FROM effects WHERE trajectory_id = ? AND attempt = ? "
+        sql += "AND turn < ?"
+        found: float = self._db.execute(sql, (row.id, row.attempt, row.turns)).fetchone()[0]
+        return found
 
     def lose_effects(self, trajectory_id: str) -> None:
         """Of calls that have no end, nobody will learn it any more."""

@@ -17,6 +17,8 @@ import json
 from collections.abc import Awaitable, Callable
 
 from laminar.config import Config
+from laminar.config.tree import EnvConfig
+from laminar.events.reasons import EndedBy
 from laminar.tasks.renderer import Answer, Renderer
 from laminar.tasks.rewards import RewardResult, scored
 from laminar.tasks.session_pool import Session as Process
@@ -36,6 +38,36 @@ class _Killed(Exception):
     """A request ran too long, and its session was ended."""
 
 
+class _Left:
+    """What the calls of one turn may still take."""
+
+    def __init__(self, env: EnvConfig, spent_s: float) -> None:
+        """`spent_s`: what the calls of the turns before took."""
+        self._limits = {
+            EndedBy.TRAJECTORY_TIMEOUT: env.trajectory_timeout_s - spent_s,
+            EndedBy.TURN_TIMEOUT: env.turn_timeout_s,
+        }
+        self._tool_timeout_s = env.tool_timeout_s
+
+    def of_a_call(self) -> tuple[float, EndedBy]:
+        """Seconds of the next call, and what it means that they are over."""
+        reason = min(self._limits, key=lambda known: self._limits[known])
+        if self._limits[reason] < self._tool_timeout_s:
+            return self._limits[reason], reason
+        return self._tool_timeout_s, EndedBy.TOOL_TIMEOUT
+
+    def spend(self, seconds: float) -> None:
+        for reason in self._limits:
+            self._limits[reason] -= seconds
+
+
+class _TimeOver(Exception):
+    """A call had no more time, or there was none for it."""
+
+    def __init__(self, reason: EndedBy) -> None:
+        self.reason = reason
+
+
 class _Conversation:
     """A trajectory here: its session, and what was answered."""
 
@@ -45,6 +77,7 @@ class _Conversation:
         self.process: Process | None = None
         self.prompt_ids: tuple[int, ...] | None = None  #: of the prompt with what reset said
         self.answers: dict[int, GoesOn | Done] = {}  #: by turn
+        self.killed_after_s = 0.0  #: a call that ran so long; 0: none has
         self.has_room = False  #: it has one of env.max_sessions
         self.forgotten = False
 
@@ -153,7 +186,8 @@ class Environments:
             except SessionDied as died:
                 reason = str(died)
                 continue
-            said, reason = await self._reset(process, conversation.session)
+            limit_s = self._env.tool_timeout_s
+            said, reason = await _reset(process, conversation.session, limit_s)
             if said is not None and not conversation.forgotten:
                 return self._begun(conversation, process, said)
             process.kill()
@@ -167,18 +201,6 @@ class Environments:
         if said.text:
             ids = self._renderer.prompt(conversation.session.row, said.text)
             conversation.prompt_ids = tuple(ids)
-
-    async def _reset(self, process: Process, session: Session) -> tuple[Said | None, str]:
-        """What reset said; or None, and why."""
-        request, limit_s = Reset(session.row, session.seed), self._env.tool_timeout_s
-        try:
-            said = await process.ask(request, limit_s)
-        except TimeoutError:
-            return None, f"it took longer than env.tool_timeout_s = {limit_s:g} s"
-        except SessionDied as died:
-            return None, f"its process ended ({died})"
-        assert isinstance(said, Said)
-        return (None, said.text or "") if said.failed else (said, "")
 
     def _end(self, conversation: _Conversation) -> None:
         process, conversation.process = conversation.process, None
@@ -198,17 +220,21 @@ class Environments:
         return conversation.process
 
     async def _ask(
-        self, conversation: _Conversation, call: TurnCall, request: Request
-    ) -> Said | Rated:
-        """The reply to a request; again in a new session where it may be; _Killed, SessionLost."""
+        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
+    ) -> tuple[Said | Rated, float]:
+        """The reply to a request and the seconds it took; again in a new session where it may be;
+        _Killed, SessionLost."""
         attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
         reason = ""
         for _ in range(attempts):
             process = await self._process(conversation, call)
+            began = asyncio.get_running_loop().time()
             try:
-                return await process.ask(request, self._env.tool_timeout_s)
+                reply = await process.ask(request, limit_s)
+                return reply, asyncio.get_running_loop().time() - began
             except TimeoutError:
                 self.sessions_killed += 1
+                conversation.killed_after_s = limit_s
                 self._end(conversation)
                 raise _Killed from None
             except SessionDied as died:
@@ -227,7 +253,7 @@ class Environments:
         calls = [] if call.finish_reason == CUT else self._parser.calls(ids, before)
         text = self._decode(ids)
         if not calls or call.turn + 1 >= self._env.max_turns:
-            reason = "max-turns" if calls else ""
+            reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
             return await self._done(conversation, call, text, reason, [])
         if self._env.effects == "once":
             if any(effect.status == "intended" for effect in call.stored):
@@ -237,11 +263,11 @@ class Environments:
         effects: list[Effect] = []
         try:
             answers = await self._run(conversation, call, calls, effects)
-        except _Killed:
-            return Done(self._unanswered(), text, "tool-timeout", tuple(effects))
+        except _TimeOver as over:
+            return await self._done(conversation, call, text, over.reason, effects)
         context = tuple(self._renderer.answers(answers))
         if len(context) > call.room:
-            return await self._done(conversation, call, text, "context-full", effects)
+            return await self._done(conversation, call, text, EndedBy.CONTEXT_FULL, effects)
         return GoesOn(context, tuple(effects))
 
     async def _run(
@@ -252,19 +278,24 @@ class Environments:
         effects: list[Effect],
     ) -> list[Answer]:
         """The answers to the calls of a turn; `effects` has the end of each that was begun."""
-        answers: list[Answer] = []
+        answers, left = list[Answer](), _Left(self._env, call.seconds)
         for i, one in enumerate(calls):
             if not _runs(one):
                 answers.append((one, f"error: {one.refused}"))
                 continue
+            limit_s, over = left.of_a_call()
+            if limit_s <= 0:
+                raise _TimeOver(over)
+            use = Use(one.tool, json.dumps(one.arguments))
             try:
-                said = await self._ask(conversation, call, Use(one.tool, json.dumps(one.arguments)))
+                said, seconds = await self._ask(conversation, call, use, limit_s)
             except _Killed:
-                effects.append(_effect(i, one, "timed-out", self._late()))
-                raise
+                effects.append(_effect(i, one, "timed-out", _late(limit_s), limit_s))
+                raise _TimeOver(over) from None
             assert isinstance(said, Said)
+            left.spend(seconds)
             text = _shortened(f"error: {said.text}" if said.failed else said.text or "")
-            effects.append(_effect(i, one, "failed" if said.failed else "done", text))
+            effects.append(_effect(i, one, "failed" if said.failed else "done", text, seconds))
             answers.append((one, text))
         return answers
 
@@ -273,37 +304,53 @@ class Environments:
         conversation: _Conversation,
         call: TurnCall,
         text: str,
-        reason: str,
+        reason: EndedBy,
         effects: list[Effect],
     ) -> Done:
         """The end of a trajectory, with the reward of its environment, if that has one."""
         result = None
         if self._pool.has_reward:
-            try:
-                rated = await self._ask(conversation, call, Rate())
-            except _Killed:
-                result = self._unanswered()
-            else:
-                assert isinstance(rated, Rated)
-                result = scored(rated.result, self._reward.error_score)
+            result = await self._reward_of(conversation, call)
         return Done(result, text, reason, tuple(effects))
 
-    def _unanswered(self) -> RewardResult | None:
-        """The reward of an environment that was killed, if it had one to give."""
-        if not self._pool.has_reward:
-            return None
-        return RewardResult(self._reward.error_score, "timeout", self._late())
+    async def _reward_of(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
+        """What get_reward says. A session that was killed says nothing any more."""
+        limit_s = self._env.tool_timeout_s
+        if conversation.killed_after_s:
+            return self._unanswered(conversation.killed_after_s)
+        try:
+            rated, _ = await self._ask(conversation, call, Rate(), limit_s)
+        except _Killed:
+            return self._unanswered(limit_s)
+        assert isinstance(rated, Rated)
+        return scored(rated.result, self._reward.error_score)
 
-    def _late(self) -> str:
-        return f"no answer within {self._env.tool_timeout_s:g} s"
+    def _unanswered(self, limit_s: float) -> RewardResult:
+        return RewardResult(self._reward.error_score, "timeout", _late(limit_s))
+
+
+async def _reset(process: Process, session: Session, limit_s: float) -> tuple[Said | None, str]:
+    """What reset said; or None, and why."""
+    try:
+        said = await process.ask(Reset(session.row, session.seed), limit_s)
+    except TimeoutError:
+        return None, f"it took longer than env.tool_timeout_s = {limit_s:g} s"
+    except SessionDied as died:
+        return None, f"its process ended ({died})"
+    assert isinstance(said, Said)
+    return (None, said.text or "") if said.failed else (said, "")
+
+
+def _late(limit_s: float) -> str:
+    return f"no answer within {limit_s:.3g} s"
 
 
 def _runs(call: Call) -> bool:
     return not call.refused
 
 
-def _effect(index: int, call: Call, status: str, result: str = "") -> Effect:
-    return Effect(index, call.tool, json.dumps(call.arguments), status, result)
+def _effect(index: int, call: Call, status: str, result: str = "", seconds: float = 0.0) -> Effect:
+    return Effect(index, call.tool, json.dumps(call.arguments), status, result, seconds)
 
 
 def _shortened(text: str) -> str:

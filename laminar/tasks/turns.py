@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from laminar.events.reasons import EndedBy
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import RewardResult
 
@@ -38,6 +39,7 @@ class Effect(NamedTuple):
     arguments: str  #: JSON
     status: str  #: intended | done | failed | timed-out; of the store also lost
     result: str = ""  #: what the model is told
+    seconds: float = 0.0  #: that it took
 
 
 class TurnCall(NamedTuple):
@@ -51,6 +53,7 @@ class TurnCall(NamedTuple):
     finish_reason: str  #: stop | length, as the engine said of this turn
     room: int  #: token ids that the answer may have
     stored: tuple[Effect, ...] = ()  #: calls of this turn that the store knows
+    seconds: float = 0.0  #: that the calls of the turns before took
 
 
 class GoesOn(NamedTuple):
@@ -65,6 +68,6 @@ class Done(NamedTuple):
 
     result: RewardResult | None  #: None: the reward functions score `text`
     text: str  #: the whole of it, for people
-    #: why the environment ended it: it then counts as cut off; empty: the model did
-    reason: str = ""
+    #: why the environment ended it: it then counts as cut off; NONE: the model did
+    reason: EndedBy = EndedBy.NONE
     effects: tuple[Effect, ...] = ()

@@ -117,16 +117,23 @@ async def test_the_answer_is_scored_as_text_and_reported_once_the_store_has_it(
 
 @pytest.mark.parametrize(
     ("score", "finish_reason", "correct"),
-    [(1.0, "stop", True), (1.0, "length", False), (0.99, "stop", False), (1.5, "stop", True)],
+    [
+        (1.0, "stop", True),
+        (1.0, "length", False),
+        (0.99, "stop", False),
+        (1.5, "stop", True),
+        (1.0, "turn-timeout", False),
+    ],
 )
 async def test_right_is_a_full_score_of_an_answer_that_was_not_cut(
     tmp_path: Path, score: float, finish_reason: str, correct: bool
 ) -> None:
     """Whoever is cut off has not ended his answer, whatever it says so far."""
     scored = Scored(tmp_path, RewardResult(score))
-    await scored.run(row={"purpose": "eval", "finish_reason": finish_reason})
+    await scored.run(row={"purpose": "eval"}, reply={"finish_reason": finish_reason})
     event = scored.rewarded()
-    assert (event.correct, event.truncated) == (correct, finish_reason == "length")
+    assert (event.correct, event.truncated) == (correct, finish_reason != "stop")
+    assert event.ended_by == (finish_reason if "timeout" in finish_reason else "")
 
 
 @pytest.mark.parametrize(("purpose", "told"), [("eval", {"acc": 1.0}), ("train", {})])

@@ -31,6 +31,7 @@ from tests.kit.store_samples import (
 )
 
 NAME = "0.0.0"
+SLOW = msgspec.structs.replace(DONE, seconds=1.5)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def database(path: Path) -> Iterator[Database]:
 
 
 def test_the_next_turn_begins_behind_the_context(database: Database, path: Path) -> None:
-    assert one(database, go_on(NAME, (7, 8), effects=(DONE,))).answer == "ok"
+    assert one(database, go_on(NAME, (7, 8), effects=(SLOW,))).answer == "ok"
     opened = one(database, open_(NAME, placement=2))
     assert (opened.answer, opened.contexts, opened.segment_lengths) == ("open", (ints(7, 8),), (2,))
     turn = turn_of(opened)
@@ -63,6 +64,7 @@ def test_the_next_turn_begins_behind_the_context(database: Database, path: Path)
         database, finish(NAME, 3, placement=3), reward(NAME, 1.0, 3, finish_reason="max-turns")
     ) == ["ok", "ok"]
     row = fetched(database, NAME)
+    assert row.call_seconds == 1.5
     assert parts_of(row) == ((True, (1, 2)), (False, (7, 8)), (True, (3,)))
     assert (row.finish_reason, row.tokens, row.segment_lengths) == (
         "max-turns",

@@ -44,6 +44,8 @@ SOURCE = """
             return f"{{self.note(a)}} {{self.note(b)}}"
 
         def do(self, what: str) -> object:
+            if what == "nap":
+                time.sleep(0.2)
             if what == "raise":
                 raise ValueError("boom")
             if what == "leave":
@@ -123,10 +125,12 @@ class Bench:
         row = PromptRow(0, "Do it.", None, columns, "test")
         return Session(name, attempt, 7, row, "train")
 
-    async def turn(self, text, number=0, session=None, reason="stop", room=500, stored=()):
+    async def turn(
+        self, text, number=0, session=None, reason="stop", room=500, stored=(), seconds=0.0
+    ):
         ids = tuple(self.model.encode(text + END))
         call = TurnCall(
-            session or self.session(), number, (1, 2), ((True, ids),), reason, room, stored
+            session or self.session(), number, (1, 2), ((True, ids),), reason, room, stored, seconds
         )
         return await self.environments.turn(call, self._intend)
 
@@ -211,6 +215,28 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(t
         assert "2" not in bench.told(await bench.turn(call("do", what="abc"), session=other))
 
     in_bench(tmp_path, body, reward=True, tool_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("spent", "settings", "reason"),
+    [
+        (0.0, {"turn_timeout_s": 2.0}, "turn-timeout"),
+        (28.0, {"turn_timeout_s": 25.0, "trajectory_timeout_s": 30.0}, "trajectory-timeout"),
+    ],
+)
+def test_calls_together_end_a_turn_and_a_trajectory(tmp_path, spent, settings, reason):
+    async def body(bench):
+        done = await bench.turn(call("do", what="nap") + call("do", what="hang"), seconds=spent)
+        first, killed = done.effects
+        assert (done.reason, done.result.score) == (reason, -1.0)
+        assert (first.status, killed.status) == ("done", "timed-out")
+        assert first.seconds >= 0.2 and first.seconds + killed.seconds == pytest.approx(2.0)
+        late = await bench.turn(call("note", word="b"), 0, bench.session("s"), seconds=31.0)
+        assert (late.reason, late.effects, late.result.score) == ("trajectory-timeout", (), 0.0)
+        assert "b" not in bench.noted()
+
+    limits = {"tool_timeout_s": 1.9, "trajectory_timeout_s": 30.0, **settings}
+    in_bench(tmp_path, body, reward=True, **limits)
 
 
 def alive(pid):
