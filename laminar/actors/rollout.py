@@ -413,7 +413,7 @@ async def begin(
     except SessionLost as lost:
         if openings.begun(command):
             openings.settled(order)
-            report_failed(host, command, order.cause, FailureReason.ENV_LOST, str(lost))
+            report_failed(host, command, order.cause, lost.reason, str(lost))
         return
     if openings.begun(command):
         if spoken is None:

@@ -136,7 +136,7 @@ class Scorer:
         try:
             answer = await turns.answer(item, row)
         except SessionLost as lost:
-            return self._failed(order, item, FailureReason.ENV_LOST, str(lost))
+            return self._failed(order, item, lost.reason, str(lost))
         if isinstance(answer, GoesOn):
             await self._go_on(turns, order, item, row, answer)
         else:

@@ -36,6 +36,7 @@ class FailureKind(StrEnum):
     NO_CHECKPOINT = "no-checkpoint"  #: a trainer that comes back finds none; its name
     REWARD_FAILS = "reward-fails"  #: on more answers than reward.max_error_share; `reward`
     NO_SCORES = "no-scores"  #: the reward function gives none; `reward`
+    ENV_FAILS = "env-fails"  #: on a fifth of its calls; `environment`
     NO_VARIANCE = "no-variance"  #: whole batches of groups of equal answers, in a row; `data`
     EVENT_GIVEN_UP = "event-given-up"  #: coordinators crash on it; who sent it
 

@@ -1,7 +1,8 @@
-"""Rewards that fail: counted by reason, the first is kept, and too many end the run.
+"""Rewards and environments that fail: counted, and too many end the run.
 
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
-Writes  state.rewards
+        TrajectoryContinues
+Writes  state.rewards, state.failed_calls
 Emits   through lifecycle.drain: the run ends gracefully, and has failed
 
 An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
@@ -9,6 +10,9 @@ gave no number, or its worker was lost. Failures of evaluations are counted, too
 attempts of training answers can end the run, since those are trained. An answer to which the
 function does not apply (it gave None) is no attempt; but where it applies to nothing for as long,
 the run ends, too.
+
+An environment that fails by itself gives no score, so that nothing wrong is trained; but what it
+loses is not lost by chance, and the run ends before much is.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ WINDOW_BATCHES = 4
 """The limit holds for the last attempts, as many as so many batches have: enough that one bad
 prompt ends nothing, and so few that a reward which breaks late does not train many steps."""
 FIRST_CHARS = 500
-REWARD = "reward"
-"""The subject of these failures."""
+REWARD, ENVIRONMENT = "reward", "environment"
+"""The subjects of these failures."""
+CALLS, FAILED_CALLS_MAX = 50, 10
+"""Of the last calls of environments so many may not fail: a fifth."""
 
 
 def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
@@ -46,6 +52,22 @@ def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
     if purpose == Purpose.TRAIN:
         _keep(found, reason, _window(ctx))
         _judge(ctx, found)
+
+
+def count_call(ctx: Context, failed: str = "") -> None:
+    """An environment has answered a turn, or has `failed` in a way that the policy cannot cause."""
+    state = ctx.state
+    if not state.settings.environment:
+        return
+    state.failed_calls = (state.failed_calls << 1 | bool(failed)) & ((1 << CALLS) - 1)
+    count = state.failed_calls.bit_count()
+    if not failed or count < FAILED_CALLS_MAX or state.phase != Phase.RUNNING or state.draining:
+        return
+    what = (
+        f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "
+        f"cannot cause; the last time: {failed[:FIRST_CHARS]}"
+    )
+    lifecycle.drain(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
 
 
 def _window(ctx: Context) -> int:

@@ -315,6 +315,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: None: nothing was scored yet
+    #: the last calls of environments, the newest one as the lowest bit: whether it failed
+    failed_calls: int = 0
     flat_in_row: int = 0  #: groups dropped for no variance since one was kept, and
     flat_right: int = 0  #: those of them whose siblings are all right
     warnings: dict[str, str] = {}  #: of bad learning, text by kind, in the order they came

@@ -18,7 +18,7 @@ from laminar.core.statuses import TrajectoryStatus
 from laminar.core.transitions import UNFINISHED, move
 from laminar.core.validation import anything, is_count
 from laminar.events import events as ev
-from laminar.events.reasons import DropReason
+from laminar.events.reasons import DropReason, FailureReason
 from laminar.names.ids import Purpose, TrajectoryId
 
 _EXPONENT = 0x7FF << 52  #: all ones in the float64 of an infinity or a NaN
@@ -119,6 +119,8 @@ def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
     reason = reward_errors.FAILED_REASONS.get(event.reason)
     if reason is not None:
         reward_errors.count(ctx, purpose, reason, event.detail)
+    if event.reason == FailureReason.ENV_FAILED:
+        reward_errors.count_call(ctx, event.detail or event.reason)
 
 
 def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
@@ -145,6 +147,7 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     if group.purpose == Purpose.EVAL:
         evaluation.group_evaluated(ctx, group, event)
     reward_errors.count(ctx, group.purpose, event.reason, event.detail)
+    reward_errors.count_call(ctx)
 
 
 def _turn(state: State, event: ev.TrajectoryContinues) -> bool:
@@ -164,6 +167,7 @@ def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None
     dispatch.await_turn(ctx, trajectory)
     groups.finish_score_command(ctx, trajectory)
     recovery.turn_due(ctx, trajectory)
+    reward_errors.count_call(ctx)
 
 
 def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:

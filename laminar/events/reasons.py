@@ -29,6 +29,7 @@ class FailureReason(StrEnum):
     UNSCORED = "unscored"  #: the reward function does not apply to it
     REWARD_WORKER_LOST = "reward-worker-lost"
     ENV_LOST = "env-lost"  #: its environment's session is gone, and what it did is not repeated
+    ENV_FAILED = "env-failed"  #: its environment failed in a way that the policy cannot cause
 
 
 class DropReason(StrEnum):
@@ -50,6 +51,7 @@ class DropReason(StrEnum):
     UNSCORED = "unscored"
     REWARD_WORKER_LOST = "reward-worker-lost"
     ENV_LOST = "env-lost"
+    ENV_FAILED = "env-failed"
 
 
 class RewardOutcome(StrEnum):

@@ -2,7 +2,8 @@
 
 Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
 Gives   GoesOn, the ids of what the tools answered, or Done, with the environment's own reward
-Raises  SessionLost, where nobody can say what a call did
+Raises  SessionLost, where nobody can say what a call did; EnvironmentFailed, where the environment
+        has lost it by itself
 
 What the policy can cause is text for it: a call that cannot be read, a tool that raises. A call
 that runs too long is killed, which ends its session and so the trajectory; that is scored. What the
@@ -25,7 +26,15 @@ from laminar.tasks.session_pool import Session as Process
 from laminar.tasks.session_pool import SessionDied, SessionPool
 from laminar.tasks.session_process import Rate, Rated, Request, Reset, Said, Use
 from laminar.tasks.tool_calls import TEXT_CHARS_MAX, Call, CallParser
-from laminar.tasks.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.turns import (
+    Done,
+    Effect,
+    EnvironmentFailed,
+    GoesOn,
+    Session,
+    SessionLost,
+    TurnCall,
+)
 
 CUT = "length"  #: the finish reason of a turn that ended at its limit
 ANSWERED_KEPT = 1024
@@ -194,7 +203,7 @@ class Environments:
             if conversation.forgotten:
                 raise SessionLost("its trajectory is wanted no longer")
             self.sessions_lost += 1
-        raise SessionLost(f"reset failed, the last time: {reason}")
+        raise EnvironmentFailed(f"reset failed, the last time: {reason}")
 
     def _begun(self, conversation: _Conversation, process: Process, said: Said) -> None:
         conversation.process = process
@@ -241,7 +250,7 @@ class Environments:
                 self.sessions_lost += 1
                 self._end(conversation)
                 reason = str(died)
-        raise SessionLost(f"the process of its session ended in a call: {reason}")
+        raise EnvironmentFailed(f"the process of its session ended in a call: {reason}")
 
     # --- what follows a turn --------------------------------------------------------------------
 

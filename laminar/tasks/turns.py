@@ -1,6 +1,7 @@
 """What passes between a replica and the environment that answers a turn of the model.
 
-Gives   Session, Effect, TurnCall; GoesOn or Done, the two answers; SessionLost
+Gives   Session, Effect, TurnCall; GoesOn or Done, the two answers; SessionLost,
+        EnvironmentFailed
 
 A turn that has ended is scored, and the environment may answer in place of a score that it goes on:
 with context, the token ids that the model reads before its next turn. So nothing here is a message
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from laminar.events.reasons import EndedBy
+from laminar.events.reasons import EndedBy, FailureReason
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.rewards import RewardResult
 
@@ -19,6 +20,14 @@ from laminar.tasks.rewards import RewardResult
 class SessionLost(Exception):
     """The session is gone, or its answer is: what it did is not done again, and there is no score,
     not even a bad one."""
+
+    reason = FailureReason.ENV_LOST
+
+
+class EnvironmentFailed(SessionLost):
+    """The environment itself has lost it: no reset, or a process that ended in a call."""
+
+    reason = FailureReason.ENV_FAILED
 
 
 class Session(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rewards that fail: which are counted, and when so many have failed that the run ends."""
+"""Rewards and environments that fail: what is counted, and when the run ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.kit.bench import Bench, only
 
 BATCH = 4  #: answers of one batch: nothing is judged before
 WINDOW = 4 * BATCH
+FAILED = {"n": "unscored", "l": "reward-worker-lost", "f": "env-failed", "g": "env-lost"}
 RAISED = "KeyError: 'x' (reward.py:4)"
 
 
@@ -28,17 +29,20 @@ class Scores:
     def _in_turn(self) -> Iterator[str]:
         while True:
             group = self.bench.open_groups()[0]
-            yield from list(self.bench.group(group).members)
+            for member in list(self.bench.group(group).members):
+                if member in self.bench.state.trajectories:
+                    yield member
 
     def give(self, word: str, purpose: str = "train") -> list[cmd.Command]:
-        """The next answer is scored: o(k), e(rror), l(ost worker) or n(ot applicable)."""
+        """The next answer is scored: o(k), e(rror), l(ost worker), n(ot applicable), or its
+        environment f(ailed) or was g(one)."""
         bench, answer = self.bench, next(self._answers)
         bench.finish(answer)
         if word in "oe":
             reason, detail = ("ok", "") if word == "o" else ("error", RAISED)
             commands = bench.reward(answer, 0.0, reason, detail)
         else:
-            commands = bench.fail(answer, "unscored" if word == "n" else "reward-worker-lost")
+            commands = bench.fail(answer, FAILED[word])
         if bench.state.batch is not None and not bench.state.draining:
             bench.train()
             bench.load_all()
@@ -197,3 +201,13 @@ def test_the_ring_is_part_of_the_state() -> None:
     scores.all("ooe")
     state = scores.bench.state
     assert decode(encode(state)).rewards == state.rewards
+
+
+def test_an_environment_that_fails_on_a_fifth_of_its_calls_ends_the_run() -> None:
+    """What ends with its replica is no failure of it, and neither is what happened long ago."""
+    scores = Scores(max_sessions=400, max_staleness=20, capacity=100)
+    scores.all("f" * 9 + "o" * 50 + "fooooo" * 9 + "g" * 20)
+    assert not scores.ending
+    scores.all("ff")  # eight of the 48 calls before
+    assert scores.ending
+    assert scores.bench.state.drained_for.startswith("the environment failed on 10 of its last 50")

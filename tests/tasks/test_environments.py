@@ -17,7 +17,7 @@ from laminar.tasks.prompts import PromptRow
 from laminar.tasks.renderer import Renderer
 from laminar.tasks.session_pool import LATE_S, SessionPool
 from laminar.tasks.tool_calls import CallParser
-from laminar.tasks.turns import Done, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.turns import Done, EnvironmentFailed, GoesOn, Session, SessionLost, TurnCall
 from tests.tasks.tool_models import END, schema, tokenizer
 
 pytestmark = pytest.mark.process
@@ -261,11 +261,12 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
 
 def test_with_once_no_call_is_repeated_and_a_lost_session_is_no_score(tmp_path):
     async def body(bench):
-        with pytest.raises(SessionLost, match="exit code 5"):
+        with pytest.raises(EnvironmentFailed, match="exit code 5"):
             await bench.turn(call("do", what="die"))
         assert bench.noted() == ["died"]
-        with pytest.raises(SessionLost, match="its session is gone"):
+        with pytest.raises(SessionLost, match="its session is gone") as gone:
             await bench.turn(call("note", word="x"), 1)
+        assert not isinstance(gone.value, EnvironmentFailed)
         first = await bench.turn(call("note", word="x"), session=bench.session("s"))
         intended = tuple(e._replace(status="intended") for e in first.effects)
         bench.environments.forget("s")
@@ -296,7 +297,7 @@ def test_siblings_begin_alike_and_a_reset_that_fails_is_tried_again(tmp_path):
         assert a == b and "Do it. Look. " in bench.model.decode(a)
         assert await environments.reset(bench.session("a", word="Look.")) == a
         assert await environments.reset(bench.session("c", word="fail-once"))
-        with pytest.raises(SessionLost, match="no server"):
+        with pytest.raises(EnvironmentFailed, match="no server"):
             await environments.reset(bench.session("d", word="fail"))
 
     in_bench(tmp_path, body)

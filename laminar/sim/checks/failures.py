@@ -43,6 +43,7 @@ _CAUSES: dict[FailureKind, tuple[type[Event], ...]] = {
     FailureKind.NO_CHECKPOINT: (ev.TrainerReady,),
     FailureKind.REWARD_FAILS: (ev.TrajectoryFailed, ev.TrajectoryRewarded),
     FailureKind.NO_SCORES: (ev.TrajectoryFailed, ev.TrajectoryRewarded),
+    FailureKind.ENV_FAILS: (ev.TrajectoryFailed,),
     FailureKind.NO_VARIANCE: (Event,),  # whatever ended the last sibling of the last group
     FailureKind.EVENT_GIVEN_UP: (ev.EventGivenUp,),
 }
