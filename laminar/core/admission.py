@@ -123,3 +123,12 @@ def why_not_admitted(state: State, replica: Replica) -> str:
 def admits(state: State, replica: Replica) -> bool:
     """No refusal, apart from room: a full replica still admits, once it has room."""
     return not why_not_admitted(state, replica)
+
+
+def full_of(state: State, replica: Replica) -> str:
+    """What a replica that is not refused has too little of for another group: "slots" of its
+    engine, or "sessions" of its environment; empty when it has both."""
+    size = state.settings.group_size
+    if room(replica) < size:
+        return "slots"
+    return "" if has_sessions(state, replica, size) else "sessions"

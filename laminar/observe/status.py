@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.core import keys
-from laminar.core.admission import why_not_admitted
+from laminar.core.admission import full_of, why_not_admitted
 from laminar.core.held_out import facts
 from laminar.core.indexes import indexes_of
 from laminar.core.losses import Losses
@@ -139,10 +139,18 @@ class StatusWriter:
                 "version": replica.version,
                 "running": min(placed, slots),
                 "waiting": max(placed - slots, 0),
-                "doing": doing[kind],
+                "doing": _or_full(state, replica, doing[kind]),
                 "engine": self._gauges.of(name),
             }
         return shown
+
+
+def _or_full(state: State, replica: Replica, doing: str) -> str:
+    """With an environment, whose sessions wait for tools and hold no slot: which of both binds."""
+    if doing != "admitting" or not state.settings.environment:
+        return doing
+    full = full_of(state, replica)
+    return f"{full}-full" if full else doing
 
 
 def _trainer(state: State) -> str:

@@ -81,6 +81,7 @@ class Watch:
             yield from _reward_errors(state)
         elif isinstance(event, ev.StepCompleted):
             yield from _mismatch(event)
+            yield from _prompts_differ(event)
             yield from self._no_signal()
             yield from self._truncated()
             yield from self._entropy()
@@ -187,6 +188,18 @@ def _mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
             f"answers of {part.replica} with weight version {part.version} do not come from those "
             "weights and are not trained; if it goes on, the engine of that replica computes "
             "something else than the trainer",
+        )
+
+
+def _prompts_differ(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
+    differ = event.metrics.get("groups/prompts_differ", 0.0)
+    if differ > 0:
+        yield (
+            "prompts-differ",
+            f"siblings began with different prompts in {differ:.0%} of the groups of a step "
+            "(groups/prompts_differ), so that the mean of a group says nothing of any of them: "
+            "reset() of the environment must say the same to all, whose Python random numbers have "
+            "one seed",
         )
 
 

@@ -223,7 +223,9 @@ def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
     """Shares of the groups whose siblings agree: such a group teaches nothing, or little."""
     groups = list(by_group(samples).values())
     flat = [np.ptp([s.trained_reward for s in group]) <= CONSTANT_SPREAD for group in groups]
-    return {
+    differ = [len({s.prompt_ids.tobytes() for s in group}) > 1 for group in groups]
+    shares = {"groups/prompts_differ": float(np.mean(differ))} if any(differ) else {}
+    return shares | {
         "groups/all_right": np.mean([all(s.correct for s in group) for group in groups]),
         "groups/all_wrong": np.mean([not any(s.correct for s in group) for group in groups]),
         "groups/no_variance": np.mean(flat),

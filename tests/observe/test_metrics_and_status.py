@@ -247,6 +247,23 @@ def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
     assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == "starting"
 
 
+@pytest.mark.parametrize(
+    ("settings", "doing"),
+    [
+        ({"max_sessions": 4, "capacity": 20}, "sessions-full"),
+        ({"max_sessions": 40, "capacity": 4}, "slots-full"),
+        ({"max_sessions": 40, "capacity": 20, "max_staleness": 0}, "staleness-bound"),
+        ({"capacity": 4}, "admitting"),
+    ],
+)
+def test_with_an_environment_it_is_shown_what_binds(
+    tmp_path: Path, settings: dict[str, Any], doing: str
+) -> None:
+    bench = Bench(**{"max_staleness": 20, "num_train": 400, "total_steps": 100} | settings)
+    bench.start()
+    assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == doing
+
+
 def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: Path) -> None:
     bench = Bench(save_freq=1)
     bench.start()

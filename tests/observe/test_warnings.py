@@ -94,6 +94,11 @@ def test_entropy_is_held_against_the_first_steps(state: State) -> None:
     assert "from 0.5 to 0.049" in seen.events[0].text
 
 
+def test_siblings_that_began_with_different_prompts(state: State) -> None:
+    assert Seen(state).steps(1) == []
+    assert Seen(state).steps(2, **{"groups/prompts_differ": 0.25}) == ["prompts-differ"]
+
+
 def test_a_coordinator_that_comes_back_knows_the_first_steps(state: State, tmp_path: Path) -> None:
     lines = [WELL | {"training/global_step": step, "event": step} for step in range(1, 11)]
     text = "\n".join(map(json.dumps, lines))

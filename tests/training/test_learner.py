@@ -278,14 +278,17 @@ def test_the_score_is_reported_without_what_length_costs(
 def test_groups_whose_siblings_agree_are_counted(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:
-    """All right, all wrong with one score, all wrong with several, some right."""
+    """All right, all wrong with one score, all wrong with several, some right; one began apart."""
     samples = make_samples(groups=4, siblings=2)
     scores = [(1.0, 1.0), (0.0, 0.0), (0.25, 0.5), (0.0, 1.0)]
     given = [score for pair in scores for score in pair]
     samples = [replace(s, reward=r, correct=r == 1.0) for s, r in zip(samples, given, strict=True)]
+    samples[0] = replace(samples[0], prompt_ids=samples[0].prompt_ids[:-1])
     found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
-    shares = [found[f"groups/{name}"] for name in ("all_right", "all_wrong", "no_variance")]
-    assert shares == [0.25, 0.5, 0.5]
+    names = "all_right", "all_wrong", "no_variance", "prompts_differ"
+    assert [found[f"groups/{name}"] for name in names] == [0.25, 0.5, 0.5, 0.25]
+    found = Learner(make_config(), make_policy()).train_step(samples[2:], 5).metrics
+    assert "groups/prompts_differ" not in found
 
 
 def test_staleness_is_also_given_by_length(
