@@ -508,7 +508,6 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
         ({**PPO, "critic.lam": 2}, "critic.lam = 2"),
         ({**PPO, "critic.cliprange_value": 0}, "critic.cliprange_value = 0"),
         ({**PPO, "critic.lr": -1}, "critic.lr = -1"),
-        ({**PPO, "trainer.ranks": 2}, "give trainer.ranks = 1, not 2"),
         (
             {"algorithm.policy_loss.options": {"tau": 1.0}},
             "has 'tau', but loss_mode = 'vanilla' takes none; remove it",

@@ -87,12 +87,6 @@ def _check_critic(c: Config) -> None:
             f"{total} to the policy: lower one or raise the other"
         )
     if c.has_critic:
-        if c.trainer.ranks > 1 or c.trainer.offload != "none":
-            raise ConfigError(
-                'algorithm.adv_estimator = "gae" trains a critic, which is not divided among '
-                f"ranks yet: give trainer.ranks = 1, not {c.trainer.ranks}, and trainer.offload = "
-                '"none"'
-            )
         return
     given = {"critic.model.name": c.critic.model.name, "trainer.critic_warmup": warmup}
     if not is_users(c.algorithm.adv_estimator):  # a function of the user may read them

@@ -22,8 +22,8 @@ the step is in the book; before a checkpoint has its name, and after; before one
 step was done again; before the export."""
 
 LEARNER = ("policy-update", "critic-update")
-"""In a step of a trainer of one process, when its gradient is there: before the policy is updated;
-after that, before its critic is."""
+"""In a step, of a trainer of one process or of another rank than the first, when its gradient is
+there: before the policy is updated; after that, before its critic is."""
 
 RANK = ("rank-load", "rank-step", "rank-fill", "rank-write")
 """In another rank of the trainer than the first: before it loads its rows of the model; in a step;

@@ -52,7 +52,6 @@ def save(
     disk."""
     save_tensors(directory / OPTIMIZER_FILE, moments)
     for name, tensors in critic.items():
-        (directory / name).parent.mkdir(exist_ok=True)
         save_tensors(directory / name, tensors)
     write_digests(directory)
 

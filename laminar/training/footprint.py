@@ -169,7 +169,11 @@ def footprint(model: ModelSizes, way: Way) -> Footprint:
     if way.offload == "all":
         device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
     if way.sharded:
-        device["layers gathered whole"] = _gathered_bytes(model, way)
+        gathered = _gathered_bytes(model, way)
+        if way.critic is not None:  # in turn with the policy; its head is one row
+            of_critic = replace(way.critic, tied=True)
+            gathered = max(gathered, _gathered_bytes(of_critic, replace(way, rank=0)))
+        device["layers gathered whole"] = gathered
     if way.copies:
         copied = model.parameters + 2 * trained + (trained if way.rank else 0)
         copied += 3 * critic.parameters if critic is not None else 0

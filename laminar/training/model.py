@@ -114,10 +114,11 @@ class LoadedPolicy:
     def values(self, rows: TokenRows, compute: Compute) -> Tensor:
         """Of a critic: what each of the rows' targets is predicted from is worth, [tokens] float32.
 
-        The head is so small that it computes in float32.
+        The head is so small that it computes in the type of its weights.
         """
         model: Any = self.model
-        values: Tensor = model.score(self._hidden(rows, compute).float())[:, 0]
+        hidden = self._hidden(rows, compute).to(model.score.weight.dtype)
+        values: Tensor = model.score(hidden)[:, 0]
         return values
 
     def _hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
@@ -223,14 +224,18 @@ def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -
     ConfigError. A head of its own is left out."""
     with _quiet():  # that the head is new
         model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
+    check_value_head(name, model)
+    check_loaded(name, critic_info(info))
+    model.to(device)  # type: ignore[arg-type]
+    return as_critic(model, tokenizer_size, device=model.device)
+
+
+def check_value_head(name: str, model: PreTrainedModel) -> None:
     if not hasattr(model, "score"):
         raise ConfigError(
             f"model {name!r} cannot be a critic: a {type(model).__name__} has no head named "
             "score, as decoders have; give a model such as Qwen2, Qwen3 or Llama"
         )
-    check_loaded(name, critic_info(info))
-    model.to(device)  # type: ignore[arg-type]
-    return as_critic(model, tokenizer_size, device=model.device)
 
 
 @contextmanager

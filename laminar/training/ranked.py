@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
@@ -38,7 +39,7 @@ from laminar.training.learner import Learner, measured_step, no_point, take_weig
 from laminar.training.model import BasePolicy, named_weights, weight_forms
 from laminar.training.ranks import Ranks, meet
 from laminar.training.resume import LearnerFacts, Resume
-from laminar.training.sharding import ShardedPolicy, load_sharded
+from laminar.training.sharding import ShardedPolicy, load_sharded, load_sharded_critic
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.tensor_file import Forms, Rows, forms_of, rows_of
 from laminar.training.threaded import KeptCopies, device_of
@@ -168,7 +169,7 @@ class RankWorker:
         self._device = device_of(config.trainer.device)
         if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
             self._device = torch.device("cuda", rank)
-        self._kept = {name: KeptCopies() for name in (MODEL_FILE, OPTIMIZER_FILE, ADAPTER_FILE)}
+        self._kept: dict[str, KeptCopies] = defaultdict(KeptCopies)
         self._copied: dict[str, dict[str, Rows]] = {}  #: by the file that they are for
 
     async def handle(self, order: bytes) -> bytes:
@@ -235,10 +236,17 @@ class RankWorker:
             reference = BasePolicy(policy)
         elif config.algorithm.use_kl_loss:
             reference = self._policy(config.model.name)
+        critic = self._critic(config.critic_name) if config.has_critic else None
         total = config.trainer.total_training_steps
         self.learner = Learner(
-            config, policy, reference=reference, total_steps=total, ranks=self._ranks
+            config,
+            policy,
+            reference=reference,
+            critic=critic,
+            total_steps=total,
+            ranks=self._ranks,
         )
+        self.learner.reached = self._reached
         shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         padded = why_padded(policy.model, self._device)
@@ -260,13 +268,24 @@ class RankWorker:
             adapt=adapt,
         )
 
+    def _critic(self, name: str) -> ShardedPolicy:
+        return load_sharded_critic(
+            name,
+            self._ranks,
+            self._device,
+            tokenizer_size=self._size,
+            offload=self._config.trainer.offload == "all",
+        )
+
     def _copy(self) -> None:
         learner = self.learner
         model = learner.policy.model
-        found = {
+        found: dict[str, Iterable[tuple[str, Tensor]]] = {
             MODEL_FILE: named_weights(model),
             OPTIMIZER_FILE: named_moments(model, learner.optimizer),
         }
+        if learner.critic is not None:
+            found |= checkpoint.critic_tensors(learner.critic)
         if learner.policy.base:
             found[ADAPTER_FILE] = lora.file_tensors(model)
         self._copied = {name: _copies(self._kept[name], each) for name, each in found.items()}

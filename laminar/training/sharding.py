@@ -1,7 +1,7 @@
 """A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
 
 Reads   a model directory, by slices
-Gives   ShardedPolicy, `load_sharded`, `shard`; ConfigError as model.py
+Gives   ShardedPolicy, `load_sharded`, `load_sharded_critic`, `shard`; ConfigError as model.py
 
 Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
 layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
@@ -12,12 +12,12 @@ coefficients are those of the whole mini-batch already, and a sum is exact for a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +30,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laminar.config import Config, ConfigError
@@ -38,6 +44,8 @@ from laminar.training import lora
 from laminar.training.batching import TokenRows
 from laminar.training.cascade import read_prompts_once, why_padded
 from laminar.training.model import (
+    HEAD,
+    VALUE_HEAD,
     Compute,
     Entropy,
     LoadedPolicy,
@@ -45,6 +53,7 @@ from laminar.training.model import (
     by_identity,
     check_head,
     check_loaded,
+    check_value_head,
     digest,
     not_loadable,
 )
@@ -52,6 +61,7 @@ from laminar.training.ranks import Ranks
 from laminar.training.tensor_file import DTYPES, rows_of
 
 CPU = torch.device("cpu")
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,13 @@ class ShardedPolicy(LoadedPolicy):
         if not torch.is_grad_enabled():
             self.reshard()
         return scores
+
+    def values(self, rows: TokenRows, compute: Compute) -> Tensor:
+        model: Any = self.model
+        values: Tensor = model.with_parameters(LoadedPolicy.values, self, rows, compute)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return values
 
     def whole(self, tensor: Tensor) -> Tensor:
         """From all ranks, which ask together."""
@@ -114,9 +131,12 @@ def shard(
 
 
 def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """TokenScores of what runs while the root's parameters are whole: the head is not in the
+    """Scores or values, of what runs while the root's parameters are whole: the head is not in the
     `forward` of a model. Not views, of which FSDP2 warns."""
-    return TokenScores(*(tensor.clone() for tensor in function(*args)))
+    found = function(*args)
+    if isinstance(found, Tensor):
+        return found.clone()
+    return TokenScores(*(tensor.clone() for tensor in found))
 
 
 def load_sharded(
@@ -135,14 +155,8 @@ def load_sharded(
     model = _without_memory(name)
     if adapt is not None:
         lora.inject(model, adapt.lora)
-    width = model.get_output_embeddings().weight.shape[0]
-    policy = shard(model, min(width, tokenizer_size), ranks, device, offload=offload)
-    model.to_empty(device="cpu" if offload else device)
-    _make_buffers(name, model, device)
-    try:
-        _fill(name, model)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise not_loadable(name, error) from error
+    limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
+    policy = _filled(name, model, limit, ranks, device, offload=offload)
     if adapt is not None:
         lora.start(model, adapt.seed)
         policy = replace(policy, base=digest(policy))
@@ -151,11 +165,47 @@ def load_sharded(
     return policy
 
 
-def _without_memory(name: str) -> PreTrainedModel:
+def load_sharded_critic(
+    name: str, ranks: Ranks, device: torch.device, *, tokenizer_size: int, offload: bool
+) -> ShardedPolicy:
+    """What `load_critic` loads, in rows of the ranks; raises ConfigError. Its head is one row,
+    which the first rank has."""
+    model = _without_memory(name, AutoModelForTokenClassification, num_labels=1)
+    check_value_head(name, model)
+    heads = (HEAD, VALUE_HEAD)
+    critic = _filled(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
+    for key, parameter in model.named_parameters():
+        if key.startswith(VALUE_HEAD):
+            rows_of(parameter).data.zero_()
+    return critic
+
+
+def _filled(
+    name: str,
+    model: PreTrainedModel,
+    vocab_limit: int,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    offload: bool,
+    but: tuple[str, ...] = (),
+) -> ShardedPolicy:
+    """A model without memory, cut and filled; `but`: how the names begin of what is not."""
+    policy = shard(model, vocab_limit, ranks, device, offload=offload)
+    model.to_empty(device="cpu" if offload else device)
+    _make_buffers(name, model, device)
     try:
-        config = AutoConfig.from_pretrained(name)
+        _fill(name, model, but)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise not_loadable(name, error) from error
+    return policy
+
+
+def _without_memory(name: str, kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = kind.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise not_loadable(name, error) from error
     with suppress(OSError):  # a model need not have one
@@ -184,13 +234,13 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
 
 
 @torch.no_grad()
-def _fill(name: str, model: PreTrainedModel) -> None:
-    """Every tensor of the model from the files, and none left over."""
+def _fill(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
+    """Every tensor of the model from the files, and none left over, `but` some."""
     with ExitStack() as files:
-        saved = _slices(Path(name), files)
+        saved = _without(_slices(Path(name), files), but)
         lacking = []
         tensors = lora.base_tensors(model.state_dict(keep_vars=True))
-        for names, tensor in by_identity(tensors).values():
+        for names, tensor in by_identity(_without(tensors, but)).values():
             found = next((saved[n] for n in names if n in saved), None)
             for key in names:
                 saved.pop(key, None)  # a tied tensor may be there under each of its names
@@ -199,6 +249,10 @@ def _fill(name: str, model: PreTrainedModel) -> None:
             else:
                 copy_rows(names[0], tensor, found, cast=True)
     check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
+
+
+def _without(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
 
 
 def _slices(directory: Path, files: ExitStack) -> dict[str, Any]:

@@ -65,8 +65,9 @@ def forms_of(tensors: Mapping[str, Rows]) -> Forms:
 
 
 def create(path: Path, tensors: Forms) -> None:
-    """A file with room for these tensors."""
+    """A file with room for these tensors, in a folder that is made if it is not there."""
     header, _, end = _layout(tensors)
+    path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(end)

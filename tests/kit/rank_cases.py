@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
 from laminar.actors.trainer import NO_PROBE
 from laminar.config import Config, resolve
@@ -30,6 +30,8 @@ from laminar.training import learner as learner_module
 from laminar.training import lora, ranked, sharding
 from laminar.training import model as model_module
 from laminar.training.cascade import read_prompts_once
+from laminar.training.checkpoint import named_moments
+from laminar.training.critic import Critic
 from laminar.training.learner import Learner
 from laminar.training.losses import BatchCounts
 from laminar.training.metrics import TokenFigures
@@ -86,6 +88,17 @@ def make_model(seed: int = 0, *, tied: bool = True) -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
+def make_critic(seed: int = 5) -> Any:
+    """Of the same layers; its head is drawn."""
+    config = make_model(seed).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    model = Qwen3ForTokenClassification(config).eval()
+    torch.nn.init.normal_(model.score.weight, 0.0, 0.3)
+    torch.nn.init.constant_(model.score.bias, 0.2)
+    return model
+
+
 def make_config(flat: dict[str, Any]) -> Config:
     return resolve(
         {
@@ -135,7 +148,14 @@ def make_samples(
 def make_learner(
     ranks: Ranks | None, config: Config, *, tied: bool, offload: bool, dtype: torch.dtype
 ) -> Learner:
-    """With a reference of its own where there is a KL term; without `ranks` of one process."""
+    """With a reference of its own where there is a KL term, and a critic with gae; without `ranks`
+    of one process."""
+
+    def placed(model: Any) -> LoadedPolicy:
+        if ranks is None:
+            read_prompts_once(model)
+            return LoadedPolicy(model, VOCAB, prompts_once=True)
+        return sharding.shard(model, VOCAB, ranks, CPU, offload=offload)
 
     def policy(seed: int) -> LoadedPolicy:
         model = make_model(seed, tied=tied).to(dtype)
@@ -145,17 +165,15 @@ def make_learner(
             for name, parameter in lora.adapters(model):
                 if ".lora_B." in name:  # those that are not 0 any more
                     torch.nn.init.normal_(parameter, 0.0, 0.2)
-        if ranks is None:
-            read_prompts_once(model)
-            return LoadedPolicy(model, VOCAB, prompts_once=True)
-        return sharding.shard(model, VOCAB, ranks, CPU, offload=offload)
+        return placed(model)
 
     reference = policy(1) if config.algorithm.use_kl_loss and not config.lora.rank else None
     own = policy(0)
     if config.lora.rank:
         own = replace(own, base="of a test")
     base = BasePolicy(own) if config.algorithm.use_kl_loss and config.lora.rank else None
-    return Learner(config, own, reference=reference or base, ranks=ranks or ONE)
+    critic = placed(make_critic().to(dtype)) if config.has_critic else None
+    return Learner(config, own, reference=reference or base, critic=critic, ranks=ranks or ONE)
 
 
 def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -167,7 +185,9 @@ def in_double() -> Iterator[None]:
     """All in float64, where the product has float32."""
     usual = sharding._without_memory
     with (
-        replaced(sharding, "_without_memory", lambda name: usual(name).double()),
+        replaced(
+            sharding, "_without_memory", lambda *args, **named: usual(*args, **named).double()
+        ),
         replaced(model_module, "log_softmax_at", double_log_softmax),
         replaced(model_module, "cast_linear", lambda model, dtype: None),
     ):
@@ -183,10 +203,13 @@ def gradient(
     offload: bool = False,
     planted: str = "",
 ) -> tuple[StepResult, dict[str, Any]]:
-    """One step in float64, and the gradient of its last mini-batch."""
+    """One step in float64, and the gradient of its last mini-batch; with a critic what
+    `step_with_values` gives."""
     with in_double(), PLANTED[planted]():
         config = make_config(settings)
         learner = make_learner(ranks, config, tied=tied, offload=offload, dtype=torch.float64)
+        if learner.critic is not None:
+            return step_with_values(learner, samples)
         result = learner.train_step(samples, 3)
         policy = learner.policy
         grads = {
@@ -195,6 +218,25 @@ def gradient(
             if p.grad is not None
         }
     return result, grads
+
+
+def step_with_values(
+    learner: Learner, samples: list[TrainSample]
+) -> tuple[StepResult, dict[str, Any]]:
+    """One step, the values before it, and the moments after it, which are made of the gradients:
+    of two models only one has its gradient at a time."""
+    assert learner.critic is not None
+    values = np.concatenate([s.values for s in learner.critic.with_values(samples)])
+    result = learner.train_step(samples, 3)
+    found = {"values/of all tokens": values}
+    for what, owner, policy in (
+        ("policy", learner, learner.policy),
+        ("critic", learner.critic, learner.critic.model),
+    ):
+        for name, tensor in named_moments(policy.model, owner.optimizer):
+            kind, _, of = name.partition(".")
+            found[f"{what} {kind}/{of}"] = policy.whole(tensor).numpy().copy()
+    return result, found
 
 
 # --- bugs that a test must see ----------------------------------------------------------------
@@ -242,6 +284,19 @@ def counts_of_a_rank() -> Iterator[None]:
 def suspects_of_a_rank() -> Any:
     """Each rank leaves out what its own rows make it suspect."""
     return replaced(TokenFigures, "join", lambda self, ranks, samples: None)
+
+
+@contextmanager
+def values_of_a_rank() -> Iterator[None]:
+    """Each rank knows the values of its own rows, and takes the others for 0."""
+    usual = Critic.with_values
+
+    def with_values(self: Critic, samples: list[TrainSample]) -> list[TrainSample]:
+        with replaced(Ranks, "sum", lambda self, tensor: tensor):
+            return usual(self, samples)
+
+    with replaced(Critic, "with_values", with_values):
+        yield
 
 
 def not_resharded() -> Any:
@@ -317,6 +372,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "averaged": averaged,
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
+    "values of a rank": values_of_a_rank,
     "a pass fewer": a_pass_fewer,
     "not resharded": not_resharded,
     "tied by address": tied_by_address,
