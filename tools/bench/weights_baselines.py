@@ -56,9 +56,10 @@ def buffers(count: int, size: int) -> list[mmap.mmap]:
 class Group:
     """The machines of one way to broadcast."""
 
-    def __init__(self, machine: Machine, memory: list[mmap.mmap]) -> None:
-        """One machine for each buffer; the contents of the first go to all others."""
-        self.memory = memory
+    def __init__(self, machine: Machine, memory: list[mmap.mmap], sources: int = 1) -> None:
+        """One machine for each buffer; the contents of the first, which the first `sources` have,
+        go to all others."""
+        self.memory, self.sources = memory, sources
         self._barrier = _CONTEXT.Barrier(len(memory) + 1)
         self._rounds = _CONTEXT.SimpleQueue()
         self._processes = [
@@ -70,7 +71,7 @@ class Group:
 
     def round(self) -> Round:
         """One broadcast. RuntimeError if the bytes did not arrive."""
-        for buffer in self.memory[1:]:
+        for buffer in self.memory[self.sources :]:
             buffer[:8] = bytes(8)
             buffer[-8:] = bytes(8)
         self._barrier.wait(LIMIT_S)
