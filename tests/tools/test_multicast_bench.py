@@ -43,9 +43,8 @@ def test_a_slow_card_at_the_end_of_a_chain_delays_nobody_else() -> None:
 
 
 def test_two_sources_give_receivers_everything_between_them_in_half_the_time() -> None:
-    seconds = {
-        way: figures(cell, arrivals_of(cell))["together_seconds"]
-        for way in ("chain", "k-way")
-        if (cell := Cell(way, "sources", 4, 16))
-    }
-    assert seconds["k-way"] == pytest.approx(seconds["chain"] / 2)
+    chain, two = (
+        figures(cell, arrivals_of(cell))["together_seconds"]
+        for cell in (Cell("chain", "equal", 4, 16), Cell("k-way", "sources", 4, 16))
+    )
+    assert two == pytest.approx(chain / 2)

@@ -6,13 +6,13 @@ where user namespaces are allowed. --quick: eight machines, 4 and 16 blocks.
 
 Reads   nothing
 Gives   for 4 and 8 machines and 4 to 128 blocks, by situation (`cards`):
-        equal      seconds until the last machine holds all blocks
+        equal      seconds until the last machine holds all blocks; `together_seconds`: until those
+                   that receive hold every block between them, not each of them
         slow       the same for all machines but the last one, whose card is four times slower
                    (`slow_seconds` is its own time)
         joiners    from the moment when two machines join, half of the bytes after the start, until
                    the last of them holds all blocks (`others_seconds`: of the other machines)
-        sources    two machines hold the version at the start (`k-way`); `together_seconds`: until
-                   those that receive hold every block between them, not each of them
+        sources    the same when two machines hold the version at the start (`k-way`)
         and beside each `formula_seconds`: the same schedule, block by block, at the card's rate
 
 chain     each machine sends to the next. A machine that joins is linked behind the last one; a
@@ -61,7 +61,7 @@ CARD_MBIT = 256  #: low enough for two processors to fill eight cards
 BURST_BYTES = 192 << 10
 """What a card sends at once after a pause, 1 % of all: a process that waited for a processor for a
 few milliseconds makes up for it."""
-ROUNDS, ROUNDS_OF_OTHERS = 3, 2  #: with equal cards; else
+ROUNDS = 3  #: of the cells with equal cards, which have a limit
 SLOWER = 4
 JOINERS = 2
 SOURCES = 2
@@ -294,10 +294,8 @@ def figures(cell: Cell, here: NDArray[np.float64]) -> dict[str, float]:
         return {"seconds": joined, "others_seconds": float(ends[: cell.machines].max())}
     if cell.cards == "slow":
         return {"seconds": float(ends[:-1].max()), "slow_seconds": float(ends[-1])}
-    if cell.cards == "sources":
-        together = here[cell.sources :].min(axis=0).max()
-        return {"seconds": float(ends.max()), "together_seconds": float(together)}
-    return {"seconds": float(ends.max())}
+    together = here[cell.sources :].min(axis=0).max()
+    return {"seconds": float(ends.max()), "together_seconds": float(together)}
 
 
 def measured(cell: Cell, rounds: int, memory: list[mmap.mmap]) -> dict[str, Any]:
@@ -324,7 +322,7 @@ def cells_of(quick: bool) -> list[Cell]:
             ("equal", ("chain", "binomial")),
             ("slow", ("chain", "binomial")),
             ("joiners", ("chain", "binomial")),
-            ("sources", ("chain", "k-way")),
+            ("sources", ("k-way",)),
         )
         for p in machines
         for k in blocks
@@ -403,10 +401,9 @@ def inside(quick: bool) -> None:
             memory[source][:] = memory[0][:]
         if cell.cards == "slow":
             with net.slower_card(cell.machines - 1, CARD_MBIT // SLOWER, BURST_BYTES):
-                lines.append(measured(cell, ROUNDS_OF_OTHERS, memory))
+                lines.append(measured(cell, 1, memory))
         else:
-            rounds = ROUNDS if cell.cards == "equal" else ROUNDS_OF_OTHERS
-            lines.append(measured(cell, rounds, memory))
+            lines.append(measured(cell, ROUNDS if cell.cards == "equal" else 1, memory))
         print(json.dumps(lines[-1]), flush=True)
     for line in (*together(lines), *by_formula()):
         print(json.dumps(line))
