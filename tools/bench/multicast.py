@@ -61,7 +61,7 @@ CARD_MBIT = 256  #: low enough for two processors to fill eight cards
 BURST_BYTES = 192 << 10
 """What a card sends at once after a pause, 1 % of all: a process that waited for a processor for a
 few milliseconds makes up for it."""
-ROUNDS = 3  #: of the cells with equal cards, which have a limit
+ROUNDS = 5  #: of the cells with equal cards, which have a limit
 SLOWER = 4
 JOINERS = 2
 SOURCES = 2
