@@ -283,6 +283,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
         Count, says("tokens of what tools answer to one response, the template's included")
     ] = 2_048
     tool_timeout_s: Annotated[Seconds, says("the longest call of a tool; then it is killed")] = 30.0
+    memory_mb: Annotated[Natural, says("memory of each process of a session; 0: any")] = 4_096
     unsafe_local_code: Annotated[bool, says("let code of the model run without a sandbox")] = False
     turn_timeout_s: Annotated[Seconds, says("the calls of one turn together; likewise")] = 120.0
     trajectory_timeout_s: Annotated[Seconds, says("the calls of all turns; likewise")] = 300.0

@@ -104,13 +104,15 @@ class SessionPool:
         name: str,
         *,
         unsafe_local_code: bool = False,
+        memory_mb: int = 0,
         start_timeout_s: float = LOAD_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
-        """`env` is added to this process's environment; `on_output` gets what user code prints."""
+        """`memory_mb`: of each process of a session; 0: any. `env` is added to this process's
+        environment; `on_output` gets what user code prints."""
         self.has_reward = False  #: known once it has started
-        self._start = msgspec.msgpack.encode(Start(path, name, unsafe_local_code))
+        self._start = msgspec.msgpack.encode(Start(path, name, unsafe_local_code, memory_mb))
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _Warm | None = None

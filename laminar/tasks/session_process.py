@@ -19,6 +19,7 @@ import inspect
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -49,6 +50,7 @@ class Start(msgspec.Struct, tag="start"):
     path: str
     name: str
     unsafe: bool  #: code may run without a sandbox
+    memory_mb: int = 0  #: of a process of a session, beyond what this one has; 0: any
 
 
 class Fork(msgspec.Struct, tag="fork"):
@@ -127,14 +129,14 @@ def main(number: str) -> None:
         control.send(msgspec.msgpack.encode(Refused(str(error))))
         return
     control.send(msgspec.msgpack.encode(Ready(has_reward(environment))))
-    _Sessions(control, environment, start.path).serve()
+    _Sessions(control, environment, start).serve()
 
 
 class _Sessions:
     """The forked processes."""
 
-    def __init__(self, control: socket.socket, environment: type, path: str) -> None:
-        self._control, self._environment, self._path = control, environment, path
+    def __init__(self, control: socket.socket, environment: type, start: Start) -> None:
+        self._control, self._environment, self._start = control, environment, start
         self._numbers: dict[int, int] = {}  #: by process id
         self._woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
@@ -182,7 +184,8 @@ class _Sessions:
             os.close(self._woken)
             self._control.close()
             if os.getppid() == parent:
-                _session(socket.socket(fileno=channel), self._environment, self._path)
+                _limit_memory(self._start.memory_mb)
+                _session(socket.socket(fileno=channel), self._environment, self._start.path)
             code = 0
         except BaseException:  # none of it is the user's, whose exceptions are answers
             traceback.print_exc()
@@ -213,6 +216,17 @@ def _kill(pid: int) -> None:
     for kill in (os.kill, os.killpg):  # it may not have its group yet
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def _limit_memory(limit_mb: int) -> None:
+    """Memory that is private and can be written, what the file's import took beside it: what is
+    only reserved, or mapped from files, is not counted. Children have the same limit, each."""
+    if not limit_mb:
+        return
+    with open("/proc/self/status") as status:
+        (taken,) = (line.split()[1] for line in status if line.startswith("VmData:"))
+    limit = int(taken) * 1024 + (limit_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 # --- in a session ----------------------------------------------------------------------------

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import textwrap
+import time
 
 import pytest
 import uvloop
@@ -44,6 +47,8 @@ SOURCE = """
             return f"{{self.note(a)}} {{self.note(b)}}"
 
         def do(self, what: str) -> object:
+            if what == "fill":
+                return sys.getsizeof(bytearray(1 << 30))
             if what == "nap":
                 time.sleep(0.2)
             if what == "raise":
@@ -108,7 +113,7 @@ class Bench:
         self.printed, self.intended = [], []
         self.environments = Environments(
             config,
-            SessionPool(config.env.path, "", on_output=self.printed.append),
+            SessionPool(config.env.path, "", memory_mb=512, on_output=self.printed.append),
             Renderer(self.model, DataConfig(), TOOLS, ends),
             CallParser(self.model, TOOLS),
             lambda ids: self.model.decode(ids, skip_special_tokens=True),
@@ -185,6 +190,7 @@ def test_what_the_policy_can_cause_is_text_for_it(tmp_path):
         said = {
             call("do", what="raise"): "error: ValueError: boom (notes.py:",
             call("do", what="leave"): "error: SystemExit: 3",
+            call("do", what="fill"): "error: MemoryError",
             call("do"): "error: TypeError",
             call("fly"): "error: there is no tool 'fly'",
             "<tool_call>{": "error: the call has no end",
@@ -350,6 +356,48 @@ def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tm
         assert "1" in bench.told(await bench.turn(call("note", word="x"), 1))
 
     in_bench(tmp_path, body, effects="pure")
+
+
+OWNER = """
+import asyncio
+import sys
+
+from laminar.tasks.session_pool import SessionPool
+from laminar.tasks.session_process import Use, Reset
+from laminar.tasks.prompts import PromptRow
+
+async def run():
+    pool = SessionPool(sys.argv[1], "")
+    sessions = [await pool.open() for _ in range(2)]
+    for session in sessions:
+        await session.ask(Reset(PromptRow(0, "Do it.", None, {}, "test"), 1), 60.0)
+    for session in sessions:
+        asyncio.create_task(session.ask(Use("do", '{"what": "hang"}'), 600.0))
+    await asyncio.sleep(600.0)
+
+asyncio.run(run())
+"""
+
+
+def test_no_session_outlives_the_replica_that_is_killed(tmp_path):
+    """Neither does what calls have started."""
+    log, source = tmp_path / "log", tmp_path / "notes.py"
+    log.touch()
+    source.write_text(textwrap.dedent(SOURCE.format(log=str(log))))
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(source)])
+    deadline = time.monotonic() + 120
+    try:
+        while len(log.read_text().split()) < 2:
+            assert owner.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        owner.kill()
+        owner.wait()
+    left = [int(pid) for line in log.read_text().split() for pid in line.split(",")]
+    assert len(left) == 4
+    while any(map(alive, left)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class RealParts:
                 env.path,
                 env.name,
                 unsafe_local_code=env.unsafe_local_code,
+                memory_mb=env.memory_mb,
                 on_output=self._printed,
             ),
             Renderer(tokenizer, config.data, tools, self.stop_ids),
