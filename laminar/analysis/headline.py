@@ -52,6 +52,19 @@ def headline(data: PageData) -> Iterator[tuple[str, str]]:
         yield "nearly empty", f"{share}: at most one slot in {NEARLY_EMPTY} in use"
     yield from _repack(summary["repack"])
     yield "reward errors", _errors(summary)
+    if summary["calls"] is not None:
+        yield "calls of tools", calls_line(summary["calls"])
+
+
+def calls_line(found: Mapping[str, Any]) -> str:
+    """How many calls were made, how they ended, how long they took, and what a turn costs."""
+    ends = [f"{end} {count:,}" for end, count in sorted(found["by_end"].items())]
+    ends += [f"{count:,} responses {end}" for end, count in sorted(found["ended_by"].items())]
+    parts = [f"{found['made']:,}" + (f" ({', '.join(ends)})" if ends else "")]
+    if found["seconds_p50"] is not None:
+        parts.append(f"p50 {found['seconds_p50']:.3g} s, p99 {found['seconds_p99']:.3g} s")
+    parts.append(f"{found['tokens_read_again']:,} tokens read again for next turns")
+    return "; ".join(parts)
 
 
 def troubles(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from laminar.analysis import figures
+from laminar.analysis.calls import Calls
 from laminar.analysis.confidence import estimate
 from laminar.analysis.engine_use import EngineUse
 from laminar.analysis.figures import Publish
@@ -107,7 +108,8 @@ def summary_of(
     which are made here unless they are given."""
     account, windows, milestones = Account(), Windows(), Milestones()
     use, course = use or EngineUse(), course or Course()
-    replayed = replay_log(run_dir, account, windows, milestones, use, course, *observers)
+    calls = Calls()
+    replayed = replay_log(run_dir, account, windows, milestones, use, course, calls, *observers)
     state = replayed.machine.state
     trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
     replicas = sorted(milestones.names.get("rollout", []))
@@ -123,6 +125,7 @@ def summary_of(
         "lost_by": milestones.losses.why,
         "warnings": state.warnings,
         **_rewards(state, account),
+        "calls": calls.facts(run_dir),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
         "seed": state.settings.seed,
         **_throughput(steps.values()),
@@ -182,7 +185,11 @@ def _unchanged(account: Account) -> int:
 def _lengths(account: Account) -> dict[str, Any]:
     """Response lengths in tokens, of what was trained beside what was generated."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
-    reasons = [account.finished[c.ending.trajectory_id].finish_reason for c in trained]
+    names = [closed.ending.trajectory_id for closed in trained]
+    cut = [
+        account.finished[name].finish_reason == TRUNCATED or bool(account.rewarded[name].ended_by)
+        for name in names
+    ]
     generated = [
         finished.num_tokens
         for name, finished in account.finished.items()
@@ -191,7 +198,7 @@ def _lengths(account: Account) -> dict[str, Any]:
     return {
         **_percentiles("response_length", [c.num_tokens for c in trained]),
         **_percentiles("generated_response_length", generated),
-        "truncated_share": reasons.count(TRUNCATED) / len(reasons) if reasons else None,
+        "truncated_share": sum(cut) / len(cut) if cut else None,
         "mismatch_kl_mean": _mismatch(account),
         "left_out": _left_out(account),
         "trainer_memory_gb": _memory(account),

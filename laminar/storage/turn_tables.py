@@ -85,6 +85,10 @@ class TurnTables:
         found: float = self._db.execute(sql, (row.id, row.attempt, row.turns)).fetchone()[0]
         return found
 
+    def ends_of_calls(self) -> list[tuple[str, float]]:
+        """(status, seconds) of every call of the run."""
+        return self._db.execute("SELECT status, seconds FROM effects").fetchall()
+
     def lose_effects(self, trajectory_id: str) -> None:
         """Of calls that have no end, nobody will learn it any more."""
         sql = "UPDATE effects SET status = 'lost' WHERE trajectory_id = ? AND status = 'intended'"

@@ -10,16 +10,31 @@ import msgspec
 import numpy as np
 import pytest
 
+from laminar.analysis.calls import Calls
+from laminar.analysis.headline import calls_line
 from laminar.analysis.history import replay_log
 from laminar.analysis.report import Milestones, publish_windows, summarize, token_rates
 from laminar.analysis.timeline import Span, read_spans, read_steps
 from laminar.config import ConfigError
+from laminar.core.machine import Machine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
 from tests.analysis.conftest import Cli
 from tests.kit.logs import write_log
+from tests.kit.random_worlds import environment_world
 from tests.kit.run_directory import CLOCK_NS, make_run, world_log, write_spans, write_steps
+from tests.kit.store_samples import (
+    CALL,
+    DONE,
+    answers,
+    append,
+    filled,
+    finish,
+    go_on,
+    intend,
+    open_,
+)
 from tests.kit.world import World
 from tests.kit.world_parts import Faults, settings
 
@@ -228,3 +243,22 @@ def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: P
         if isinstance(s.event, ev.TrajectoryRewarded) and s.event.reason == "error"
     }
     assert summary["reward_errors"] == {"error": len(failed)} and summary["exit_code"] == 0
+
+
+def test_calls_of_an_environment_are_counted(tmp_path: Path) -> None:
+    """Of the log turns and what was read again, of the store how each call ended."""
+    world, machine, calls = environment_world(0).run(), Machine(), Calls()
+    for stamped, commands in world.log:
+        machine.handle(stamped)
+        calls(stamped, commands, machine.state)
+    assert calls.facts(tmp_path) is None  # there is no store
+    database, name = filled(tmp_path / "store.sqlite"), "0.0.0"
+    slow = msgspec.structs.replace(DONE, seconds=3.0)
+    said = [open_(name), append(name, (1,)), finish(name, 1), intend(name, (CALL,))]
+    answers(database, *said, go_on(name, (7,), effects=(slow,)))
+    database.close()
+    found = calls.facts(tmp_path)
+    assert found is not None
+    assert (found["made"], found["by_end"], found["seconds_p99"]) == (1, {"done": 1}, 3.0)
+    assert found["tokens_read_again"] > found["turns_continued"] > 0
+    assert calls_line(found).startswith("1 (done 1); p50 3 s, p99 3 s; ")

@@ -63,6 +63,9 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
     check_books(run)
     continued = [e for e in history(run.directory) if isinstance(e, ev.TrajectoryContinues)]
     assert continued and run.summary["steps"] == 3
+    calls = run.summary["calls"]
+    assert calls["made"] == sum(calls["by_end"].values()) == len(effects(run))
+    assert calls["turns_continued"] == len(continued) and calls["tokens_read_again"]
     assert {status for *_, status in effects(run)} <= {"done", "failed"}
     assert len(effects(run)) >= len(continued) // 2
     tokenizer = load_tokenizer(str(ROOT / "configs/models/calculator-0.6m"))
