@@ -34,6 +34,7 @@ from laminar.weights.chain.core import PlaneError, PlaneOptions
 from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
+    Pace,
     PlaneFailed,
     Received,
     Report,
@@ -51,6 +52,7 @@ SLOT_POLL_S = 0.02
 DELTA_SHARE = 4
 """Deltas that are kept for the next relay may take this fraction of the arena's limit."""
 DETAIL_CHARS_MAX = 500
+_UNKNOWN = Pace(0, 0.0, 0)
 _REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)
 
 
@@ -191,7 +193,7 @@ class Relay:
         elif isinstance(report, Received):
             self._received(report)
         elif isinstance(report, Trouble):
-            self._trouble(report.kind, report.peer, report.version, report.detail)
+            self._trouble(report.kind, report.peer, report.version, report.detail, report.pace)
         elif isinstance(report, StrangerRefused):
             self.host.log.warning("stranger-refused", what=report.what)
         elif isinstance(report, NeighbourUp):
@@ -250,9 +252,19 @@ class Relay:
         if report.side is Side.SUCCESSOR and fed:
             self._trouble("connection-lost", report.name, -1, report.reason)
 
-    def _trouble(self, kind: str, relay: str, version: int, detail: str) -> None:
-        detail = detail[:DETAIL_CHARS_MAX]
-        trouble = ev.TransferTrouble(kind=kind, relay=relay, version=version, detail=detail)
+    def _trouble(
+        self, kind: str, relay: str, version: int, detail: str, pace: Pace | None = None
+    ) -> None:
+        detail, pace = detail[:DETAIL_CHARS_MAX], pace or _UNKNOWN
+        trouble = ev.TransferTrouble(
+            kind=kind,
+            relay=relay,
+            version=version,
+            detail=detail,
+            num_bytes=pace.num_bytes,
+            duration_ms=int(pace.seconds * 1000),
+            left_bytes=pace.left_bytes,
+        )
         self.host.emit(trouble, kind=kind, relay=relay, detail=detail)
 
     # --- requests of this machine ---------------------------------------------------------------

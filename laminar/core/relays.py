@@ -9,7 +9,8 @@ in the order in which they became ready; one that repeatedly holds up a transfer
 relay knows only its successor, so a loss costs one command: its predecessor feeds its successor,
 which names the chunks that it lacks. No other relay is concerned.
 
-Each relay has what its predecessor has, within a time; one that has not is restarted. The head has
+Each relay has what its predecessor has, within a time; one that has not is restarted. The time is
+the one that its bytes take at the rate that the relay has measured, if that is longer. The head has
 what the trainer made, or it is owed (core/publishing.py).
 """
 
@@ -32,7 +33,11 @@ LINK_TIMEOUT_MS = 30_000
 UNLINKED_MAX = 2
 """A relay that reaches neither of two successors is at fault itself."""
 RECEIVE_TIMEOUT_MS = 300_000
-"""One copy of the model between two machines, as for a pull; a chain adds little to one hop."""
+"""The least for one copy of the model between two machines; a chain adds little to one hop."""
+DEADLINE_SHARE = 2
+"""A copy may take twice as long as at the rate that was measured: networks are shared."""
+DEADLINE_MS_MAX = 86_400_000
+"""A day; also what is reported wrongly has an end."""
 LAG_MS = 1_000
 """A hop that holds up a transfer by less is not slow, whatever its share is."""
 LAG_SHARE = 4
@@ -220,6 +225,11 @@ def await_newest(ctx: Context, relay: Relay) -> None:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
 
 
+def time_for(needed_ms: int, least_ms: int) -> int:
+    """The deadline in ms of a copy that takes `needed_ms` at the measured rate."""
+    return min(max(least_ms, DEADLINE_SHARE * needed_ms), DEADLINE_MS_MAX)
+
+
 def receive_expired(ctx: Context, name: str) -> None:
     """The newest version did not come: a relay whose predecessor has it is restarted.
 
@@ -235,11 +245,21 @@ def receive_expired(ctx: Context, name: str) -> None:
     await_newest(ctx, relay)
 
 
-@handles(ev.TransferTrouble, valid=anything)
+def _measured(state: State, event: ev.TransferTrouble) -> bool:
+    return all(map(is_count, (event.num_bytes, event.duration_ms, event.left_bytes)))
+
+
+@handles(ev.TransferTrouble, valid=_measured)
 def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
-    """Dealt with already by the relays: the log has it for those who look at these machines."""
-    if ctx.stamped.peer not in ctx.state.relays:
+    """Dealt with already by the relays: the log has it for those who look at these machines. What
+    comes slowly has the time that it takes at the rate of late."""
+    name = ctx.stamped.peer
+    timer = keys.receive(name)
+    if name not in ctx.state.relays:
         ctx.ignore("not-ready")
+    elif event.num_bytes and timer in ctx.state.timers:
+        left_ms = event.left_bytes * event.duration_ms // event.num_bytes
+        ctx.set_timer(timer, time_for(left_ms, RECEIVE_TIMEOUT_MS))
 
 
 # --- slow ones --------------------------------------------------------------------------------

@@ -281,6 +281,8 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     newest: int = -1  #: highest version that was published
     newest_step: int = -1
     newest_digest: str = ""
+    #: longest load of a whole version, if twice that is more than the least time for one
+    slow_load_ms: int = 0
     fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
     #: where the numbers of versions are not those of their steps: the first of them, with its step

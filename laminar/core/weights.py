@@ -2,7 +2,7 @@
 
 Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone, CheckpointSaved,
         CheckpointRefused
-Writes  state.newest, state.saved, relay.held, replica.version
+Writes  state.newest, state.saved, state.slow_load_ms, relay.held, replica.version
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
@@ -35,14 +35,14 @@ from laminar.core.registry import handles
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
 from laminar.core.statuses import TrajectoryStatus
-from laminar.core.validation import anything, are_allocated, of_a_version
+from laminar.core.validation import COUNT_MAX, anything, are_allocated, of_a_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose
 
 PULL_TIMEOUT_MS = 300_000
-"""One copy of the model inside a machine; five minutes cover a terabyte and a slow engine."""
+"""The least for one copy of the model inside a machine; all versions have as many bytes."""
 FAILED_LOADS_MAX = 2
 """A replica that rejects weights twice in a row is restarted; the fault is then its own."""
 
@@ -112,9 +112,13 @@ def _pulled(ctx: Context) -> Replica | None:
     return replica
 
 
+def _measured(state: State, event: ev.WeightsLoaded) -> bool:
+    return of_a_version(state, event) and 0 <= event.seconds <= COUNT_MAX
+
+
 @handles(
     ev.WeightsLoaded,
-    valid=of_a_version,
+    valid=_measured,
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
@@ -123,6 +127,9 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
         return
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
+    took_ms = int(event.seconds * 1000)
+    if event.reloaded and relays.time_for(took_ms, PULL_TIMEOUT_MS) > PULL_TIMEOUT_MS:
+        state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
         state.trajectories[trajectory_id].version = event.version
@@ -227,7 +234,8 @@ def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: Pul
         purpose=purpose,
         checkpoint=state.saved[version] if evicted else "",
     )
-    ctx.command(command, key=keys.pull(replica.name), timeout_ms=PULL_TIMEOUT_MS)
+    timeout_ms = relays.time_for(state.slow_load_ms, PULL_TIMEOUT_MS)
+    ctx.command(command, key=keys.pull(replica.name), timeout_ms=timeout_ms)
     indexes.replica_changed(state, replica)
 
 

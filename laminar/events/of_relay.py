@@ -53,10 +53,13 @@ class RelayLinked(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.RELAY)
-class TransferTrouble(Event, frozen=True, kw_only=True):
+class TransferTrouble(Event, frozen=True, kw_only=True, omit_defaults=True):
     """Something between two relays went wrong and was dealt with, or is being tried again."""
 
-    kind: str  #: e.g. damaged-chunk, wrong-digest, refused, unreachable, stalled
+    kind: str  #: e.g. damaged-chunk, wrong-digest, refused, unreachable, stalled, slow
     relay: str  #: the other one; empty if it never said who it is
     version: int  #: -1: of none
     detail: str
+    num_bytes: int = 0  #: that came within `duration_ms`, of a version that takes long
+    duration_ms: int = 0
+    left_bytes: int = 0  #: that have still to come

@@ -275,6 +275,14 @@ def _weights_received(state: State, peer: str) -> Iterator[Event]:
         )
 
 
+def _transfer_trouble(state: State, peer: str) -> Iterator[Event]:
+    for came, left in ((0, 0), (10, 90), (10, -1)):
+        yield ev.TransferTrouble(
+            kind="slow", relay="", version=state.newest, detail="", num_bytes=came,
+            duration_ms=60_000, left_bytes=left,
+        )  # fmt: skip
+
+
 def _relay_linked(state: State, peer: str) -> Iterator[Event]:
     yield ev.RelayLinked(command_id=1, successor="")
     outstanding = state.commands.get(f"forward:{peer}")
@@ -359,6 +367,7 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,
     ev.RelayLinked: _relay_linked,
+    ev.TransferTrouble: _transfer_trouble,
     ev.TrajectoriesReleased: _trajectories_released,
     ev.ReplicaReady: _replica_ready,
     ev.WeightsLoaded: _weights_loaded,

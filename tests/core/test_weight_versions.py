@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from laminar.core.publishing import PUBLISH_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
@@ -160,6 +162,19 @@ def test_pull_that_takes_too_long_restarts_the_replica() -> None:
     bench.write_ends()
     restart = only(cmd.RestartActor, bench.wait(PULL_TIMEOUT_MS))
     assert [c.actor for c in restart] == ["rollout-0"]
+    assert restart[0].reason == "PullWeights was not done in time"
+
+
+def test_load_has_twice_the_time_of_the_longest_one() -> None:
+    bench = on_policy()
+    bench.complete("0.0")
+    bench.train()
+    bench.say("rollout-0", msgspec.structs.replace(bench.loaded(1), seconds=200.0))
+    bench.complete("0.1")
+    bench.train()
+    bench.write_ends()
+    assert not only(cmd.RestartActor, bench.wait(399_999))
+    restart = only(cmd.RestartActor, bench.wait(1))
     assert restart[0].reason == "PullWeights was not done in time"
 
 

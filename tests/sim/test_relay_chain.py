@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from laminar.core.relays import RECEIVE_TIMEOUT_MS
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.sim.run import run_seed
@@ -29,6 +31,24 @@ def test_every_machine_gets_the_weights_from_the_one_before() -> None:
     assert len({e.version for e in received}) > 3
     assert world.coverage.counts["relay:cut-through"] > 0
     assert not any(relay.lags for relay in state.relays.values())
+
+
+def test_version_that_takes_longer_than_the_least_time_for_one_arrives() -> None:
+    """400 s at the rate of this network; its relay is not told to begin again."""
+    arrived: list[tuple[int, int]] = []
+    restarted: list[Command] = []
+
+    def observe(stamped: Stamped, commands: list[Command], state: State) -> None:
+        restarted.extend(c for c in commands if isinstance(c, cmd.RestartActor))
+        if isinstance(stamped.event, ev.WeightsReceived):
+            arrived.append((stamped.event.version, stamped.event.duration_ms))
+
+    work = {"replicas": 2, "nodes": 2, "slots": 4, "total_steps": 4, "num_train": 20, "num_eval": 0}
+    slow = {"transfer_s": 400.0, "train_s": 130.0, "progress_ms": 10_000, "heartbeat_ms": 4_000}
+    World(calm(**work, **slow, max_staleness=0), 3, observe).run()
+    assert arrived
+    assert [version for version, ms in arrived if ms > RECEIVE_TIMEOUT_MS] == [0]
+    assert not restarted
 
 
 def test_relay_serves_nobody_before_it_has_said_that_it_is_ready() -> None:

@@ -18,8 +18,15 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import Held, Lease, SlotTable, Writing
 from laminar.weights.chain import wire
-from laminar.weights.chain.receiver import REFUSALS_MAX, Receiver
-from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S, Receiver
+from laminar.weights.chain.reports import (
+    Pace,
+    Received,
+    Report,
+    SlotReturned,
+    SlotWanted,
+    Trouble,
+)
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.wire import BadBytes, Header, Kind
 from laminar.weights.delta.cache import DeltaCache
@@ -237,6 +244,22 @@ def test_an_idle_chain_forwards_at_once_and_a_newcomer_is_fed_the_newest() -> No
     run([a, b, c, d], links)
     assert d.received() == [1]  # not what is older
     assert d.holds(1) and not a.troubles() + b.troubles() + c.troubles() + d.troubles()
+
+
+def test_the_pace_of_a_version_is_told_each_minute_in_which_something_came() -> None:
+    a, b = Relay("a"), Relay("b")
+    links = [*join(a, b)]
+    assert b.receiver.tick(SLOW_S) is None  # nothing is on its way
+    a.publish(0)
+    run([a, b], links, lambda: chunks_here(b) == 2)
+    assert b.receiver.tick(SLOW_S - 1) == SLOW_S and not b.troubles()
+    assert b.receiver.tick(SLOW_S) == 2 * SLOW_S
+    assert b.receiver.tick(2 * SLOW_S) == 3 * SLOW_S
+    (slow,) = [report for report in b.reports if isinstance(report, Trouble)]
+    left = SIZE * (CHUNKS - 2) // CHUNKS
+    assert (slow.kind, slow.pace) == ("slow", Pace(2 * CHUNK, SLOW_S, left))
+    run([a, b], links)
+    assert b.holds(0) and b.receiver.tick(3 * SLOW_S) is None
 
 
 def test_a_chunk_goes_on_before_the_next_one_is_here() -> None:

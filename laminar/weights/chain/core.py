@@ -149,7 +149,12 @@ class PlaneCore:
         self._downstream.flush()
         self._upstream.flush()
         now = self._world.clock()
-        due = (self._downstream.tick(now), self._upstream.tick(now), self._look_for_stalls(now))
+        due = (
+            self._downstream.tick(now),
+            self._upstream.tick(now),
+            self._receiver.tick(now),
+            self._look_for_stalls(now),
+        )
         if more:
             return 0.0
         until = min((at for at in due if at is not None), default=None)

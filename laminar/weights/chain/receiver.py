@@ -21,7 +21,14 @@ import msgspec
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Trouble
+from laminar.weights.chain.reports import (
+    Pace,
+    Received,
+    Report,
+    SlotReturned,
+    SlotWanted,
+    Trouble,
+)
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
     Again,
@@ -44,6 +51,8 @@ from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.manifest import num_chunks
 from laminar.weights.version.table import VersionTable
 
+SLOW_S = 60.0
+"""How often the pace of a version is reported; most take less, and are not heard of."""
 REFUSALS_MAX = 3
 """Refusals of one chunk or block over one connection; a path that damages it so often is not
 used."""
@@ -72,6 +81,23 @@ class _Arrival:
     begun: float = 0.0
     num_bytes: int = 0
     by_delta: bool = False
+    told: float = 0.0  #: when its pace was reported last, or its first byte came
+    told_bytes: int = 0  #: of `num_bytes`, that had come then
+
+    def tick(
+        self, now: float, copy: VersionCopy, peer: str, emit: Callable[[Report], object]
+    ) -> float | None:
+        """Report its pace when it is time, and something came; when it is time again."""
+        if not self.num_bytes or self.by_delta:
+            return None
+        seconds, came = now - self.told, self.num_bytes - self.told_bytes
+        if seconds >= SLOW_S:
+            self.told, self.told_bytes = now, self.num_bytes
+            left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
+            if came and left:
+                detail = f"{copy.num_have} of {copy.num_chunks} chunks are here"
+                emit(Trouble("slow", copy.version, peer, detail, Pace(came, seconds, left)))
+        return self.told + SLOW_S
 
 
 class Receiver:
@@ -126,6 +152,11 @@ class Receiver:
         else:
             assert isinstance(message, Hello)
             raise BadBytes("second-hello", message.name)
+
+    def tick(self, now: float) -> float | None:
+        """Report how quickly a version comes that takes long; when to look again."""
+        copy, report = self.incoming, self._emit
+        return self._arrival.tick(now, copy, self._peer, report) if copy is not None else None
 
     # --- which version, into which slot ---------------------------------------------------------
 
@@ -252,7 +283,7 @@ class Receiver:
         """Where a chunk or block goes. A chunk that was not asked for would overwrite proved
         bytes."""
         if not self._arrival.num_bytes:
-            self._arrival.begun = self._clock()
+            self._arrival.begun = self._arrival.told = self._clock()
         self._arrival.num_bytes += header.length
         if header.kind == Kind.BLOCK:
             self._arrival.by_delta = True

@@ -1,7 +1,7 @@
 """What a relay's bulk plane tells the relay.
 
-Gives   SlotWanted, SlotReturned, Received, Trouble, StrangerRefused, NeighbourUp, NeighbourDown,
-        PlaneFailed; Status
+Gives   SlotWanted, SlotReturned, Received, Trouble with its Pace, StrangerRefused, NeighbourUp,
+        NeighbourDown, PlaneFailed; Status
 
 Reports are made in the plane's thread, one call each; its receiver hands them to the event
 loop and returns at once.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from laminar.weights.version.manifest import Manifest
 
@@ -56,14 +56,23 @@ class Received:
     seconds: float  #: from the first of them to the end of the digest
 
 
+class Pace(NamedTuple):
+    """How quickly a version has come of late, and how much of it has still to come."""
+
+    num_bytes: int  #: that came within `seconds`
+    seconds: float
+    left_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """Something went wrong and was dealt with; for the log and for the coordinator."""
 
-    kind: str  #: damaged-chunk, damaged-block, wrong-digest, wrong-layout, stalled, refused, ...
+    kind: str  #: damaged-chunk, damaged-block, wrong-digest, wrong-layout, stalled, slow, ...
     version: int  #: -1: of none
     peer: str  #: name of the neighbour
     detail: str
+    pace: Pace | None = None  #: of a version that takes long
 
 
 @dataclass(frozen=True, slots=True)
