@@ -12,6 +12,7 @@ from laminar.cli.commands import run
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.run.conftest import Finished, history, laminar
+from tools.bench.lost_answers import lost_answers, read_log
 
 pytestmark = pytest.mark.process
 
@@ -130,6 +131,10 @@ def test_weights_in_flight_and_a_replica_that_is_killed_around_a_load(
     told = list(history(run_dir))
     killed = [e for e in told if isinstance(e, ev.ProcessExited) and e.code == -9]
     assert [e.actor.partition("-")[0] for e in killed] == ["rollout"]
+    log = read_log(run_dir)
+    at_ns = next(t.at_ns for t in log.events if t.event == killed[0])
+    lost = lost_answers(run_dir, log, killed[0].actor, at_ns)
+    assert lost["lost"] == lost["went_on"] and not lost["started_over"]
     orders = [c for c in told if isinstance(c, cmd.GenerateTrajectory) and c.purpose == "train"]
     assert {c.attempt for c in orders} == {1}
     pulls = {str(c.purpose) for c in told if isinstance(c, cmd.PullWeights)}

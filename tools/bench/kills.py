@@ -1,9 +1,11 @@
 """Is a run worse for kill -9? Each role is killed while a run trains; how long until the next step?
 
 Usage: python tools/bench/kills.py [-c configs/quickstart.toml] [--roles trainer,store,...]
-           [--each 1] [--seed 0] [--keep DIR] [key=value ...]
-Prints one JSON line per kill and figure; exits 1 when the run fails, a process does not come back,
-its books do not agree, its log does not replay or its weights cannot be trained again from it.
+           [--each 1] [--drained] [--seed 0] [--keep DIR] [key=value ...]
+Prints one JSON line per kill, one for all killed replicas (tools/bench/lost_answers.py) and one for
+the run, which --drained ends when the last of them is back, however many steps it still has; exits
+1 when the run fails, a process does not come back, its books do not agree, its log does not replay
+or its weights cannot be trained again from it.
 
 The processes are those of a real run. Order, moment and which process of a role is hit are random.
 The next one is hit when the one before is back, and a step is done.
@@ -15,6 +17,12 @@ redone_s      until a trainer had done again what lay after its checkpoint
 next_step_s   until the next step was done, by a run that had all its parts again
 sampled       tokens per second of all replicas from the kill until that step, as a share of those
               in the BEFORE_S seconds before the kill
+lost, ...     of a killed replica: what became of its answers; tools/bench/lost_answers.py
+
+Answers that are lost while weights change under them:
+
+    python tools/bench/kills.py --roles rollout --each 50 --drained -c configs/emulated_4.toml \
+        data.train_batch_size=4
 """
 
 from __future__ import annotations
@@ -37,15 +45,21 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.history import WallClock, records, typed_event  # noqa: E402
 from laminar.analysis.timeline import EMPTY_STEPS, read_steps  # noqa: E402
-from laminar.eventlog.record import EventRecord  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import COORDINATOR, Event  # noqa: E402
 from laminar.names.roles import Role  # noqa: E402
 from laminar.run.directory import TIMELINE_DIR, run_config  # noqa: E402
 from laminar.run.lock import holders  # noqa: E402
 from tools.bench.emulated import laminar, read_json  # noqa: E402
+from tools.bench.lost_answers import (  # noqa: E402
+    Log,
+    Told,
+    all_lost,
+    lost_answers,
+    read_log,
+    tells_of_loss,
+)
 
 REWARD_WORKER = "reward-worker"
 ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
@@ -82,7 +96,7 @@ class Passed(NamedTuple):
     """What a run with kills came to."""
 
     kills: list[Kill]
-    events: list[tuple[int, str, Event]]  #: unix ns, sender, event; in the order of the log
+    log: Log
     summary: dict[str, Any]
 
 
@@ -196,7 +210,7 @@ def run(
     finally:
         training.close()
     check(run_dir)
-    return Passed(kills, _events(run_dir), read_json(run_dir / "summary.json"))
+    return Passed(kills, read_log(run_dir), read_json(run_dir / "summary.json"))
 
 
 def check(run_dir: Path) -> None:
@@ -210,10 +224,10 @@ def check(run_dir: Path) -> None:
             raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def times(kill: Kill, events: Sequence[tuple[int, str, Event]]) -> dict[str, float]:
+def times(kill: Kill, events: Sequence[Told]) -> dict[str, float]:
     """Seconds from the kill, by what happened then."""
     found: dict[str, float] = {}
-    for at_ns, peer, event in events:
+    for at_ns, _, peer, event in events:
         passed = round((at_ns - kill.at_ns) / 1e9, 3)
         if passed < 0:
             continue
@@ -233,18 +247,7 @@ def times(kill: Kill, events: Sequence[tuple[int, str, Event]]) -> dict[str, flo
 def _tells_of(event: Event, name: str) -> bool:
     if isinstance(event, ev.CoordinatorStarted):
         return name == COORDINATOR
-    if isinstance(event, ev.ActorJoined):
-        return event.name == name
-    return isinstance(event, ev.ProcessExited | ev.HeartbeatLost) and event.actor == name
-
-
-def _events(run_dir: Path) -> list[tuple[int, str, Event]]:
-    clock, found = WallClock(), []
-    for record in records(run_dir):
-        if isinstance(record, EventRecord):
-            stamped = typed_event(record)
-            found.append((clock.unix_ns(stamped), stamped.peer, stamped.event))
-    return found
+    return tells_of_loss(event, name)
 
 
 def sampled(run_dir: Path, kill: Kill, seconds: float) -> float:
@@ -262,11 +265,17 @@ def sampled(run_dir: Path, kill: Kill, seconds: float) -> float:
 
 
 def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
+    lost = []
     for kill in passed.kills:
-        found: dict[str, Any] = dict(times(kill, passed.events))
+        found: dict[str, Any] = dict(times(kill, passed.log.events))
         if until_s := found.get("next_step_s"):
             found["sampled"] = sampled(run_dir, kill, until_s)
+        if kill.role == Role.ROLLOUT:
+            lost.append(lost_answers(run_dir, passed.log, kill.name, kill.at_ns))
+            found |= lost[-1]
         yield {"killed": kill.name, "role": kill.role, **found}
+    if lost:
+        yield {"name": "lost answers", **all_lost(passed.log, lost)}
     kept = ("steps", "eval_first", "eval_last", "trajectories_trained", "tokens_per_s")
     yield {"name": "run", **{key: passed.summary[key] for key in kept if key in passed.summary}}
 
@@ -276,6 +285,7 @@ def main() -> int:
     parser.add_argument("-c", "--config", default="configs/quickstart.toml")
     parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
     parser.add_argument("--each", type=int, default=1, help="kills of each role")
+    parser.add_argument("--drained", action="store_true", help="end with the last of them back")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run directory to be left there")
     parser.add_argument("settings", nargs="*", metavar="key=value")
@@ -285,7 +295,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = args.keep or Path(directory) / "kills"
         try:
-            passed = run(run_dir.absolute(), args.config, args.settings, order, args.seed)
+            passed = run(
+                run_dir.absolute(),
+                args.config,
+                args.settings,
+                order,
+                args.seed,
+                drained=args.drained,
+            )
         except BadRun as error:
             print(error, file=sys.stderr)
             return 1

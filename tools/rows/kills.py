@@ -47,7 +47,7 @@ def run(gate: Gate) -> Figure:
             except kills.BadRun as error:
                 return Figure(f"{_said(hit)}; run {seed} failed", False, str(error))
         hit.update(kill.role for kill in passed.kills)
-        times = (kills.times(kill, passed.events) for kill in passed.kills)
+        times = (kills.times(kill, passed.log.events) for kill in passed.kills)
         longest = max(longest, *(found.get("next_step_s", 0.0) for found in times))
     return Figure(f"{_said(hit)}; books exact, the next step after at most {longest:.1f} s", True)
 

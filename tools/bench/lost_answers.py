@@ -1,0 +1,199 @@
+"""What becomes of the answers that a killed replica was sampling.
+
+Reads   RUN/events/, RUN/store.sqlite, RUN/timeline/NAME.steps
+Gives   Log, read_log; lost_answers of one kill; all_lost, the sums of many
+
+lost          answers that it had been ordered to sample and had not finished
+at_once       of those: ordered from another replica in the very event that told of the loss
+went_on       of those: sampled or finished under a later placement, before the run ended
+started_over  of those: from their prompt, since nobody had their weights
+went_on_s     from the kill until the last of them did
+again         tokens that it had sampled and that the store does not have
+again_s       for how long it had sampled them; what is given to the store every
+              rollout.progress_interval_ms is not much older, but for what started over
+
+The steps that an engine makes between its last report and the kill are in no timeline. They are
+estimated: each as long as the last one, with the mean of the sequences then and at the kill.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from laminar.analysis.history import WallClock, records, typed_command, typed_event
+from laminar.analysis.timeline import read_steps
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event
+from laminar.events.reasons import PullPurpose
+from laminar.names.ids import Purpose
+from laminar.run.directory import STORE_FILE, run_config
+
+WENT_ON = (ev.TrajectoryStarted, ev.TrajectoryFinished)
+"""A response whose last token is in the store is finished elsewhere without a start."""
+
+
+class Told(NamedTuple):
+    """An event of the log."""
+
+    at_ns: int  #: unix time
+    seq: int
+    peer: str  #: who said it
+    event: Event
+
+
+class Log(NamedTuple):
+    """The history of a run."""
+
+    events: list[Told]
+    orders: list[tuple[int, Command]]  #: by the seq of their cause
+
+
+def read_log(run_dir: Path) -> Log:
+    clock, log = WallClock(), Log([], [])
+    for record in records(run_dir):
+        if isinstance(record, EventRecord):
+            said = typed_event(record)
+            log.events.append(Told(clock.unix_ns(said), said.seq, said.peer, said.event))
+        elif isinstance(record, DecisionRecord):
+            log.orders.append((record.cause, typed_command(record)))
+    return log
+
+
+def tells_of_loss(event: Event, name: str) -> bool:
+    """Whether the coordinator learns from it that this process is gone."""
+    if isinstance(event, ev.ActorJoined):
+        return event.name == name
+    return isinstance(event, ev.ProcessExited | ev.HeartbeatLost) and event.actor == name
+
+
+def lost_answers(run_dir: Path, log: Log, name: str, killed_ns: int) -> dict[str, Any]:
+    """Figures of this kill of the replica; see above."""
+    joined, loss = _life(log, name, killed_ns)
+    mine = [
+        order
+        for cause, order in log.orders
+        if joined.seq <= cause < loss.seq
+        and isinstance(order, cmd.GenerateTrajectory)
+        and order.to == name
+        and order.purpose == Purpose.TRAIN
+    ]
+    lost = {order.trajectory_id: order for order in _unfinished(log, mine, loss.seq)}
+    found: dict[str, Any] = {"lost": len(lost), "at_once": 0, "started_over": 0}
+    placed = set()
+    for cause, order in log.orders:
+        if cause < loss.seq or not isinstance(order, cmd.GenerateTrajectory):
+            continue
+        before = lost.get(order.trajectory_id)
+        if before is None or order.trajectory_id in placed:
+            continue
+        placed.add(order.trajectory_id)
+        found["at_once"] += cause == loss.seq
+        found["started_over"] += order.attempt > before.attempt
+    went_on = list(_went_on(log, lost, killed_ns))
+    found |= {"went_on": len(went_on), "went_on_s": round(max(went_on, default=0.0), 3)}
+    return found | _again(run_dir, name, mine, len(lost), (joined.at_ns, killed_ns))
+
+
+def all_lost(log: Log, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of these kills of one run, and the largest of their times."""
+    sums = {
+        key: sum(kill[key] for kill in found)
+        for key in ("lost", "at_once", "went_on", "started_over", "again")
+    }
+    times = {
+        key: {
+            "median": round(float(np.median([kill[key] for kill in found])), 3),
+            "max": max(kill[key] for kill in found),
+        }
+        for key in ("went_on_s", "again_s")
+    }
+    pulls = (order for _, order in log.orders if isinstance(order, cmd.PullWeights))
+    exact = sum(order.purpose == PullPurpose.RESUME for order in pulls)
+    return {"kills": len(found), **sums, **times, "exact_reloads": exact}
+
+
+def _life(log: Log, name: str, killed_ns: int) -> tuple[Told, Told]:
+    """When this process of the replica had joined, and what told the coordinator of its end."""
+    joined = None
+    for told in log.events:
+        if told.at_ns < killed_ns:
+            if isinstance(told.event, ev.ActorJoined) and told.event.name == name:
+                joined = told
+        elif tells_of_loss(told.event, name):
+            if joined is None:
+                break
+            return joined, told
+    raise RuntimeError(f"the log does not tell of the life of {name}, and of its end after a kill")
+
+
+def _unfinished(
+    log: Log, mine: Iterable[cmd.GenerateTrajectory], loss_seq: int
+) -> Iterator[cmd.GenerateTrajectory]:
+    """Those that the replica still had when the coordinator learned of its loss."""
+    gone: set[tuple[str, int]] = set()
+    for told in log.events:
+        if told.seq >= loss_seq:
+            break
+        if isinstance(told.event, ev.TrajectoryFinished | ev.TrajectoryFailed):
+            gone.add((told.event.trajectory_id, told.event.placement))
+    for cause, order in log.orders:
+        if cause >= loss_seq:
+            break
+        if isinstance(order, cmd.AbortTrajectories):
+            gone |= {(item.trajectory_id, item.placement) for item in order.items}
+        elif isinstance(order, cmd.EndTrajectories):
+            gone |= {(ending.trajectory_id, ending.placement) for ending in order.endings}
+    yield from (order for order in mine if (order.trajectory_id, order.placement) not in gone)
+
+
+def _went_on(log: Log, lost: dict[Any, cmd.GenerateTrajectory], killed_ns: int) -> Iterator[float]:
+    """Seconds from the kill until each of them goes on elsewhere."""
+    waiting = dict(lost)
+    for told in log.events:
+        if not isinstance(told.event, WENT_ON) or told.at_ns < killed_ns:
+            continue
+        order = waiting.get(told.event.trajectory_id)
+        if order is not None and told.event.placement > order.placement:
+            del waiting[order.trajectory_id]
+            yield (told.at_ns - killed_ns) / 1e9
+
+
+def _again(
+    run_dir: Path,
+    name: str,
+    mine: Iterable[cmd.GenerateTrajectory],
+    lost: int,
+    life_ns: tuple[int, int],
+) -> dict[str, Any]:
+    """What the process had sampled, less what the store has of it."""
+    steps = read_steps(run_dir, name)
+    steps = steps[(steps[:, 0] >= life_ns[0]) & (steps[:, 1] <= life_ns[1])]
+    single = steps[steps[:, 2] > 0]  # the others are many, as one
+    if not lost or not len(single):
+        return {"again": 0, "again_s": 0.0}
+    rollout = run_config(run_dir).rollout
+    began_ns, ended_ns, sequences, _ = map(int, single[-1])
+    step_ns, running = ended_ns - began_ns, min(lost, rollout.max_num_seqs)
+    silent_ns = min(life_ns[1] - int(steps[-1, 1]), rollout.progress_interval_ms * 1_000_000)
+    unreported = silent_ns / step_ns * (running + sequences) / 2
+    again = max(float(steps[:, 3].sum()) + unreported - _stored(run_dir, mine), 0.0)
+    return {"again": round(again), "again_s": round(again / running * step_ns / 1e9, 3)}
+
+
+def _stored(run_dir: Path, mine: Iterable[cmd.GenerateTrajectory]) -> int:
+    """Tokens that the store has of these placements."""
+    query = "SELECT COALESCE(SUM(num_tokens), 0) FROM chunks WHERE trajectory_id=? AND placement=?"
+    path = (run_dir / STORE_FILE).resolve()
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:
+        return sum(
+            db.execute(query, (order.trajectory_id, order.placement)).fetchone()[0]
+            for order in mine
+        )
