@@ -46,7 +46,6 @@ from tools.bench.repack import results
 from tools.bench.repack_in_flight import InFlight
 from tools.bench.repack_measures import (
     GROUP_SIZE,
-    LOAD_S,
     SECOND,
     Seen,
     Setup,
@@ -184,9 +183,9 @@ class Run(NamedTuple):
             ratio = weight_bytes(self.model) / weight_bytes(FITTED_MODEL)
             pause_s = K["areal_update_s"] * ratio
             setup = self.setup(NO_BOUND, pause_s=pause_s)
-            return InFlight(setup, recompute=True, pause_s=pause_s).run()
+            return InFlight(setup._replace(load_s=pause_s), recompute=True).run()
         if self.system == "keep":
-            return InFlight(self.setup(K["bound"]), pause_s=LOAD_S).run()
+            return InFlight(self.setup(K["bound"])).run()
         if self.system == "gain":
             return RepackWorld(self.setup(K["bound"], "gain")).run()
         with drains():

@@ -24,8 +24,6 @@ from laminar.engines.timed_batch import TimedBatch
 from laminar.names import ids
 from tools.bench.repack_measures import (
     GROUP_SIZE,
-    LOAD_S,
-    PUBLISH_S,
     SAMPLE_S,
     SECOND,
     Meter,
@@ -74,9 +72,9 @@ class Group:
 class InFlight:
     """A run from its start until enough steps are measured."""
 
-    def __init__(self, setup: Setup, recompute: bool = False, pause_s: float = LOAD_S) -> None:
+    def __init__(self, setup: Setup, recompute: bool = False) -> None:
         self.setup, self.now, self.meter = setup, 0, Meter(setup)
-        self._recompute, self._pause_s = recompute, pause_s
+        self._recompute = recompute
         self.batches = [Batch(setup.timing, setup.slots) for _ in range(setup.replicas)]
         chance = random.Random(f"repack/{setup.seed}")
         self._begins = [chance.uniform(0, setup.start_s) * SECOND for _ in self.batches]
@@ -137,7 +135,7 @@ class InFlight:
         """New groups, one at a time, to the emptiest of these replicas with room."""
         loads = [(self._load_of(number), number) for number in numbers]
         heapify(loads)
-        while loads and loads[0][0] + GROUP_SIZE <= self.setup.slots and self._admits():
+        while loads and loads[0][0] + GROUP_SIZE <= self.setup.capacity and self._admits():
             load, number = loads[0]
             self._begin(self.batches[number])
             heapreplace(loads, (load + GROUP_SIZE, number))
@@ -173,7 +171,7 @@ class InFlight:
         """All replicas change to the newest weights, which are one step newer."""
         for batch in self.batches:
             self._end(batch)
-            done = batch.load(float(self.now), self._pause_s, self._recompute)
+            done = batch.load(float(self.now), self.setup.load_s, self._recompute)
             for name, tokens in done.items():
                 self._groups[int(name.partition(".")[0])].steps -= tokens
         self._step += 1
@@ -213,7 +211,7 @@ class InFlight:
         self._completed, self._training = self._completed + 1, []
         if self._completed == self.setup.warm_steps:
             self.meter.begin(self.now, self.batches)
-        self._at(self.now + PUBLISH_S * SECOND, PUBLISHED)
+        self._at(self.now + self.setup.publish_s * SECOND, PUBLISHED)
 
     def _live(self) -> int:
         """Tokens now of what was begun and is not trained."""

@@ -15,7 +15,6 @@ from laminar.engines.timing import EngineTiming
 
 SECOND = 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 16
-PUBLISH_S, LOAD_S = 1.2, 0.6  #: 32B: the trainer's copy and the chain; a pull
 SAMPLE_S = 5.0
 
 
@@ -41,6 +40,14 @@ class Setup(NamedTuple):
     groups_per_step: int = 512
     start_s: float = 600.0  #: within which the replicas begin, or they would do all together
     train_s: float = 236.0  #: of a step
+    queued: int = 0  #: trajectories that a replica has waiting when all slots are taken
+    publish_s: float = 1.2  #: 32B: the trainer's copy and the chain
+    load_s: float = 0.6  #: 32B: a pull
+
+    @property
+    def capacity(self) -> int:
+        """Trajectories that a replica takes at a time."""
+        return self.slots + self.queued
 
     def trains_for_s(self, step: int) -> float:
         """The same for every policy of a seed, so that they can be compared by pairs."""

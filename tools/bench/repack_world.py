@@ -28,8 +28,6 @@ from laminar.names.ids import TrajectoryId
 from tests.kit.world_parts import coordinator_started, settings, step_completed
 from tools.bench.repack_measures import (
     GROUP_SIZE,
-    LOAD_S,
-    PUBLISH_S,
     SAMPLE_S,
     SECOND,
     Meter,
@@ -130,9 +128,9 @@ class RepackWorld:
         elif isinstance(command, cmd.TrainStep):
             self._train(command)
         elif isinstance(command, cmd.PublishWeights):
-            self._after(PUBLISH_S, self._publish, command.version, command.step)
+            self._after(self.setup.publish_s, self._publish, command.version, command.step)
         elif isinstance(command, cmd.PullWeights):
-            self._after(LOAD_S, self._load, command.to)
+            self._after(self.setup.load_s, self._load, command.to)
         elif isinstance(command, cmd.ReleaseTrajectories):
             self._release(command_id, command)
         elif isinstance(command, cmd.AbortTrajectories):
@@ -189,7 +187,7 @@ class RepackWorld:
         self._replicas[name] = Replica(name, self.setup)
         self._join(name)
         ready = ev.ReplicaReady(
-            max_num_seqs=self.setup.slots,
+            max_num_seqs=self.setup.capacity,
             kv_capacity_tokens=self.setup.timing.cache_tokens,
             max_batch=self.setup.max_batch,
         )
@@ -302,7 +300,7 @@ class RepackWorld:
             step=self._step_of[version],
             digest=f"d{version}",
             probe_diff=0.0,
-            seconds=LOAD_S,
+            seconds=self.setup.load_s,
             reloaded=True,
         )
         self._say(name, loaded)
@@ -336,7 +334,7 @@ class RepackWorld:
         self._untrained.difference_update(rows)
         if self.completed == self.setup.warm_steps:
             self.meter.begin(self.now, self._batches())
-        self._after(PUBLISH_S, self._publish, version, step + 1)
+        self._after(self.setup.publish_s, self._publish, version, step + 1)
         self._say(TRAINER, step_completed(step, version))
 
     def _publish(self, version: int, step: int) -> None:
