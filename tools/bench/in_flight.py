@@ -15,7 +15,8 @@ The model (repack_world.py, repack_in_flight.py) gets the run's settings, the sa
 times of the median publishing and load of the drain run; it has no prompts, store or sockets.
 
 trained_per_s     tokens of the batches that were completed; generated_per_s: that engines sampled
-staleness_group   in steps, of a trained group, by its oldest token: mean and largest
+staleness_group   in steps, of a trained group, by its oldest token: mean and largest; measured ones
+                  are of the whole run
 staleness_token   the same of a token, by its own weights: mean
 """
 

@@ -7,13 +7,13 @@ lost          answers that it had been ordered to sample and had not finished
 at_once       of those: ordered from another replica in the very event that told of the loss
 went_on       of those: sampled or finished under a later placement, before the run ended
 started_over  of those: from their prompt, since nobody had their weights
-went_on_s     from the kill until the last of them did
+went_on_s     from the event that told of the loss until the last of them did
 again         tokens that it had sampled and that the store does not have
 again_s       for how long it had sampled them; what is given to the store every
               rollout.progress_interval_ms is not much older, but for what started over
 
-The steps that an engine makes between its last report and the kill are in no timeline. They are
-estimated: each as long as the last one, with the mean of the sequences then and at the kill.
+The steps that an engine makes between its last report and the loss are in no timeline. They are
+estimated: each as long as the last one, with the mean of the sequences then and at the loss.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose
 from laminar.run.directory import STORE_FILE, run_config
 
+DRIFT_NS = 500_000_000
+"""The log's clock runs from the start of its coordinator on: so much it may be behind the time of
+day. Times here are therefore from the event that told of the loss."""
 WENT_ON = (ev.TrajectoryStarted, ev.TrajectoryFinished)
 """A response whose last token is in the store is finished elsewhere without a start."""
 
@@ -97,9 +100,9 @@ def lost_answers(run_dir: Path, log: Log, name: str, killed_ns: int) -> dict[str
         placed.add(order.trajectory_id)
         found["at_once"] += cause == loss.seq
         found["started_over"] += order.attempt > before.attempt
-    went_on = list(_went_on(log, lost, killed_ns))
+    went_on = list(_went_on(log, lost, loss))
     found |= {"went_on": len(went_on), "went_on_s": round(max(went_on, default=0.0), 3)}
-    return found | _again(run_dir, name, mine, len(lost), (joined.at_ns, killed_ns))
+    return found | _again(run_dir, name, mine, len(lost), (joined.at_ns, loss.at_ns))
 
 
 def all_lost(log: Log, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -124,13 +127,12 @@ def _life(log: Log, name: str, killed_ns: int) -> tuple[Told, Told]:
     """When this process of the replica had joined, and what told the coordinator of its end."""
     joined = None
     for told in log.events:
-        if told.at_ns < killed_ns:
-            if isinstance(told.event, ev.ActorJoined) and told.event.name == name:
-                joined = told
-        elif tells_of_loss(told.event, name):
+        if told.at_ns >= killed_ns - DRIFT_NS and tells_of_loss(told.event, name):
             if joined is None:
                 break
             return joined, told
+        if isinstance(told.event, ev.ActorJoined) and told.event.name == name:
+            joined = told
     raise RuntimeError(f"the log does not tell of the life of {name}, and of its end after a kill")
 
 
@@ -154,16 +156,16 @@ def _unfinished(
     yield from (order for order in mine if (order.trajectory_id, order.placement) not in gone)
 
 
-def _went_on(log: Log, lost: dict[Any, cmd.GenerateTrajectory], killed_ns: int) -> Iterator[float]:
-    """Seconds from the kill until each of them goes on elsewhere."""
+def _went_on(log: Log, lost: dict[Any, cmd.GenerateTrajectory], loss: Told) -> Iterator[float]:
+    """Seconds from the loss until each of them goes on elsewhere."""
     waiting = dict(lost)
     for told in log.events:
-        if not isinstance(told.event, WENT_ON) or told.at_ns < killed_ns:
+        if not isinstance(told.event, WENT_ON) or told.seq < loss.seq:
             continue
         order = waiting.get(told.event.trajectory_id)
         if order is not None and told.event.placement > order.placement:
             del waiting[order.trajectory_id]
-            yield (told.at_ns - killed_ns) / 1e9
+            yield (told.at_ns - loss.at_ns) / 1e9
 
 
 def _again(
