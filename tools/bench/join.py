@@ -2,7 +2,7 @@
 
 Usage: python tools/bench/join.py [--joiners 1] [--rate 1600] [-c CONFIG] [key=value ...]
 Prints one JSON line for each joiner and one for the run; exits 1 when a joiner has no token within
---within seconds, or its parts miss the whole by more than 5 %.
+--within seconds, or its parts miss the whole by more than 5 %; 2 for a mistake in the command.
 
 A run with real processes works on one machine; then `laminar-node` is called on --joiners others,
 all at once. Each machine has an emulated network card (weights_net.py) of --rate Mbit/s. Without -c
@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,12 @@ def inside(given: argparse.Namespace, run_dir: Path) -> int:
     joiners: list[Joiner] = []
     try:
         status = run_dir / "status.json"
-        _until(lambda: read_json(status).get("newest_version", -1) >= 1, START_S, train)
+        _until("a second version", _published(status), START_S, train)
         time.sleep(given.before)
         net.limit(given.joiners + 1, given.rate)
         joiners = [Joiner(run_dir, number + 1) for number in range(given.joiners)]
-        _until(lambda: all(j.first_token_ns() for j in joiners), given.within, train)
+        what = "a token of each joiner (--within)"
+        _until(what, lambda: all(j.first_token_ns() for j in joiners), given.within, train)
         net.limit(given.joiners + 1)
         subprocess.run(laminar("stop", str(run_dir)), cwd=ROOT, timeout=END_S, capture_output=True)
         train.wait(END_S)
@@ -164,13 +166,21 @@ def _tell(**facts: Any) -> None:
     print(json.dumps({name: rounded(value) for name, value in facts.items()}), flush=True)
 
 
-def _until(condition: Any, seconds: float, train: subprocess.Popen[bytes]) -> None:
+def _published(status: Path) -> Callable[[], bool]:
+    """Whether the run has made weights of its own."""
+    return lambda: read_json(status).get("newest_version", -1) >= 1
+
+
+def _until(
+    what: str, condition: Callable[[], bool], seconds: float, train: subprocess.Popen[bytes]
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        if train.poll() is not None:
-            sys.exit(f"join: the run ended with exit code {train.returncode}")
+        if (code := train.poll()) is not None:
+            print(f"join: the run ended with exit code {code}", file=sys.stderr)
+            sys.exit(code or 1)
         if time.monotonic() > deadline:
-            sys.exit(f"join: nothing after {seconds:g} s; --within gives it longer")
+            sys.exit(f"join: the run did not have {what} within {seconds:g} s")
         time.sleep(POLL_S)
 
 
@@ -185,6 +195,9 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="key=value")
     given = parser.parse_args()
+    for name in ("joiners", "rate", "within"):
+        if (value := getattr(given, name)) <= 0:
+            parser.error(f"--{name} {value:g} is none; give a number above 0")
     if given.inside:
         return inside(given, given.keep)
     prefix = net.namespace()
