@@ -322,6 +322,8 @@ def _become_code(limits: dict[str, int]) -> None:
         (resource.RLIMIT_CORE, 0),
         *(() if limits["unsafe"] else ((resource.RLIMIT_NPROC, limits["processes"]),)),
     ):
+        _, allowed = resource.getrlimit(what)
+        most = most if allowed < 0 else min(most, allowed)  # a limit cannot be raised here
         resource.setrlimit(what, (most, most))
     if not limits["unsafe"]:
         for capability in range(64):

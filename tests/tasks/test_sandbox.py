@@ -146,21 +146,30 @@ def test_it_ends_when_its_outer_process_is_killed(sandbox):
 USE = (
     "from laminar.tasks.sandbox import ConfigError, Sandbox, permit_unsafe\n"
     "{permission}\n"
-    "try: print(Sandbox().run('6 * 7').output)\n"
+    "try: print(Sandbox().run({program!r}).output)\n"
     "except ConfigError as error: print(error)\n"
 )
 
 
-def without_user_namespaces(permission):
-    command = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    program = USE.format(permission=permission)
-    shell = ["unshare", "--user", "--map-root-user", "sh", "-c", command, "sh"]
+def used_where(command, permission="", program="6 * 7", before=()):
+    """What is said where a shell has made `command` true, in a process of its own."""
+    program = USE.format(permission=permission, program=program)
     return subprocess.run(
-        [*shell, sys.executable, "-c", program],
+        [*before, "sh", "-c", f'{command}; exec "$@"', "sh", sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def without_user_namespaces(permission):
+    command = "echo 0 > /proc/sys/user/max_user_namespaces"
+    return used_where(command, permission, before=("unshare", "--user", "--map-root-user"))
+
+
+def test_a_lower_limit_of_the_machine_stays(sandbox):
+    program = "import resource; resource.getrlimit(resource.RLIMIT_NOFILE)"
+    assert used_where("ulimit -n 48", program=program).stdout == "(48, 48)\n\n"
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no command unshare")
