@@ -19,7 +19,7 @@ from laminar.names.ids import hash64
 
 P99_TO_MEDIAN = 10.0
 _NORMAL = NormalDist()
-_P99 = _NORMAL.inv_cdf(0.99)
+P99 = _NORMAL.inv_cdf(0.99)
 _HASHES = float(2**64)
 
 
@@ -51,6 +51,6 @@ class ResponseLengths(msgspec.Struct, frozen=True):
     def of(self, seed: int) -> int:
         """Tokens of the response that belongs to a trajectory's seed, 1..limit."""
         uniform = (hash64(seed, "length") + 0.5) / _HASHES
-        sigma = math.log(self.p99_to_median) / _P99
+        sigma = math.log(self.p99_to_median) / P99
         drawn = self.median * math.exp(sigma * _NORMAL.inv_cdf(uniform))
         return max(1, min(self.limit, round(drawn)))

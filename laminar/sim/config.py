@@ -92,6 +92,8 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     environment_share: float = 0.0  #: of the worlds
     effects: Words = ("once", "pure")  #: what a lost session means
     answer_s: Floats = (0.01, 0.3, 8.0)  #: how long it takes
+    #: 0: half as long to one and a half times; else log-normal, with answer_s as its median
+    answer_p99_to_median: Floats = 0.0
 
 
 class TimeConfig(Section, frozen=True, kw_only=True):

@@ -108,6 +108,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin | None = None  #: of a fork
     effects: str = ""  #: once | pure: of an environment; empty: there is none
     answer_s: float = 0.0  #: how long it takes to answer
+    answer_p99_to_median: float = 0.0  #: of a log-normal; 0: from half to one and a half times
 
     @property
     def lease_ns(self) -> int:
@@ -283,7 +284,13 @@ def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Sce
         reward_scope="trajectory",
         batch_wait_ms=max(scenario.settings.batch_wait_ms, wait_ms),
     )
-    return msgspec.structs.replace(scenario, settings=settings, effects=effects, answer_s=answer_s)
+    return msgspec.structs.replace(
+        scenario,
+        settings=settings,
+        effects=effects,
+        answer_s=answer_s,
+        answer_p99_to_median=pick(environment.answer_p99_to_median),
+    )
 
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:

@@ -10,6 +10,8 @@ wrote in turn can be compared with the one that a single replica would have writ
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -25,6 +27,7 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
+from laminar.engines.timing import P99
 from laminar.names import exit_codes
 from laminar.sim.machine.memory import ReachableWeights
 from laminar.sim.machine.versions import PROBE_LOGPROB
@@ -156,6 +159,12 @@ def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
     return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
 
 
+def _tailed(chance: random.Random, p99_to_median: float) -> float:
+    """Log-normal with median 1. No answer takes four times as long as the p99: calls are killed."""
+    deviation = math.log(p99_to_median) / P99
+    return min(chance.lognormvariate(0.0, deviation), 4 * p99_to_median)
+
+
 class Environments:
     """The sessions of one replica (actors/turns.py): they end with its process."""
 
@@ -204,8 +213,9 @@ class Environments:
 
     async def _pause(self) -> None:
         replica = self._replica
-        duration_s = replica.scenario.answer_s * replica.chance.uniform(0.5, 1.5)
-        await asyncio.sleep(duration_s * replica.process.slow)
+        scenario, spread = replica.scenario, replica.scenario.answer_p99_to_median
+        share = _tailed(replica.chance, spread) if spread else replica.chance.uniform(0.5, 1.5)
+        await asyncio.sleep(scenario.answer_s * share * replica.process.slow)
 
 
 class Replica(Idle):

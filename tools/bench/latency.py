@@ -1,0 +1,164 @@
+"""What slow tools cost in tokens per second: 64 trajectories at a time, whose turns wait for them.
+
+Usage: python tools/bench/latency.py [--bounds 1000 4 2] [--p99 20 120] [--window 400]
+Prints a line for each way to take weights, staleness bound and p99 of an answer, as it comes:
+tokens per second by those of the same run whose answers take no time, and what bound the engines.
+
+The actors, the coordinator and the store are the real ones, in the virtual time of the simulator;
+engines are clocks. Two replicas run 32 sequences each at up to 40 tokens per second. A response has
+one to four turns of 200 tokens in the median. Answers are log-normal with a median of 0.5 s, and
+none takes four times its p99. A replica has twice as many sessions as its engine has room for, and
+for one group besides, as the settings' default gives it. After 200 s tokens are counted for
+--window seconds.
+
+"idle": the share of engine slots that were free; then, of these, for want of what: sessions (all
+have a trajectory that waits for its answer), staleness (the bound allows no new group), draining (a
+replica finishes what it has before it loads), other (no room for a whole group, loading).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import NamedTuple
+
+from laminar.core.admission import has_sessions, room, why_not_admitted
+from laminar.core.state import State
+from laminar.sim.config import (
+    CheckConfig,
+    EnvironmentConfig,
+    FaultConfig,
+    FilterConfig,
+    LogConfig,
+    RepackConfig,
+    SimConfig,
+    TimeConfig,
+    WorkConfig,
+)
+from laminar.sim.scheduler import SECOND
+from laminar.sim.world import World
+
+MEDIAN_S, NO_TIME_S = 0.5, 1e-4
+WARM_S, LOOK_S = 200, 1
+REPLICAS, SLOTS, GROUP_SIZE, GROUPS_PER_STEP = 2, 32, 8, 16
+LONG_MS = 36_000_000
+UPDATES = ("in-flight", "drain")
+REASONS = {"staleness-bound": "staleness", "draining": "draining"}
+
+
+class Seen(NamedTuple):
+    """Of one run."""
+
+    tokens_per_s: float
+    idle: float  #: share of slots
+    wanted: dict[str, float]  #: what free slots wanted, by their share
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in self.wanted.items())
+        return f"{self.tokens_per_s:5.0f} tokens/s, idle {self.idle:4.0%} ({parts or 'nothing'})"
+
+
+def world_of(update: str, bound: int, p99_s: float) -> SimConfig:
+    """A run without faults that does not end by itself within the time that is looked at."""
+    return SimConfig(
+        work=WorkConfig(
+            replicas=REPLICAS,
+            nodes=1,
+            slots=SLOTS,
+            group_size=GROUP_SIZE,
+            groups_per_step=GROUPS_PER_STEP,
+            groups_per_version=REPLICAS * SLOTS // GROUP_SIZE,
+            update=update,
+            kv_on_update="keep",
+            max_staleness=bound,
+            total_steps=0,
+            num_train=20_000,
+            fork_step=0,
+            num_eval=0,
+            test_freq=0,
+            save_freq=0,
+            batch_strategy="deadline",
+            reward_scope="trajectory",
+            resume_wait_ms=10_000,
+            batch_wait_ms=LONG_MS,
+            stall_ms=LONG_MS,
+            boundary_share=0.0,
+        ),
+        filter=FilterConfig(metric=""),
+        repack=RepackConfig(policy=""),
+        environment=EnvironmentConfig(
+            environment_share=1.0,
+            effects="once",
+            answer_s=MEDIAN_S if p99_s else NO_TIME_S,
+            answer_p99_to_median=p99_s / MEDIAN_S,
+        ),
+        time=TimeConfig(
+            delay_ms=0.2,
+            start_s=0.5,
+            transfer_s=0.05,
+            load_s=0.5,
+            train_s=5.0,
+            score_s=0.01,
+            step_us=25_000.0,
+            sequence_us=0.0,
+            median_tokens=200,
+            p99_to_median=3.0,
+            max_tokens=4_000,
+        ),
+        log=LogConfig(segment_bytes=1 << 26, snapshot_every=1 << 30),
+        faults=FaultConfig(calm_share=1.0),
+        checks=CheckConfig(invariants_every=1 << 30, events_max=1 << 40, quiet_s=LONG_MS),
+    )
+
+
+def watch(config: SimConfig, window_s: int) -> Seen:
+    """A run for so long, as the coordinator sees it each second."""
+    wanted, free, looks, began = Counter[str](), 0, 0, 0
+    with World(config, 1) as world:
+        world.begin()
+        for second in range(0, WARM_S + window_s, LOOK_S):
+            while world.scheduler.now < second * SECOND and not world.finished:
+                world.scheduler.step()
+            state = world.coordinator.state
+            if state is None or second < WARM_S:
+                continue
+            began, looks = began or state.ledger.tokens.issued, looks + 1
+            for name, slots in _free(state).items():
+                wanted[name] += slots
+                free += slots
+        assert state is not None and not world.finished
+        tokens = state.ledger.tokens.issued - began
+    shares = {name: slots / free for name, slots in wanted.most_common() if slots >= 0.01 * free}
+    return Seen(tokens / window_s, free / (looks * REPLICAS * SLOTS), shares)
+
+
+def _free(state: State) -> Counter[str]:
+    """Free slots, by what they want."""
+    found = Counter[str]()
+    for replica in state.replicas.values():
+        reason = why_not_admitted(state, replica)
+        if not reason and not has_sessions(state, replica, GROUP_SIZE):
+            reason = "sessions"
+        found[REASONS.get(reason, reason if reason == "sessions" else "other")] += room(replica)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--bounds", type=int, nargs="+", default=[1000, 4, 2])
+    parser.add_argument("--p99", type=float, nargs="+", default=[20, 120])
+    parser.add_argument("--window", type=int, default=400)
+    given = parser.parse_args()
+    for update in UPDATES:
+        for bound in given.bounds:
+            at_once = watch(world_of(update, bound, 0.0), given.window)
+            print(f"{update:9} bound {bound:4}  no latency      {at_once}", flush=True)
+            for p99_s in given.p99:
+                seen = watch(world_of(update, bound, p99_s), given.window)
+                ratio = seen.tokens_per_s / at_once.tokens_per_s
+                what = f"{update:9} bound {bound:4}  p99 {p99_s:3.0f} s"
+                print(f"{what} {ratio:5.2f}  {seen}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
