@@ -3,10 +3,11 @@
 Usage: python tools/fail_points.py [--only POINT ...] [--keep DIR] [SETTING=VALUE ...]
 Prints one JSON line per run; exits 1 when a point was not reached or a run is not sound.
 
-Each run is the quickstart's model with a checkpoint after every second step, and dies at several
-places, each once. Some places are reached only after a death at another one, so those stand
-together. A run is sound when it completes, every point has killed its process, the log replays to
-the same decisions, the three books agree, and what was trained gives the same weights again.
+Each run is the quickstart's model, or for calls of tools the calculator's, with a checkpoint after
+every second step, and dies at several places, each once. Some places are reached only after a death
+at another one, so those stand together. A run is sound when it completes, every point has killed
+its process, the log replays to the same decisions, the three books agree, and what was trained
+gives the same weights again.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ RUNS: tuple[dict[str, int], ...] = (
     },
     {"node-launched": 5, "rollout-loaded": 3, "node-child-ended": 1},
     {"policy-update": 3, "critic-update": 4},
+    {
+        "rollout-noted": 9,
+        "rollout-called": 14,
+    },
     {"rank-load": 1, "rank-step": 3, "rank-fill": 2, "rank-write": 1},
 )
 """By point: the how manieth time a process reaches it."""
@@ -88,6 +93,7 @@ RANKS = ("trainer.ranks=2", "recovery.max_restarts=9")
 """Of runs in which another rank of the trainer dies."""
 CRITIC = ("algorithm.adv_estimator=gae", "critic.lr=1e-3", "trainer.critic_warmup=1")
 """Of runs in which the trainer dies in one half of a step of PPO."""
+CALLS = ("rollout-noted", "rollout-called")
 RUN_TIMEOUT_S, CHECK_TIMEOUT_S = 900.0, 300.0
 CHECKS = (("log", "replay"), ("audit",), ("retrain",))
 
@@ -115,7 +121,8 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
     wanted = ",".join(f"{point}:{number}" for point, number in points.items())
     ranks = RANKS if points.keys() & set(RANK) else ()
     critic = CRITIC if points.keys() & set(LEARNER) else ()
-    words = ["train", "-c", "configs/quickstart.toml", *SETTINGS, *ranks, *critic, *settings]
+    config = "calculator" if points.keys() & set(CALLS) else "quickstart"
+    words = ["train", "-c", f"configs/{config}.toml", *SETTINGS, *ranks, *critic, *settings]
     began = time.monotonic()
     code, said = laminar([*words, f"run.output_dir={parent}"], RUN_TIMEOUT_S, {VARIABLE: wanted})
     seconds = time.monotonic() - began

@@ -147,8 +147,11 @@ class Turns:
             (noted,) = reply.results
             if noted.answer != "ok":
                 raise SessionLost(noted.reason or noted.answer)
+            await self.host.reached("rollout-noted")
 
-        return await self.environments.turn(call, intend)
+        answer = await self.environments.turn(call, intend)
+        await self.host.reached("rollout-called")
+        return answer
 
     async def go_on(self, item: cmd.Placed, turn: int, answer: GoesOn) -> m.Result:
         """Context and ends of calls into the store: the trajectory is open again."""

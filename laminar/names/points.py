@@ -34,13 +34,16 @@ ROLLOUT = (
     "rollout-appended",
     "rollout-finished",
     "rollout-score",
+    "rollout-noted",
+    "rollout-called",
     "rollout-rewarded",
     "rollout-leased",
     "rollout-loaded",
 )
 """Before tokens go to the store; when it has them; when it has the end of an answer, before that is
-reported; before a reward function or an environment is asked; when the store has the answer; with
-a slot of the relay leased; when the engine has weights, before that is reported."""
+reported; before a reward function or an environment is asked; when calls of tools are noted, before
+they are made; when they were made, before the store has their answers; when it has them, or the
+score; with a slot of the relay leased; when the engine has weights, before that is reported."""
 
 REWARD = ("reward-call", "reward-scored")
 """In a reward worker: before the function is called; before its result is sent."""

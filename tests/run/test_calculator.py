@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from laminar.events import events as ev
+from laminar.run import fail_points
 from laminar.tasks.tokenizer import load_tokenizer
 from tests.run.conftest import ROOT, Finished, check_books, history, train
 
@@ -23,6 +24,16 @@ SMALL = (
     "data.train_batch_size=4",
     "data.val_size=16",
     "data.dataset_size=2000",
+)
+AROUND_A_CALL = (
+    "rollout-finished:4",
+    "rollout-score:9",
+    "rollout-noted:6",
+    "rollout-called:12",
+    "rollout-rewarded:7",
+    "store-commit:60",
+    "store-committed:90",
+    "coordinator-durable:60",
 )
 KILLS = """
 import os
@@ -74,6 +85,33 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
     for (tokens,) in contexts:
         told = tokenizer.decode(np.frombuffer(tokens, dtype="<i4").tolist())
         assert told.startswith("\n") and told.endswith("\n") and "<eos>" not in told
+
+
+@pytest.mark.timeout(600)
+def test_whoever_dies_around_a_call_it_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas, the store and the coordinator are killed where a call is noted, made and stored."""
+    tool, log = tmp_path / "counter.py", tmp_path / "log"
+    tool.write_text(KILLS.format(log=str(log)).replace("== 3:", "== -1:"))
+    monkeypatch.setenv(fail_points.VARIABLE, ",".join(AROUND_A_CALL))
+    words = (f"env.path={tool}", "env.name=Killer")
+    run = train(tmp_path, *SMALL, *words, "recovery.max_restarts=20", config=CONFIG)
+    assert run.code == 0, run.output
+    check_books(run)
+    reached = {path.name for path in run.directory.glob("failed-*")}
+    assert reached == {f"failed-{point.replace(':', '-')}" for point in AROUND_A_CALL}
+    made, noted = len(log.read_text().splitlines()), effects(run)
+    assert {status for *_, status in noted} <= {"done", "failed", "lost"}
+    done = sum(status == "done" for *_, status in noted)
+    calls = run.summary["calls"]
+    assert calls["made"] == sum(calls["by_end"].values()) == len(noted)
+    with sqlite3.connect(run.directory / "store.sqlite") as database:
+        sql = (
+            "SELECT COUNT(*) FROM trajectories WHERE end_reason IN ('env-lost', 'env-failed') AND "
+        )
+        assert database.execute(sql + "reward IS NOT NULL").fetchone() == (0,)
+    assert done <= made <= len(noted)
 
 
 @pytest.mark.parametrize("effect_class", ["once", "pure"])

@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar.actors.batch_rows import sample_of
 from laminar.actors.turns import parts_of, turn_of
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
+from laminar.storage.rules import Span, payload_digest
 from tests.kit.store_samples import (
     CALL,
     DONE,
@@ -144,3 +146,28 @@ def test_an_attempt_that_begins_again_has_no_turns(database: Database) -> None:
     ]
     opened = one(database, open_(NAME, placement=3, attempt=2))
     assert (opened.contexts, opened.num_tokens, opened.tokens_lost) == ((), 0, 2)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10])
+def test_a_sample_is_the_same_however_its_turns_were_cut(path: Path, chunk: int) -> None:
+    """The learner sees no chunk, so loss and gradient cannot depend on them."""
+    database, name = filled(path), "0.1.0"
+    said: list[m.Request] = []
+    for turn in range(2):
+        ids = tuple(range(10 * turn, 10 * turn + 10))
+        said.append(open_(name, placement=turn + 1))
+        for at in range(0, 10, chunk):
+            part = ids[at : at + chunk]
+            said.append(append(name, part, offset=at, segment=turn, placement=turn + 1))
+        said.append(finish(name, 10 * turn + 10, placement=turn + 1))
+        said += [go_on(name, (7, 8))] if not turn else [reward(name, 1.0, placement=2)]
+    assert set(answers(database, *said)) == {"open", "ok"}
+    row = fetched(database, name)
+    sample = sample_of(row)
+    assert sample.response_ids.tolist() == list(range(20))
+    assert sample.logprobs.tolist() == [-0.25 * (token % 7) for token in range(20)]
+    assert sample.turns == (10, 10) and [c.tolist() for c in sample.contexts] == [[7, 8]]
+    assert sample.spans == (Span("rollout-0", 5, 4, 20),)
+    whole = ints(*range(20)), sample.logprobs.tobytes(), [ints(7, 8)]
+    assert row.digest == payload_digest(*whole)
+    database.close()
