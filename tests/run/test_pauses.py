@@ -61,6 +61,7 @@ def paused(process: subprocess.Popen[str], directory: Path) -> Finished:
     return run
 
 
+@pytest.mark.long
 def test_two_pauses_cost_no_step_and_one_report_has_all(tmp_path: Path) -> None:
     """By the command, and by the SIGTERM with which a batch system announces its time limit."""
     run_dir = tmp_path / "run"

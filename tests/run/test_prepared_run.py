@@ -52,6 +52,7 @@ def run_it(prepared: subprocess.CompletedProcess[str], act: Callable[[], object]
             daemon.kill()
 
 
+@pytest.mark.long
 def test_what_it_says_runs_it_and_a_fork_of_it(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     run_it(prepare(tmp_path, "trainer.total_training_steps=1"))
