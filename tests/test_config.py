@@ -53,6 +53,15 @@ OF_RUNS = [
 ]
 
 
+def test_a_wheel_has_every_file_of_the_configs() -> None:
+    """What a config names beside it is of no use where only the config is."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    shipped = {f for p in declared["package-data"]["laminar"] for f in (ROOT / "laminar").glob(p)}
+    found = (ROOT / "laminar" / "configs").rglob("*")
+    lacking = {f for f in found if f.is_file() and "__pycache__" not in f.parts} - shipped
+    assert not lacking
+
+
 @pytest.mark.parametrize("file", OF_RUNS, ids=lambda p: p.name)
 def test_every_shipped_config_is_accepted(file: Path) -> None:
     load([file])
