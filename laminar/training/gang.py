@@ -196,7 +196,10 @@ class Gang:
         return await here, await asked
 
     async def close(self) -> None:
-        """The ranks have ended on return."""
+        """The ranks have ended on return.
+
+        The file where they met stays open as long as this process: torch opens it once more when
+        it collects its group, and its number would name another file by then."""
         self._closing = True
         for rank in self._ranks:
             rank.writer.close()
@@ -210,9 +213,8 @@ class Gang:
             os.close(rank.beats)
         for task in self._tasks:
             task.cancel()
-        for fd in (self._meeting, self._lock):
-            if fd >= 0:
-                os.close(fd)
+        if self._lock >= 0:
+            os.close(self._lock)
 
     # --- starting -----------------------------------------------------------------------------
 

@@ -148,6 +148,13 @@ async def test_the_failure_of_rank_0_is_told_as_its_cause() -> None:
             await told.gang.together(b"c", collective(kill=True))
 
 
+async def test_the_file_where_ranks_met_is_the_same_after_their_end() -> None:
+    """A group of torch opens it when it is collected; what it finds there then it writes to."""
+    async with started(2) as told:
+        meeting = told.gang.meeting
+    assert meeting.readlink().name.startswith("memfd:laminar-ranks")
+
+
 async def test_who_does_not_begin_is_named() -> None:
     told = Told(3, "coordinator.start_timeout_s=1", mode="late")
     with pytest.raises(RankError, match=r"^rank 1, 2 of the trainer has not begun within 1 s"):
