@@ -132,8 +132,9 @@ def test_weights_in_flight_and_a_replica_that_is_killed_around_a_load(
     killed = [e for e in told if isinstance(e, ev.ProcessExited) and e.code == -9]
     assert [e.actor.partition("-")[0] for e in killed] == ["rollout"]
     log = read_log(run_dir)
-    at_ns = next(t.at_ns for t in log.events if t.event == killed[0])
-    lost = lost_answers(run_dir, log, killed[0].actor, at_ns)
+    joined = [e for e in told if isinstance(e, ev.ActorJoined)]
+    pid = next(e.pid for e in joined if e.boot_id == killed[0].boot_id)
+    lost = lost_answers(run_dir, log, killed[0].actor, pid)
     assert lost["lost"] == lost["went_on"] and not lost["started_over"]
     orders = [c for c in told if isinstance(c, cmd.GenerateTrajectory) and c.purpose == "train"]
     assert {c.attempt for c in orders} == {1}

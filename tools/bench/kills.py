@@ -89,6 +89,7 @@ class Kill(NamedTuple):
 
     role: str
     name: str  #: of the process
+    pid: int
     at_ns: int  #: unix time
 
 
@@ -129,7 +130,7 @@ class Run:
         time.sleep(chance.uniform(0, APART_S))
         self._until(lambda: bool(self._processes(role)), f"there is a {role}")
         name, process = chance.choice(self._processes(role))
-        kill = Kill(role, name, time.time_ns())
+        kill = Kill(role, name, process.pid, time.time_ns())
         process.send_signal(signal.SIGKILL)
         if role != REWARD_WORKER:
             self._until(lambda: self._pid(name) not in (0, process.pid), f"{name} is back")
@@ -271,7 +272,7 @@ def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
         if until_s := found.get("next_step_s"):
             found["sampled"] = sampled(run_dir, kill, until_s)
         if kill.role == Role.ROLLOUT:
-            lost.append(lost_answers(run_dir, passed.log, kill.name, kill.at_ns))
+            lost.append(lost_answers(run_dir, passed.log, kill.name, kill.pid))
             found |= lost[-1]
         yield {"killed": kill.name, "role": kill.role, **found}
     if lost:

@@ -12,6 +12,8 @@ again         tokens that it had sampled and that the store does not have
 again_s       for how long it had sampled them; what is given to the store every
               rollout.progress_interval_ms is not much older, but for what started over
 
+A process that was killed before it had joined had been ordered nothing.
+
 The steps that an engine makes between its last report and the loss are in no timeline. They are
 estimated: each as long as the last one, with the mean of the sequences then and at the loss.
 """
@@ -36,9 +38,8 @@ from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose
 from laminar.run.directory import STORE_FILE, run_config
 
-DRIFT_NS = 500_000_000
-"""The log's clock runs from the start of its coordinator on: so much it may be behind the time of
-day. Times here are therefore from the event that told of the loss."""
+COUNTS = ("lost", "at_once", "went_on", "started_over", "again")
+TIMES = ("went_on_s", "again_s")
 WENT_ON = (ev.TrajectoryStarted, ev.TrajectoryFinished)
 """A response whose last token is in the store is finished elsewhere without a start."""
 
@@ -77,9 +78,12 @@ def tells_of_loss(event: Event, name: str) -> bool:
     return isinstance(event, ev.ProcessExited | ev.HeartbeatLost) and event.actor == name
 
 
-def lost_answers(run_dir: Path, log: Log, name: str, killed_ns: int) -> dict[str, Any]:
-    """Figures of this kill of the replica; see above."""
-    joined, loss = _life(log, name, killed_ns)
+def lost_answers(run_dir: Path, log: Log, name: str, pid: int) -> dict[str, Any]:
+    """Figures of the kill of this process of a replica; see above."""
+    life = _life(log, name, pid)
+    if life is None:
+        return dict.fromkeys((*COUNTS, *TIMES), 0)
+    joined, loss = life
     mine = [
         order
         for cause, order in log.orders
@@ -107,33 +111,31 @@ def lost_answers(run_dir: Path, log: Log, name: str, killed_ns: int) -> dict[str
 
 def all_lost(log: Log, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The sums of these kills of one run, and the largest of their times."""
-    sums = {
-        key: sum(kill[key] for kill in found)
-        for key in ("lost", "at_once", "went_on", "started_over", "again")
-    }
+    sums = {key: sum(kill[key] for kill in found) for key in COUNTS}
     times = {
         key: {
             "median": round(float(np.median([kill[key] for kill in found])), 3),
             "max": max(kill[key] for kill in found),
         }
-        for key in ("went_on_s", "again_s")
+        for key in TIMES
     }
     pulls = (order for _, order in log.orders if isinstance(order, cmd.PullWeights))
     exact = sum(order.purpose == PullPurpose.RESUME for order in pulls)
     return {"kills": len(found), **sums, **times, "exact_reloads": exact}
 
 
-def _life(log: Log, name: str, killed_ns: int) -> tuple[Told, Told]:
-    """When this process of the replica had joined, and what told the coordinator of its end."""
+def _life(log: Log, name: str, pid: int) -> tuple[Told, Told] | None:
+    """When the process had joined, and what told of its end; None if it was killed before."""
     joined = None
     for told in log.events:
-        if told.at_ns >= killed_ns - DRIFT_NS and tells_of_loss(told.event, name):
-            if joined is None:
-                break
+        event = told.event
+        if joined is not None and tells_of_loss(event, name):
             return joined, told
-        if isinstance(told.event, ev.ActorJoined) and told.event.name == name:
+        if isinstance(event, ev.ActorJoined) and event.name == name and event.pid == pid:
             joined = told
-    raise RuntimeError(f"the log does not tell of the life of {name}, and of its end after a kill")
+    if joined is not None:
+        raise RuntimeError(f"the log does not tell of the end of {name}, pid {pid}")
+    return None
 
 
 def _unfinished(
