@@ -26,7 +26,7 @@ from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
 from laminar.actors.openings import Openings, Ordered, temperature_of
-from laminar.actors.running import Running, request_id
+from laminar.actors.running import Running, digest_of_read, request_id
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.turns import Environments, Turns, turn_of, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
@@ -214,17 +214,14 @@ class Rollout:
         sampled = turn.begins + len(turn.done_ids)
         running = Running(command, order.cause, sampled, turn.number, turn.begins)
         self.running[command.trajectory_id] = running
-        self.host.emit(
-            ev.TrajectoryStarted(
-                trajectory_id=command.trajectory_id,
-                placement=command.placement,
-                tokens_resumed=sampled,
-                prompt_tokens=len(turn.prompt_ids) - turn.begins,
-            ),
-            event_seq=order.cause,
-            trajectory=command.trajectory_id,
-            version=command.version,
+        started = ev.TrajectoryStarted(
+            trajectory_id=command.trajectory_id,
+            placement=command.placement,
+            tokens_resumed=sampled,
+            prompt_tokens=len(turn.prompt_ids) - turn.begins,
         )
+        name, version = command.trajectory_id, command.version
+        self.host.emit(started, event_seq=order.cause, trajectory=name, version=version)
         limit = self.config.data.max_response_length
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
         if stopped or sampled >= limit:
@@ -240,6 +237,7 @@ class Rollout:
             seed=turn_seed(command.seed, turn.number),
             stop_ids=self.stop_ids,
         )
+        running.read = digest_of_read(request)
         # The engine has it from here on: an abort or a load that comes next comes after it.
         self.engine.add(request).add_done_callback(partial(self._taken, order))
 

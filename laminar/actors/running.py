@@ -1,7 +1,7 @@
 """A trajectory in a replica's engine: what the store does not have yet.
 
 Gives   Running; Weights, what its tokens were sampled with; request_id, the engine's name of a
-        trajectory
+        trajectory; digest_of_read
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from laminar.engines.protocol import GenerateRequest
 from laminar.events import commands as cmd
 from laminar.storage import messages as m
+from laminar.storage.rules import read_digest
 
 
 class Weights(NamedTuple):
@@ -43,6 +45,7 @@ class Running:
     stored: int  #: tokens that the store has
     turn: int = 0
     turn_begins: int = 0  #: tokens of the turns before it
+    read: str = ""  #: digest of what the engine was given to read, until a chunk has it
     parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -76,9 +79,17 @@ class Running:
             logprobs=np.asarray(part.logprobs, dtype="<f4").tobytes(),
             weight_version=part.weights.version,
             version_step=part.weights.step,
+            read=self.read,
         )
         self.stored += len(part.tokens)
+        self.read = ""
         return item
+
+
+def digest_of_read(request: GenerateRequest) -> str:
+    """The digest of what the engine reads before it samples."""
+    ids = np.asarray(request.prompt_ids + request.done_ids, dtype="<i4")
+    return read_digest(ids.tobytes())
 
 
 def request_id(command: cmd.GenerateTrajectory) -> str:

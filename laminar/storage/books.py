@@ -18,11 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from laminar.config import ConfigError
 from laminar.storage import payload_files, rules, schema
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import TOKEN_BYTES, Row
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
 from laminar.storage.tables import StoredChunk, Tables
 
 
@@ -97,7 +98,8 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
     digest = rules.payload_digest(tokens, logprobs, list(contexts.values()))
     if row.status != "open" and row.digest != digest:
         problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
-    return problems + _context_problems(row, contexts)
+    problems += _context_problems(row, contexts)
+    return problems + _read_problems(tables, row, loaded, contexts)
 
 
 def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
@@ -114,6 +116,24 @@ def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
         problems.append(
             f"trajectory {row.id} has tokens of {row.segments} turns, {row.turns} of them answered"
         )
+    return problems
+
+
+def _read_problems(
+    tables: Tables, row: Row, chunks: list[Chunk], contexts: dict[int, bytes]
+) -> list[str]:
+    """Whenever an engine began, it was given to read the prompt and all that was sampled and
+    answered so far, token by token."""
+    problems, read = [], xxhash.xxh3_128(contexts.get(0) or _prompt_ids(tables, row))
+    for chunk in chunks:
+        if chunk.segment and not chunk.offset:
+            read.update(contexts.get(chunk.segment, b""))
+        if chunk.read and chunk.read != read.hexdigest():
+            problems.append(
+                f"trajectory {row.id} was sampled at segment {chunk.segment} offset {chunk.offset} "
+                "after other tokens than the store has before it"
+            )
+        read.update(chunk.tokens)
     return problems
 
 
@@ -182,13 +202,18 @@ def _reward_problems(row: Row) -> list[str]:
 
 def _prompt_problems(tables: Tables, row: Row) -> list[str]:
     """What was opened began with the token ids of its prompt."""
+    if not row.attempt or _prompt_ids(tables, row):
+        return []
+    return [f"the {row.purpose} prompt {row.row_index} of trajectory {row.id} has no token ids"]
+
+
+def _prompt_ids(tables: Tables, row: Row) -> bytes:
+    """Token ids of the row's prompt; empty when they are not there."""
     key = PromptKey(row.purpose, row.row_index)
     try:
-        if not row.attempt or tables.prompt_ids(key, tables.prompt(key) or b""):
-            return []
+        return tables.prompt_ids(key, tables.prompt(key) or b"")
     except msgspec.MsgspecError:
-        pass
-    return [f"the {row.purpose} prompt {row.row_index} of trajectory {row.id} has no token ids"]
+        return b""
 
 
 @contextmanager

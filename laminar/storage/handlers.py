@@ -102,7 +102,8 @@ class Handlers:
         source = None
         if row is not None and row.replica is not None:  # whoever has this placement
             source = rules.Source(row.replica, item.weight_version, item.version_step)
-        chunk = Chunk(item.segment, item.offset, item.tokens, item.logprobs, source)
+        place = item.segment, item.offset
+        chunk = Chunk(*place, item.tokens, item.logprobs, source, item.read)
         stored = None
         if row is not None and rules.is_behind(row, item.segment, item.offset):
             stored = self._rows.chunk(row, item.segment, item.offset)

@@ -87,6 +87,8 @@ class AppendItem(Item, frozen=True, kw_only=True):
     logprobs: bytes
     weight_version: Count  #: that sampled all of them
     version_step: Count
+    #: digest of all that the engine was given to read when it began here; empty where it went on
+    read: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Append(Message, frozen=True, kw_only=True):

@@ -139,10 +139,11 @@ class Chunk(NamedTuple):
     tokens: bytes
     logprobs: bytes
     source: Source | None = None  #: of all of its tokens; None: it was stored before this was kept
+    read: str = ""  #: digest of all that its engine was given to read before; empty: it went on
 
     def repeats(self, other: Chunk) -> bool:
         """Whether both have the same tokens at the same place, whoever sampled them."""
-        return self._replace(source=None) == other._replace(source=None)
+        return self[:4] == other[:4]
 
 
 class Verdict(NamedTuple):
@@ -443,6 +444,11 @@ def payload_digest(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = (
         state.update(f"{len(context)}\n".encode())
         state.update(context)
     return state.hexdigest()
+
+
+def read_digest(ids: bytes) -> str:
+    """xxh3_128 (hex) of the token ids (int32) that an engine is given to read."""
+    return xxhash.xxh3_128_hexdigest(ids)
 
 
 def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ LATER_COLUMNS = (
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),
     ("chunks", "version_step", "INTEGER"),
+    ("chunks", "read", "TEXT NOT NULL DEFAULT ''"),  # digest of all ids that were read before it
 )
 
 #: Those whose payload may be removed one day. A batch may be trained again with what was left out

@@ -48,7 +48,7 @@ _prompt_ids = msgspec.msgpack.Decoder(_PromptIds)
 class StoredChunk(NamedTuple):
     """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs).
 
-    The last three are None where a release that did not have them stored the chunk.
+    Who sampled it is None where a release that did not keep that stored the chunk.
     """
 
     trajectory_id: str
@@ -63,6 +63,7 @@ class StoredChunk(NamedTuple):
     replica: str | None = None
     weight_version: int | None = None
     version_step: int | None = None
+    read: str = ""  #: as Chunk has it
 
     @property
     def removed(self) -> bool:
@@ -267,7 +268,8 @@ class Tables:
         count = len(chunk.tokens) // TOKEN_BYTES
         key = (row.id, row.attempt, chunk.segment, chunk.offset)
         source = chunk.source or row.source
-        values = StoredChunk(*key, row.placement, count, tokens, logprobs, file, *source)
+        payload = tokens, logprobs, file
+        values = StoredChunk(*key, row.placement, count, *payload, *source, chunk.read)
         self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:
@@ -312,7 +314,8 @@ class Tables:
             data = payload_files.read(self._folder, stored.file)
             half = len(data) // 2
             tokens, logprobs = data[:half], data[half:]
-        return Chunk(stored.segment, stored.offset, tokens, logprobs, stored.source)
+        source, read = stored.source, stored.read
+        return Chunk(stored.segment, stored.offset, tokens, logprobs, source, read)
 
     def file_names(self) -> set[str]:
         """The payload files that a chunk names."""

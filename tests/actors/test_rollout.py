@@ -16,6 +16,7 @@ import pytest_asyncio
 from laminar.engines.protocol import LENGTH, STOP
 from laminar.events import events as ev
 from laminar.storage import messages as m
+from laminar.storage.rules import read_digest
 from tests.actors.held_replica import (
     END_ID,
     Replica,
@@ -117,12 +118,22 @@ async def test_every_sampled_token_is_stored_with_the_reason_that_the_engine_gav
 async def test_what_was_whole_when_it_was_lost_is_finished_and_what_was_not_goes_on(
     replica: Replica, done: tuple[int, ...], reason: str | None
 ) -> None:
-    """A replica died between the last token and its report: the store has all of them."""
+    """A replica died between the last token and its report: the store has all of them. What goes on
+    says what it was given to read."""
     replica.tell(generate(placement=2))
     await replica.store.answer_open(tokens=ids(*done), num_tokens=len(done))
     if reason is None:
         await until(lambda: bool(replica.engine.requests))
         assert replica.engine.requests[0].done_ids == done
+        replica.sampled(2, 3)
+        replica.host.spawn(replica.rollout._flush())
+        first, reply = await replica.store.next(m.Append)
+        reply.set_result(m.AppendReply(results=(m.Result(trajectory_id=T, answer="ok"),)))
+        replica.sampled(2, END_ID, finish_reason=STOP)
+        second, _ = await replica.store.next(m.Append)
+        read = replica.engine.requests[0].prompt_ids + done
+        assert first.items[0].read == read_digest(ids(*read))
+        assert second.items[0].read == ""
         return
     await replica.store.answer(m.Finish, "ok")
     event = await replica.host.wait(ev.TrajectoryFinished)

@@ -10,7 +10,7 @@ from typing import Any
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.storage.rules import Row
+from laminar.storage.rules import Row, read_digest
 
 PROMPTS = 4
 
@@ -69,6 +69,7 @@ def append(
     segment: int = 0,
     placement: int = 1,
     version: int = 5,
+    read: tuple[int, ...] = (),
 ) -> m.Append:
     item = m.AppendItem(
         trajectory_id=name,
@@ -79,6 +80,7 @@ def append(
         logprobs=floats(*(-0.25 * (token % 7) for token in tokens)),
         weight_version=version,
         version_step=version - 1,
+        read=read_digest(ints(*read)) if read else "",
     )
     return m.Append(items=(item,))
 

@@ -67,7 +67,7 @@ def test_chunks_from_before_they_had_a_source_count_for_who_opened_the_row_last(
     answers(database, open_("0.1.0"), append("0.1.0", (1, 2)))
     database.close()
     with sqlite3.connect(path) as old:
-        for column in ("replica", "weight_version", "version_step"):
+        for column in ("replica", "weight_version", "version_step", "read"):
             old.execute(f"ALTER TABLE chunks DROP COLUMN {column}")
     old.close()
     assert books.check_integrity(path) == []

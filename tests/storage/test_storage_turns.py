@@ -77,6 +77,37 @@ def test_the_next_turn_begins_behind_the_context(database: Database, path: Path)
     assert books.check_integrity(path) == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        (None, ""),
+        ((100, 0, 1, 2), "segment 1 offset 0"),
+        ((100, 0, 1, 2, 8, 7), "segment 1 offset 0"),
+        ((100, 0, 1, 2, 7, 8, 3, 3), "segment 1 offset 1"),
+    ],
+)
+def test_an_audit_sees_that_an_engine_has_read_other_tokens(
+    database: Database, path: Path, wrong: tuple[int, ...] | None, place: str
+) -> None:
+    turn, later = (100, 0, 1, 2, 7, 8), (100, 0, 1, 2, 7, 8, 3)
+    if place.endswith("0"):
+        turn = wrong or turn
+    elif place:
+        later = wrong or later
+    said = [
+        go_on(NAME, (7, 8)),
+        open_(NAME, placement=2),
+        append(NAME, (3,), segment=1, placement=2, read=turn),
+        open_(NAME, placement=3),
+        append(NAME, (4,), offset=1, segment=1, placement=3, read=later),
+        append(NAME, (5,), offset=2, segment=1, placement=3),
+    ]
+    assert set(answers(database, *said)) == {"ok", "open"}
+    problems = [f"trajectory {NAME} was sampled at {place} after other tokens"] if place else []
+    found = books.check_integrity(path)
+    assert len(found) == len(problems) and all(map(str.startswith, found, problems))
+
+
 def test_what_an_environment_says_first_is_the_prompt(database: Database) -> None:
     assert answers(database, open_("0.1.0"), go_on("0.1.0", (50, 51), turn=0)) == ["open", "ok"]
     opened = one(database, open_("0.1.0", placement=2))
