@@ -82,7 +82,8 @@ def make_config() -> Callable[..., Config]:
 def make_samples() -> Callable[..., list[TrainSample]]:
     """Random samples: groups x siblings of mixed lengths, temperatures and behaviour.
 
-    Each has one span: of the source that is given, or of one of two replicas and two versions.
+    Each has one span: of the source that is given, or of one of two replicas and two versions. With
+    `turns` every second of more than two tokens has three, and reads something before each.
     """
 
     def build(
@@ -90,6 +91,7 @@ def make_samples() -> Callable[..., list[TrainSample]]:
         siblings: int = 4,
         seed: int = 0,
         source: tuple[str, int, int] | None = None,
+        turns: bool = False,
         **fields: Any,
     ) -> list[Any]:
         rng = np.random.default_rng(seed)
@@ -110,6 +112,9 @@ def make_samples() -> Callable[..., list[TrainSample]]:
                 }
                 found_source = source or (f"rollout-{g % 2}", 3 + k % 2, 3 + k % 2)
                 values["spans"] = (Span(*found_source, length),)
+                if turns and k % 2 and length > 2:
+                    contexts = (rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 1))
+                    values |= {"turns": (1, length - 2, 1), "contexts": tuple(contexts)}
                 found.append(TrainSample(**(values | fields)))
         return found
 
