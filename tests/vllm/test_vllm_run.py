@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.reasons import PullPurpose
 from tests.run.conftest import (
     ROOT,
     SMALL,
@@ -33,11 +35,25 @@ pytestmark = [pytest.mark.vllm, pytest.mark.process]
 VLLM = "rollout.engine=vllm"
 
 
-@pytest.mark.vllm_ci
-def test_a_short_run_trains_and_replays(tmp_path: Path) -> None:
-    run = train(tmp_path, VLLM, *SMALL)
+@pytest.mark.parametrize(
+    "in_flight",
+    [
+        pytest.param("", marks=pytest.mark.vllm_ci),
+        pytest.param("keep", marks=pytest.mark.long),
+        pytest.param("recompute", marks=pytest.mark.long),
+    ],
+)
+def test_a_short_run_trains_and_replays(tmp_path: Path, in_flight: str) -> None:
+    flying = (
+        "rollout.update=in-flight",
+        "rollout.groups_per_version=0",
+        f"rollout.kv_on_update={in_flight}",
+    )
+    run = train(tmp_path, VLLM, *SMALL, *(flying if in_flight else ()))
     assert run.code == 0, run.output
     check_books(run)
+    pulls = {c.purpose for c in history(run.directory) if isinstance(c, cmd.PullWeights)}
+    assert (PullPurpose.IN_FLIGHT in pulls) == bool(in_flight)
     loaded = [e for e in history(run.directory) if isinstance(e, ev.WeightsLoaded)]
     assert len({e.version for e in loaded}) >= 3
     assert max(e.probe_diff for e in loaded) < 1e-3
