@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from unittest.mock import patch
 
 import pytest
 
+from laminar.core import keys
 from laminar.core.failures import FailureKind
+from laminar.core.relays import RECEIVE_TIMEOUT_MS
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
@@ -25,7 +29,7 @@ from laminar.sim.faults.faults import (
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted_faults import TARGETED
 from laminar.sim.run import Outcome, run_seed
-from laminar.sim.scheduler import SECOND
+from laminar.sim.scheduler import MS, SECOND
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm, config
 
@@ -128,6 +132,22 @@ def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -
         state = world.coordinator.state
         assert state is not None and state.failed is None
         assert world.coverage.counts[f"timer:{timer}"] > 0
+
+
+def test_a_transfer_that_sticks_is_waited_for_no_longer_than_the_check_allows() -> None:
+    """What has come of it before is a pace, at which the rest has its time."""
+    late = config("transfer-sticks", nodes=2, **SMALL | {"replicas": 2, "train_s": 60.0})
+    with World(late, 1) as world:
+        faults, deadlines, number = world.faults, [0], itertools.count()
+        sticks, faults.rates["transfer-sticks"] = faults.sticks, 1.0
+        with patch.object(faults, "sticks", lambda: next(number) > 0 and sticks()):
+            world.begin()
+            while not world.coordinator.ended and world.scheduler.step():
+                state = world.coordinator.state
+                if state is not None:
+                    deadlines.append(state.timers.get(keys.receive("relay-1"), 0))
+        last_ns = max(deadlines)
+    assert 2 * RECEIVE_TIMEOUT_MS * MS < last_ns < faults.wedged_until_ns + SECOND
 
 
 @pytest.mark.parametrize("kind", WEATHER)

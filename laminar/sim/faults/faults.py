@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.groups import SCORE_TIMEOUT_MS
-from laminar.core.relays import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
+from laminar.core.relays import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS, time_for
 from laminar.core.state import State
 from laminar.core.stopping import STOP_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
@@ -32,12 +32,14 @@ from laminar.sim.faults.effects import EVERYBODY, LOST, Effects
 from laminar.sim.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from laminar.sim.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from laminar.sim.faults.targeted_faults import TARGETED
+from laminar.sim.machine.versions import CHUNK_BYTES, VERSION_BYTES
 from laminar.sim.models.replica import Replica
 from laminar.sim.runtime.disk import CRASH_MODES, CrashMode, SimDisk
 from laminar.sim.runtime.network import Weather
 from laminar.sim.runtime.process import SimProcess
 from laminar.sim.scenario import ENGINE_START_MS, seconds, stream
 from laminar.sim.scheduler import MS
+from laminar.weights.chain.receiver import SLOW_S
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -57,6 +59,10 @@ DEADLINES_MS: dict[type[Command], int] = {
 }
 """What replicas or relays leave undone, one of these in a run: after so long the coordinator acts,
 and tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
+PACE_MS = round(SLOW_S * 1_000)
+STICKS_MS = PACE_MS + time_for(PACE_MS * (VERSION_BYTES // CHUNK_BYTES - 1), RECEIVE_TIMEOUT_MS)
+"""The longest until a transfer that sticks is noticed: a chunk that has come first is the pace that
+the relay reports, and at that pace the others have their time."""
 HARMED: dict[str, tuple[str, ...]] = {
     "weights-corrupt": ("rollout",), "chunk-damaged": ("relay",),
     "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
@@ -262,7 +268,7 @@ class Faults(Effects):
             self.sticks_next = False
             self.harm("relay")
             return True
-        return self._wedges("transfer-sticks", RECEIVE_TIMEOUT_MS)
+        return self._wedges("transfer-sticks", STICKS_MS)
 
     def long_step_s(self) -> float:
         """How much longer the trainer's next step takes."""
