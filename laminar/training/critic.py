@@ -129,7 +129,7 @@ class Critic:
             samples,
             self.config.trainer.micro_batch_tokens,
             self.model.device,
-            prompts_once=self.model.prompts_once,
+            prompts_once=self.model.reads_prompts_once(self._compute),
             ranks=self.ranks,
         )
 

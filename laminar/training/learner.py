@@ -160,18 +160,18 @@ class Learner:
             config.data.max_response_length,
             _compute(way),
         )
-        self._compute = self._objective.compute
+        self.compute = self._objective.compute
         self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
-        self._limits = MismatchLimits(rounding_of(config, self._compute.dtype))
+        self._limits = MismatchLimits(rounding_of(config, self.compute.dtype))
         self.optimizer = adamw(config.optim, policy.model)
         self.critic: Critic | None = None
         if critic is not None:
-            self.critic = Critic(config, critic, self._compute, total_steps, ranks)
+            self.critic = Critic(config, critic, self.compute, total_steps, ranks)
         self.estimated_bytes = total(footprint(_sizes(policy), way).device)  #: of the device
         self.reference_digest = ""
         if self.reference is not None:
             self.reference_digest = _digest_of(self.reference)
-            self.reference.cast(self._compute.dtype)
+            self.reference.cast(self.compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
@@ -235,7 +235,7 @@ class Learner:
         for chosen in micro_batches([len(a) for a in arrays], budget):
             rows = token_rows([arrays[i] for i in chosen], [1] * len(chosen), self.policy.device)
             at = torch.full((len(rows.targets),), temperature, device=self.policy.device)
-            values = self.policy.log_probs(rows, at, self._compute).log_probs.cpu().numpy()
+            values = self.policy.log_probs(rows, at, self.compute).log_probs.cpu().numpy()
             for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
                 scores[i] = part.tolist()
         return scores
@@ -248,7 +248,7 @@ class Learner:
             ranks=self.ranks.size,
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
-            prompts_once=self.policy.prompts_once,
+            prompts_once=self.policy.reads_prompts_once(self.compute),
             reference=self.reference_digest,
             critic=self.config.critic_name if self.critic is not None else "",
             functions=_digests(self._objective.policy_loss.users, self._estimator.users),
@@ -272,7 +272,7 @@ class Learner:
             samples,
             self.config.trainer.micro_batch_tokens,
             self.policy.device,
-            prompts_once=self.policy.prompts_once,
+            prompts_once=self.policy.reads_prompts_once(self.compute),
             ranks=self.ranks,
         )
 
@@ -303,7 +303,7 @@ class Learner:
         return _Batch(minis, proximal, figures, losses, trains)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
-        scores = score(self.policy, micro, self._compute)
+        scores = score(self.policy, micro, self.compute)
         figures.add(micro, engine_mismatch(scores, micro.behaviour))
         return scores
 
@@ -318,7 +318,7 @@ class Learner:
             left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
             return tuple(left), batch.figures
         few = movement_rows([s for mini in batch.minis for s in mini.trained])
-        exact = self._compute.dtype == torch.float32  # else rounding depends on the other rows
+        exact = self.compute.dtype == torch.float32  # else rounding depends on the other rows
         scored = _scored_passes(batch) if exact else self._scored(few)
         before = scores_of(few, scored, self.ranks)
         figures = batch.figures if batch.losses else TokenFigures()
@@ -337,7 +337,7 @@ class Learner:
 
     def _scored(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
         """Passes of these alone, with their scores by the current weights."""
-        return [(m, score(self.policy, m, self._compute)) for m in self._passes(samples)]
+        return [(m, score(self.policy, m, self.compute)) for m in self._passes(samples)]
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""

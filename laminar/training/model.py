@@ -78,6 +78,9 @@ class LoadedPolicy:
     def device(self) -> torch.device:
         return self.model.device
 
+    def reads_prompts_once(self, compute: Compute) -> bool:
+        return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
+
     def whole(self, tensor: Tensor) -> Tensor:
         """All of one of its tensors."""
         return tensor

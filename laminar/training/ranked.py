@@ -249,7 +249,7 @@ class RankWorker:
         self.learner.reached = self._reached
         shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
         dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-        padded = why_padded(policy.model, self._device)
+        padded = why_padded(policy.model, self._device, self.learner.compute.dtype)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     def _meet(self) -> Ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import (
 
 from laminar.config import Config
 from laminar.storage.rules import Span
-from laminar.training import batching, cascade
+from laminar.training import batching, cascade, cascade_cuda
 from laminar.training import model as policy_model
 from laminar.training import passes as passes_module
 from laminar.training.batching import Run, SharedPrompt, TokenRows
@@ -390,3 +390,115 @@ def test_in_bfloat16_scores_are_as_close_as_those_of_padded_rows(
 
     padded = rounding(scores[False, torch.bfloat16])
     assert 1e-4 < rounding(scores[True, torch.bfloat16]) <= 1.5 * padded
+
+
+def exact_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    key_longest: int,
+    dropout: float,
+    causal: bool,
+    _debug: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The GPU's flash kernel over sequences behind each other, as its schema says; any type."""
+    assert not dropout
+    assert (int(starts.diff().max()), int(key_starts.diff().max())) == (longest, key_longest)
+    outputs, sums = [], []
+    for scores, _, values in pieces(query, key, value, starts, key_starts, causal, scale):
+        sums.append(scores.logsumexp(-1))
+        outputs.append(scores.softmax(-1) @ values)
+    return torch.cat(outputs, 1).transpose(0, 1), torch.cat(sums, 1)
+
+
+def exact_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    _longest: int,
+    _key_longest: int,
+    _dropout: float,
+    causal: bool,
+    _state: Tensor,
+    _unused: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Its backward call: probabilities are made again from the sums that it is given."""
+    found: list[tuple[Tensor, ...]] = []
+    cuts = starts.tolist()
+    parts = pieces(query, key, value, starts, key_starts, causal, scale)
+    for (scores, keys, values), begin, end in zip(parts, cuts, cuts[1:], strict=False):
+        of_output = gradient[begin:end].transpose(0, 1)
+        probabilities = (scores - sums[:, begin:end, None]).exp()
+        rows = (of_output * output[begin:end].transpose(0, 1)).sum(-1, keepdim=True)
+        of_scores = probabilities * (of_output @ values.mT - rows) * scale
+        asked = query[begin:end].transpose(0, 1)
+        per_key = (
+            tensor.unflatten(0, (key.shape[1], -1)).sum(1)
+            for tensor in (of_scores.mT @ asked, probabilities.mT @ of_output)
+        )
+        found.append((of_scores @ keys, *per_key))
+    return tuple(torch.cat(part, 1).transpose(0, 1) for part in zip(*found, strict=True))
+
+
+def pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    causal: bool,
+    scale: float,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each sequence the scores [heads, tokens, keys], its keys and values for each head."""
+    repeats = query.shape[1] // key.shape[1]
+    cuts, key_cuts = starts.tolist(), key_starts.tolist()
+    for a, b, c, d in zip(cuts, cuts[1:], key_cuts, key_cuts[1:], strict=False):
+        keys, values = (t[c:d].transpose(0, 1).repeat_interleave(repeats, 0) for t in (key, value))
+        scores = query[a:b].transpose(0, 1) @ keys.mT * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(b - a, d - c).triu(1).bool(), -torch.inf)
+        yield scores, keys, values
+
+
+@pytest.mark.usefixtures("float64_scores")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_calls_for_a_gpu_give_loss_and_gradient_of_padded_rows(
+    kind: str, make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel of the GPU's schema in its place, which is exact in float64."""
+    monkeypatch.setattr(cascade, "cascade_cpu", cascade_cuda)
+    monkeypatch.setattr(cascade_cuda, "_forward", exact_forward)
+    monkeypatch.setattr(cascade_cuda, "_backward", exact_backward)
+    assert apart(kind, range(8), make_config) <= 2e-7
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "why"),
+    [
+        ("cuda", torch.bfloat16, 16, ""),
+        ("cuda", torch.float32, 16, "takes bfloat16, not float32"),
+        ("cuda", torch.bfloat16, 12, "a multiple of 8 up to 256, not of 12"),
+        ("cpu", torch.float32, 12, ""),
+        ("mps", torch.bfloat16, 16, "computes on mps"),
+    ],
+)
+def test_a_gpu_reads_prompts_once_where_its_flash_kernel_can(
+    device: str, dtype: torch.dtype, size: int, why: str
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES | {"head_dim": size}))
+    found = why_padded(model, torch.device(device), dtype)
+    assert why in found
+    assert bool(found) == bool(why)
