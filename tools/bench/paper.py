@@ -3,7 +3,8 @@
 Usage: python tools/bench/paper.py [--quick | --cells CELL ...] [-j 2] [--results FILE]
 Prints one JSON line per run, progress on standard error; then for each cell (model, GPUs) and
 system the prediction with its interval, beside the paper where its table was read (32B), and this
-project's policies by the paper's under the same bound on staleness, each at its better number.
+project's policies by the paper's under the same bound on staleness, each at its better number. From
+one run of it to another only `cpu_s` and `duration` differ.
 
 --quick    32B on 32 and 64 GPUs
 --cells    those of a model (72B) or one (72B:256), in the place of all

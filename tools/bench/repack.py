@@ -2,7 +2,7 @@
 
 Usage: python tools/bench/repack.py [--quick | --grid] [-j 2] [--results FILE]
 Prints one JSON line per run, progress on standard error, and then the figures, with what was fitted
-and what is predicted.
+and what is predicted. From one run of it to another only `cpu_s` and `duration` differ.
 
 (none)        the paper's table: 16 replicas of 32B on four GPUs, 1,024 trajectories with each
               version, staleness 4, three seeds; and one seed with the engine of its Figure 4, with
