@@ -33,11 +33,7 @@ LINK_TIMEOUT_MS = 30_000
 UNLINKED_MAX = 2
 """A relay that reaches neither of two successors is at fault itself."""
 RECEIVE_TIMEOUT_MS = 300_000
-"""The least for one copy of the model between two machines; a chain adds little to one hop."""
-DEADLINE_SHARE = 2
-"""A copy may take twice as long as at the rate that was measured: networks are shared."""
-DEADLINE_MS_MAX = 86_400_000
-"""A day; also what is reported wrongly has an end."""
+"""Of one hop, from when its version is there or bytes came, which a relay reports each minute."""
 LAG_MS = 1_000
 """A hop that holds up a transfer by less is not slow, whatever its share is."""
 LAG_SHARE = 4
@@ -225,11 +221,6 @@ def await_newest(ctx: Context, relay: Relay) -> None:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
 
 
-def time_for(needed_ms: int, least_ms: int) -> int:
-    """The deadline in ms of a copy that takes `needed_ms` at the measured rate."""
-    return min(max(least_ms, DEADLINE_SHARE * needed_ms), DEADLINE_MS_MAX)
-
-
 def receive_expired(ctx: Context, name: str) -> None:
     """The newest version did not come: a relay whose predecessor has it is restarted.
 
@@ -251,15 +242,14 @@ def _measured(state: State, event: ev.TransferTrouble) -> bool:
 
 @handles(ev.TransferTrouble, valid=_measured)
 def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
-    """Dealt with already by the relays: the log has it for those who look at these machines. What
-    comes slowly has the time that it takes at the rate of late."""
+    """Dealt with already by the relays: the log has it for those who look at these machines. A
+    version has its time from the last word that bytes of it came."""
     name = ctx.stamped.peer
     timer = keys.receive(name)
     if name not in ctx.state.relays:
         ctx.ignore("not-ready")
     elif event.num_bytes and timer in ctx.state.timers:
-        left_ms = event.left_bytes * event.duration_ms // event.num_bytes
-        ctx.set_timer(timer, time_for(left_ms, RECEIVE_TIMEOUT_MS))
+        ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
 
 
 # --- slow ones --------------------------------------------------------------------------------

@@ -43,6 +43,10 @@ from laminar.names.ids import Purpose
 
 PULL_TIMEOUT_MS = 300_000
 """The least for one copy of the model inside a machine; all versions have as many bytes."""
+LOAD_SHARE = 2
+"""A load may take twice as long as the longest one of the run: machines are shared."""
+LOAD_MS_MAX = 86_400_000
+"""A day; also what is reported wrongly has an end."""
 FAILED_LOADS_MAX = 2
 """A replica that rejects weights twice in a row is restarted; the fault is then its own."""
 
@@ -128,7 +132,7 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     took_ms = int(event.seconds * 1000)
-    if event.reloaded and relays.time_for(took_ms, PULL_TIMEOUT_MS) > PULL_TIMEOUT_MS:
+    if event.reloaded and _time_for(took_ms) > PULL_TIMEOUT_MS:
         state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
@@ -234,9 +238,14 @@ def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: Pul
         purpose=purpose,
         checkpoint=state.saved[version] if evicted else "",
     )
-    timeout_ms = relays.time_for(state.slow_load_ms, PULL_TIMEOUT_MS)
+    timeout_ms = _time_for(state.slow_load_ms)
     ctx.command(command, key=keys.pull(replica.name), timeout_ms=timeout_ms)
     indexes.replica_changed(state, replica)
+
+
+def _time_for(longest_ms: int) -> int:
+    """The deadline in ms of a load, by the longest one."""
+    return min(max(PULL_TIMEOUT_MS, LOAD_SHARE * longest_ms), LOAD_MS_MAX)
 
 
 def plan_reserved_pull(ctx: Context, replica: Replica) -> None:

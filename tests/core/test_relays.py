@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from laminar.core.admission import why_not_admitted
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.relays import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
-from laminar.core.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -265,7 +263,7 @@ def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:
 
 
 def test_version_that_comes_slowly_has_the_time_that_its_bytes_take() -> None:
-    """A fifth has come within a minute: the rest has twice four minutes from then on."""
+    """As long as bytes come; 300 s after the last word of that its relay is told to begin again."""
     bench = started(batch_wait_ms=10**9)
     step(bench)
     bench.write_ends()
@@ -274,14 +272,11 @@ def test_version_that_comes_slowly_has_the_time_that_its_bytes_take() -> None:
         kind="slow", relay="relay-0", version=1, detail="", num_bytes=20, duration_ms=60_000,
         left_bytes=80,
     )  # fmt: skip
-    bench.say("relay-1", slow)
-    bench.say("relay-2", slow)
-    assert not restarted(bench.wait(RECEIVE_TIMEOUT_MS))
-    assert not restarted(bench.wait(8 * 60_000 - RECEIVE_TIMEOUT_MS - 1))
+    for _ in range(2):
+        bench.say("relay-1", slow)
+        bench.say("relay-2", slow)
+        assert not restarted(bench.wait(RECEIVE_TIMEOUT_MS - 1))
     assert restarted(bench.wait(1)) == [("node-1", "relay-1")]
-    absurd = msgspec.structs.replace(slow, num_bytes=1, left_bytes=1 << 40, duration_ms=1 << 40)
-    bench.say("relay-2", absurd)
-    assert digest(bench.state)  # its timer can be written
 
 
 def test_other_bytes_under_the_published_number_restart_the_relay() -> None:

@@ -135,7 +135,7 @@ def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -
 
 
 def test_a_transfer_that_sticks_is_waited_for_no_longer_than_the_check_allows() -> None:
-    """What has come of it before is a pace, at which the rest has its time."""
+    """That a chunk has come is reported after a minute, and the rest has its time from then on."""
     late = config("transfer-sticks", nodes=2, **SMALL | {"replicas": 2, "train_s": 60.0})
     with World(late, 1) as world:
         faults, deadlines, number = world.faults, [0], itertools.count()
@@ -147,7 +147,7 @@ def test_a_transfer_that_sticks_is_waited_for_no_longer_than_the_check_allows() 
                 if state is not None:
                     deadlines.append(state.timers.get(keys.receive("relay-1"), 0))
         last_ns = max(deadlines)
-    assert 2 * RECEIVE_TIMEOUT_MS * MS < last_ns < faults.wedged_until_ns + SECOND
+    assert RECEIVE_TIMEOUT_MS * MS + 60 * SECOND < last_ns < faults.wedged_until_ns + SECOND
 
 
 @pytest.mark.parametrize("kind", WEATHER)
