@@ -110,7 +110,7 @@ class Bench:
             }
         )
         ends = frozenset([self.model.eos_token_id])
-        self.printed, self.intended = [], []
+        self.printed, self.intended, self.noted_before = [], [], []
         self.environments = Environments(
             config,
             SessionPool(config.env.path, "", memory_mb=512, on_output=self.printed.append),
@@ -141,6 +141,7 @@ class Bench:
 
     async def _intend(self, effects):
         self.intended.append([(e.call, e.tool, e.status) for e in effects])
+        self.noted_before += [self.noted()]
 
     def told(self, answer):
         assert isinstance(answer, GoesOn), answer
@@ -171,6 +172,7 @@ def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
         first = await bench.turn("so " + call("note", word="x") + call("both", a="y", b="z"))
         assert bench.told(first) == f"\n<s>tool\n1{END}\n<s>tool\n2 3{END}\n<s>assistant\n"
         assert bench.intended == [[(0, "note", "intended"), (1, "both", "intended")]]
+        assert bench.noted_before == [[]]  # no call was made yet
         assert [(e.call, e.status, e.result) for e in first.effects] == [
             (0, "done", "1"),
             (1, "done", "2 3"),
