@@ -254,6 +254,11 @@ def alive(pid):
     return False
 
 
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
+
+
 def test_limits_of_a_trajectory_end_it(tmp_path):
     async def body(bench):
         cut = await bench.turn(call("note", word="x"), session=bench.session("c"), reason="length")
@@ -381,8 +386,9 @@ asyncio.run(run())
 """
 
 
-def test_no_session_outlives_the_replica_that_is_killed(tmp_path):
-    """Neither does what calls have started."""
+@pytest.mark.parametrize("both", [False, True], ids=["replica", "with-the-process-of-the-file"])
+def test_no_session_outlives_the_replica_that_is_killed(tmp_path, both):
+    """Neither does what calls have started; also where nobody who knows of them is left."""
     log, source = tmp_path / "log", tmp_path / "notes.py"
     log.touch()
     source.write_text(textwrap.dedent(SOURCE.format(log=str(log))))
@@ -392,6 +398,11 @@ def test_no_session_outlives_the_replica_that_is_killed(tmp_path):
         while len(log.read_text().split()) < 2:
             assert owner.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
+        if both:
+            warm = parent_of(int(log.read_text().partition(",")[0]))
+            for signal_ in (signal.SIGSTOP, signal.SIGKILL):  # neither learns of the other's end
+                os.kill(owner.pid, signal_)
+                os.kill(warm, signal_)
     finally:
         owner.kill()
         owner.wait()
