@@ -11,9 +11,10 @@ none takes four times its p99. A replica has twice as many sessions as its engin
 for one group besides, as the settings' default gives it. After 200 s tokens are counted for
 --window seconds.
 
-"idle": the share of engine slots that were free; then, of these, for want of what: sessions (all
-have a trajectory that waits for its answer), staleness (the bound allows no new group), draining (a
-replica finishes what it has before it loads), other (no room for a whole group, loading).
+"idle": the share of engine slots in which nothing was sampled; then, of these, for want of what:
+reset (a trajectory has the place, its environment speaks first), sessions (all have a trajectory
+that waits for its answer), staleness (the bound allows no new group), draining (a replica finishes
+what it has before it loads), other (no room for a whole group, loading).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import argparse
 from collections import Counter
 from typing import NamedTuple
 
-from laminar.core.admission import has_sessions, room, why_not_admitted
+from laminar.core.admission import has_sessions, why_not_admitted
 from laminar.core.state import State
+from laminar.core.statuses import TrajectoryStatus
 from laminar.sim.config import (
     CheckConfig,
     EnvironmentConfig,
@@ -128,7 +130,7 @@ def watch(config: SimConfig, window_s: int) -> Seen:
                 free += slots
         assert state is not None and not world.finished
         tokens = state.ledger.tokens.issued - began
-    shares = {name: slots / free for name, slots in wanted.most_common() if slots >= 0.01 * free}
+    shares = {n: slots / free for n, slots in wanted.most_common() if slots > 0.01 * free}
     return Seen(tokens / window_s, free / (looks * REPLICAS * SLOTS), shares)
 
 
@@ -139,7 +141,11 @@ def _free(state: State) -> Counter[str]:
         reason = why_not_admitted(state, replica)
         if not reason and not has_sessions(state, replica, GROUP_SIZE):
             reason = "sessions"
-        found[REASONS.get(reason, reason if reason == "sessions" else "other")] += room(replica)
+        statuses = Counter(state.trajectories[name].status for name in replica.running)
+        free = max(SLOTS - statuses[TrajectoryStatus.RUNNING], 0)
+        begin = min(free, statuses[TrajectoryStatus.DISPATCHED])
+        found["reset"] += begin
+        found[REASONS.get(reason, reason if reason == "sessions" else "other")] += free - begin
     return found
 
 
