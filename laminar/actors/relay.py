@@ -20,7 +20,7 @@ from typing import Protocol
 
 from laminar.actors.disk_wait import DiskWait
 from laminar.actors.host import Host
-from laminar.actors.relay_slots import CHAIN, RelaySlots, SlotMemory
+from laminar.actors.relay_slots import CHAIN, FETCH, Fetches, RelaySlots, SlotMemory
 from laminar.config import Config, ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -34,6 +34,7 @@ from laminar.weights.chain.core import PlaneError, PlaneOptions
 from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
+    NotFetched,
     Pace,
     PlaneFailed,
     Received,
@@ -73,6 +74,12 @@ class Plane(Protocol):
 
     def deny(self, reason: str) -> None:
         """The other answer: there will never be a slot for it."""
+
+    def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
+        """Take this version from relay (name, host, port), beside the chain."""
+
+    def fetch_into(self, slot: int) -> None:
+        """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
 
 
 class Machine(Protocol):
@@ -116,6 +123,7 @@ class Relay:
         )
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
         self._linked = False  #: the order was answered
+        self._fetches = Fetches(self.slots, self._fetch)
         self.server = host.server(self._handle_batch, self._peer_lost)
 
     async def start(self) -> None:
@@ -183,13 +191,21 @@ class Relay:
         linked = ev.RelayLinked(command_id=command_id, successor=command.successor)
         self.host.emit(linked, successor=command.successor)
 
+    def _fetch(self, version: int, holder: str, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.host.log.info("fetch", version=version, holder=holder, address=address)
+        self.plane.fetch(version, (holder, host, int(port)))
+
     # --- the bulk plane -----------------------------------------------------------------------
 
     def _on_report(self, report: Report) -> None:
         if isinstance(report, SlotWanted):
-            self.host.spawn(self._grant_to_chain(report))
+            self.host.spawn(self._grant(report))
         elif isinstance(report, SlotReturned):
-            self.slots.abandon(CHAIN)
+            self.slots.abandon(FETCH if report.fetched else CHAIN)
+        elif isinstance(report, NotFetched):
+            self._fetches.over(report.version)
+            self._trouble("not-fetched", report.peer, report.version, report.reason)
         elif isinstance(report, Received):
             self._received(report)
         elif isinstance(report, Trouble):
@@ -204,19 +220,22 @@ class Relay:
             assert isinstance(report, PlaneFailed)
             self.host.fail(f"the thread that moves weights failed: {report.reason}")
 
-    async def _grant_to_chain(self, wanted: SlotWanted) -> None:
+    async def _grant(self, wanted: SlotWanted) -> None:
         """Find a slot for a version that is offered; a reader or a sender may take a while."""
         try:
             self.slots.make(wanted.nbytes)
         except (ArenaError, SlotError) as error:
+            if wanted.fetched:
+                return self.plane.fetch_into(-1)
             return self.plane.deny(str(error))
-        while (slot := self.slots.grant_to_chain()) < 0:
+        while (slot := self.slots.grant_to(FETCH if wanted.fetched else CHAIN)) < 0:
             await asyncio.sleep(SLOT_POLL_S)
-        self.plane.grant(slot)
+        (self.plane.fetch_into if wanted.fetched else self.plane.grant)(slot)
 
     def _received(self, report: Received) -> None:
         manifest = report.manifest
-        if not self.slots.keep(CHAIN, report.slot, manifest):
+        self._fetches.over(manifest.version)
+        if not self.slots.keep(FETCH if report.fetched else CHAIN, report.slot, manifest):
             self.machine.versions.forget(manifest.version)
             self.host.log.info("received-too-late", version=manifest.version)
             return
@@ -287,7 +306,7 @@ class Relay:
             elif isinstance(request, m.CommitSlot):
                 reply = self._commit(boot_id, request)
             elif isinstance(request, m.LeaseVersion):
-                reply = self.slots.lease(boot_id, request)
+                reply = self._fetches.lease(boot_id, request)
             else:
                 reply = self.slots.release(request)
             return m.encode(reply)

@@ -2,7 +2,7 @@
 
 Reads   requests of trainers and readers (weights/messages.py), by the boot id of the process
 Writes  the slots' states; which bytes they hold is in the version table
-Gives   RelaySlots and its replies; SlotMemory, what it needs of the machine
+Gives   RelaySlots and its replies; Fetches; SlotMemory, what it needs of the machine
 Raises  SlotError, ArenaError and ManifestError for wrong requests
 
 One process has one arena with a name of its own. A writer is a process, not a name: a trainer that
@@ -20,8 +20,8 @@ from laminar.weights.arena.slots import SlotError, SlotTable, VersionGone, slots
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.table import VersionTable
 
-CHAIN = "chain"
-"""The name of the relay before this one, as a writer."""
+CHAIN, FETCH = "chain", "fetch"
+"""The relay before this one, as a writer, and any from which an older version is fetched."""
 
 
 class SlotMemory(Protocol):
@@ -106,9 +106,9 @@ class RelaySlots:
             return m.SlotGranted(slot=-1)
         return m.SlotGranted(slot=slot if slot >= 0 else self._grant(boot_id))
 
-    def grant_to_chain(self) -> int:
-        """A slot for a version of the relay before this one; -1: none is free now."""
-        return self._grant(CHAIN)
+    def grant_to(self, writer: str) -> int:
+        """A slot for a version of another relay (CHAIN, FETCH); -1: none is free now."""
+        return self._grant(writer)
 
     def _grant(self, writer: str) -> int:
         assert self._table is not None
@@ -121,7 +121,7 @@ class RelaySlots:
     def _abandon_former(self, boot_id: str) -> None:
         """Free what an earlier process of this name had: a node starts one when that has ended."""
         name = _name(boot_id)
-        former = [w for w in self._granted if w not in (boot_id, CHAIN) and _name(w) == name]
+        former = [w for w in self._granted if w not in (boot_id, CHAIN, FETCH) and _name(w) == name]
         for writer in former:
             if self._granted[writer] not in self._digesting:
                 self.abandon(writer)
@@ -155,12 +155,16 @@ class RelaySlots:
         return manifest if self.keep(boot_id, request.slot, manifest) else None
 
     def keep(self, writer: str, slot: int, manifest: mf.Manifest) -> bool:
-        """A slot holds this complete version from now on; False if a newer one is here."""
+        """A slot holds this complete version from now on; False if a newer one is here, or the very
+        one that was fetched."""
         assert self._table is not None
-        if manifest.version <= max(self.held, default=-1):
+        older = writer == FETCH
+        if manifest.version in self.held or (
+            not older and manifest.version < max(self.held, default=-1)
+        ):
             self.abandon(writer)
             return False
-        self._table.commit(slot, writer, manifest.version)
+        self._table.commit(slot, writer, manifest.version, older=older)
         del self._granted[writer]
         self._apply_pin()
         return True
@@ -223,3 +227,30 @@ class RelaySlots:
 def _name(boot_id: str) -> str:
     """The process name in a boot id, which is "name-random"."""
     return boot_id.rpartition("-")[0]
+
+
+class Fetches:
+    """Which versions come from beside the chain, and for which orders to load."""
+
+    def __init__(self, slots: RelaySlots, fetch: Callable[[int, str, str], None]) -> None:
+        """`fetch`: take this version from that relay, at its address."""
+        self._slots, self._fetch = slots, fetch
+        self._coming: set[int] = set()
+        self._asked: set[int] = set()  #: ids of orders for which a version was fetched
+
+    def lease(self, boot_id: str, request: m.LeaseVersion) -> m.Leased | m.Coming | m.Gone:
+        """What is here; else it is fetched once for this order, if that names a holder."""
+        reply = self._slots.lease(boot_id, request)
+        if isinstance(reply, m.Gone) and request.holder:
+            if request.order not in self._asked and request.version not in self._coming:
+                self._fetch(request.version, request.holder, request.address)
+                self._coming.add(request.version)
+            self._asked.add(request.order)
+            if request.version in self._coming:
+                return m.Coming()
+        self._asked.discard(request.order)
+        return reply
+
+    def over(self, version: int) -> None:
+        """It is here, or does not come."""
+        self._coming.discard(version)

@@ -13,6 +13,7 @@ read of the old one and has its digest is good, all else is asked for again.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,6 +40,8 @@ from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported. One with which
 sequences went on is not: what they sampled since is worth nothing."""
+COMING_POLL_S = 0.05
+"""How often a relay is asked for a version that it fetches."""
 RELEASE_S = 5.0
 """A relay that does not answer must not keep a replica that has its weights from serving."""
 
@@ -122,7 +125,7 @@ class WeightLoader:
         started = self.host.now_ns()
         failure = ""
         for _ in range(1 if in_flight else LOADS_MAX):
-            lease = await self._lease(command)
+            lease = await self._lease(order, command)
             if isinstance(lease, m.Gone):
                 if failure:  # what the engine had is gone, too
                     return self._rejected(order, command.version, failure)
@@ -162,11 +165,22 @@ class WeightLoader:
     def _nothing_served(self) -> None:
         self.digest, self.version = "", -1
 
-    async def _lease(self, command: cmd.PullWeights) -> m.Leased | m.Gone:
-        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing."""
-        request = m.LeaseVersion(version=command.version, exact=command.exact)
+    async def _lease(self, order: cmd.Order, command: cmd.PullWeights) -> m.Leased | m.Gone:
+        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing; one that
+        fetches the version is asked again until it is there."""
+        request = m.LeaseVersion(
+            version=command.version,
+            exact=command.exact,
+            holder=command.holder,
+            address=command.address,
+            order=order.command_id,
+        )
         try:
-            lease: m.Leased | m.Gone = await self.relay.ask(request, m.Leased, m.Gone)
+            lease: m.Leased | m.Coming | m.Gone = m.Coming()
+            while isinstance(lease, m.Coming):  # the order to load has a deadline
+                lease = await self.relay.ask(request, m.Leased, m.Coming, m.Gone)
+                if isinstance(lease, m.Coming):
+                    await asyncio.sleep(COMING_POLL_S)
             if isinstance(lease, m.Leased) and self._arena_path != lease.arena:
                 self._arena = self._files.attach(lease.arena)
                 self._arena_path = lease.arena
@@ -245,6 +259,7 @@ class WeightLoader:
             probe_diff=self.probe_diff,
             seconds=(ended - started_ns) / 1e9,
             reloaded=reloaded,
+            num_bytes=manifest.total_bytes,
         )
         facts = {"version": manifest.version, "digest": manifest.digest}
         took = self._took if reloaded else {}

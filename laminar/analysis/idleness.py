@@ -136,7 +136,8 @@ def _pull(state: State, replica: Replica) -> str:
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
-    source = f" from {order.checkpoint}" if order.checkpoint else ""
+    place = order.checkpoint or order.holder
+    source = f" from {place}" if place else ""
     return f"it loads {wanted}{source} (purpose {order.purpose}), ordered by #{outstanding.cause}"
 
 

@@ -275,9 +275,11 @@ class Trace:
             span: Span = (command.to, PULL, f"pull:{command.to}")
             name = f"pull v{command.version}" + ("" if command.exact else " or newer")
             source = {"purpose": command.purpose, "checkpoint": command.checkpoint}
+            if command.holder:
+                source["holder"] = command.holder
             self._begin_order(span, seq, us, name, source)
             version = state.replicas[command.to].relay, VERSION, str(command.version)
-            if not command.checkpoint and version in self._tracks:
+            if not (command.checkpoint or command.holder) and version in self._tracks:
                 self._tracks.arrow("pull", us, version, span)
 
     def _begin_order(

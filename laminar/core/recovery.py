@@ -16,7 +16,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from laminar.core import admission, buffering, evaluation, groups, indexes, keys, store_restarts
+from laminar.core import (
+    admission,
+    buffering,
+    evaluation,
+    groups,
+    indexes,
+    keys,
+    sources,
+    store_restarts,
+)
 from laminar.core.context import Context
 from laminar.core.dispatch import lose, newest_tokens, place_again
 from laminar.core.indexes import indexes_of
@@ -90,8 +99,15 @@ def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
             return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
         if state.groups[trajectory.group].purpose == Purpose.EVAL:
             return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+    if trajectory is not None and lost and _is_fetched(state, trajectory.version):
+        return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
     indexes.end_wait(state, trajectory_id)
     ctx.touch_all()
+
+
+def _is_fetched(state: State, version: int) -> bool:
+    """It is on its way from another machine, in a time that bytes keep alive."""
+    return any(command.version == version for command in sources.fetches(state))
 
 
 def fail_sibling(

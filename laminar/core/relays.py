@@ -16,7 +16,7 @@ what the trainer made, or it is owed (core/publishing.py).
 
 from __future__ import annotations
 
-from laminar.core import indexes, kept_versions, keys
+from laminar.core import indexes, kept_versions, keys, sources
 from laminar.core.context import Context
 from laminar.core.indexes import indexes_of, master_relay
 from laminar.core.registry import handles
@@ -56,6 +56,7 @@ def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
         ready_seq=ctx.stamped.seq,
     )
     state.relays[relay.name] = relay
+    state.failed_sources.pop(relay.name, None)
     state.chain.append(relay.name)
     ctx.clear_timer(keys.rejoin(relay.name))
     set_head(ctx)
@@ -169,6 +170,8 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     if relay is None:
         return ctx.ignore("not-ready")
     news = event.version > relay.newest
+    if event.kind == "full":
+        sources.note_hop(state, relay.name, event.num_bytes, event.duration_ms)
     if not hold(ctx, relay, event.version, event.digest, event.held):
         return ctx.ignore("repeat")
     if relay.newest == event.version and news:
@@ -186,6 +189,7 @@ def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int,
     state = ctx.state
     if version == state.newest and digest != state.newest_digest:
         return restart_for_other_bytes(ctx, relay, digest)
+    state.failed_sources.pop(relay.name, None)
     changed = indexes.set_held(state, relay, list(held))
     if version > relay.newest:
         changed = True
@@ -248,8 +252,18 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
     timer = keys.receive(name)
     if name not in ctx.state.relays:
         ctx.ignore("not-ready")
+    elif 0 <= event.version < ctx.state.relays[name].newest:
+        _older_comes(ctx, event)
     elif event.num_bytes and timer in ctx.state.timers:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
+
+
+def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
+    """What is fetched has its time from the last word that bytes of it came, too."""
+    for command in sources.fetches(ctx.state) if event.num_bytes else ():
+        here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
+        if here and command.version == event.version:
+            ctx.set_timer(keys.deadline(keys.pull(command.to)), RECEIVE_TIMEOUT_MS)
 
 
 # --- slow ones --------------------------------------------------------------------------------

@@ -283,6 +283,12 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     newest_digest: str = ""
     #: longest load of a whole version, if twice that is more than the least time for one
     slow_load_ms: int = 0
+    version_bytes: int = 0  #: of one version, as the last load told; 0: unknown
+    #: ps per byte, as measured last: of hops, by the relay that took it, and of loads
+    #: (core/sources.py)
+    paces: dict[str, int] = {}
+    #: relays that failed to give an older version and were not heard of since
+    failed_sources: dict[str, None] = {}
     fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
     #: where the numbers of versions are not those of their steps: the first of them, with its step

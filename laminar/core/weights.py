@@ -9,7 +9,8 @@ A replica changes its version only when it holds no trajectory, so every traject
 In flight it loads newer weights as soon as its relay has them, whatever it runs, and that goes on
 with them; but never with held-out answers, of which each has one version, too. A number is
 allocated with the step that makes the weights and never used again. A replica pulls from the relay
-of its own machine and from no other; what that has evicted, from a checkpoint.
+of its own machine; what that has not, this fetches from another machine's relay, or it comes from
+a checkpoint (core/sources.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from laminar.core import (
     lifecycle,
     publishing,
     relays,
+    sources,
     versions,
 )
 from laminar.core.admission import serving
@@ -116,6 +118,13 @@ def _pulled(ctx: Context) -> Replica | None:
     return replica
 
 
+def _ordered(ctx: Context) -> cmd.PullWeights | None:
+    """The order to load that the sender has."""
+    outstanding = ctx.state.commands.get(keys.pull(ctx.stamped.peer))
+    command = outstanding.command if outstanding is not None else None
+    return command if isinstance(command, cmd.PullWeights) else None
+
+
 def _measured(state: State, event: ev.WeightsLoaded) -> bool:
     return of_a_version(state, event) and 0 <= event.seconds <= COUNT_MAX
 
@@ -126,13 +135,17 @@ def _measured(state: State, event: ev.WeightsLoaded) -> bool:
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
-    state, replica = ctx.state, _pulled(ctx)
+    state, ordered = ctx.state, _ordered(ctx)
+    replica = _pulled(ctx)
     if replica is None:
         return
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.took, replica.loading, replica.failed_loads = 0, False, 0
     took_ms = int(event.seconds * 1000)
-    if event.reloaded and _time_for(took_ms) > PULL_TIMEOUT_MS:
+    if ordered is not None and event.reloaded:
+        sources.note_load(state, ordered, event.num_bytes, took_ms)
+    fetched = ordered is not None and ordered.holder
+    if event.reloaded and not fetched and _time_for(took_ms) > PULL_TIMEOUT_MS:
         state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
@@ -173,13 +186,16 @@ def _held_versions(state: State, event: ev.VersionGone) -> bool:
 def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     """The relay has evicted it: decide again without it.
 
-    What the relay got since then, it has reported; what it had before and has no more is gone.
+    What the relay got since then, it has reported; what it had before and has no more is gone. Who
+    was to give it is not asked again before it is heard of.
     """
-    state = ctx.state
+    state, ordered = ctx.state, _ordered(ctx)
     replica = _pulled(ctx)
     if replica is None:
         return
     replica.loading = False
+    if ordered is not None and ordered.holder:
+        state.failed_sources[ordered.holder] = None
     indexes.replica_changed(state, replica)
     relay = state.relays.get(replica.relay)
     if relay is not None:
@@ -231,14 +247,19 @@ def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: Pul
     replica.loading = True
     replica.progress_ns = ctx.stamped.time_ns
     evicted = exact and version not in state.held_for(replica)
+    choice = sources.choose(state, replica, version) if evicted else None
+    source = choice.source if choice is not None else None
+    peer = source.name if source is not None and source.tier == sources.Tier.PEER else ""
     command = cmd.PullWeights(
         to=replica.name,
         version=version,
         exact=exact,
         purpose=purpose,
-        checkpoint=state.saved[version] if evicted else "",
+        checkpoint=state.saved[version] if evicted and not peer else "",
+        holder=peer,
+        address=state.relays[peer].bulk if peer else "",
     )
-    timeout_ms = _time_for(state.slow_load_ms)
+    timeout_ms = _time_for(max(state.slow_load_ms, choice.ms if choice is not None else 0))
     ctx.command(command, key=keys.pull(replica.name), timeout_ms=timeout_ms)
     indexes.replica_changed(state, replica)
 
@@ -321,7 +342,19 @@ def may_pull_reserved(state: State) -> list[Kind]:
 def _version_of_lost_work(state: State, replica: Replica) -> int:
     """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
     wanted = _wanted_by_lost_work(state)
-    return next((v for v in wanted if state.in_reach(replica, v)), -1)
+    near = next((v for v in wanted if state.in_reach(replica, v)), -1)
+    if near >= 0 or not state.version_bytes:
+        return near
+    return next((v for v in wanted if _to_be_fetched(state, replica, v)), -1)
+
+
+def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
+    """Another machine has it, and no replica there is free to load it."""
+    if sources.choose(state, replica, version).source is None:
+        return False
+    index = indexes_of(state)
+    near = [name for relay in sources.holders(state, version) for name in index.served_by(relay)]
+    return not any(_can_pull(state, state.replicas[name]) for name in near)
 
 
 def _wanted_by_lost_work(state: State) -> list[int]:

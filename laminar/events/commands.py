@@ -138,6 +138,8 @@ class PullWeights(Command, frozen=True, kw_only=True):
     purpose: PullPurpose
     #: directory inside the run directory; empty: the relay has the version (always encoded)
     checkpoint: str = msgspec.field(default_factory=str)
+    holder: str = ""  #: relay of another machine that has it, if that of this machine has not
+    address: str = ""  #: where that relay gives versions, host:port
 
 
 @carried_out_by(Role.ROLLOUT)

@@ -35,6 +35,7 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     probe_diff: float  #: max |log p(engine) - log p(trainer)| over the probe
     seconds: float
     reloaded: bool  #: false: the digest was the one already loaded, only the stamp changed
+    num_bytes: int = 0  #: of the version
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))

@@ -58,6 +58,11 @@ class LeaseVersion(Message, frozen=True, kw_only=True):
 
     version: int
     exact: bool
+    holder: str = (
+        ""  #: a relay that has it, if this one has not; then it is fetched, and waited for
+    )
+    address: str = ""  #: of the holder's bulk plane, numeric host:port
+    order: int = -1  #: id of the order to load, for which it is fetched once
 
 
 class ReleaseLease(Message, frozen=True, kw_only=True):
@@ -97,6 +102,10 @@ class Leased(Message, frozen=True, kw_only=True):
     manifest: bytes  #: for `manifest.decode`
 
 
+class Coming(Message, frozen=True, kw_only=True):
+    """The version is on its way from its holder: ask again."""
+
+
 class Gone(Message, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
@@ -105,7 +114,7 @@ class Released(Message, frozen=True, kw_only=True):
     valid: bool  #: false: the lease was revoked, what was read since is not to be used
 
 
-Reply = ArenaOpened | OtherArena | SlotGranted | Committed | Leased | Gone | Released
+Reply = ArenaOpened | OtherArena | SlotGranted | Committed | Leased | Coming | Gone | Released
 
 Decoded = TypeVar("Decoded")
 

@@ -86,7 +86,7 @@ async def publish(slots: Slots, version: int, boot_id: str = TRAINER) -> mf.Mani
 
 
 def held_over_chain(slots: Slots, manifest: mf.Manifest) -> bool:
-    slot = slots.grant_to_chain()
+    slot = slots.grant_to(CHAIN)
     slots.take(manifest, slot)
     return slots.keep(CHAIN, slot, manifest)
 
@@ -244,7 +244,7 @@ async def test_slots_are_granted_at_once_and_get_their_memory_behind_that(
     slots = slots_in(tmp_path)
     slots.make(VERSION_BYTES)
     assert (tmp_path / "arena").stat().st_blocks * 512 <= 4096
-    slots.memory.region(slots.grant_to_chain()).prepare()
+    slots.memory.region(slots.grant_to(CHAIN)).prepare()
     slots.abandon(CHAIN)
     assert await publish(slots, 1) is not None
     may_fill.set()

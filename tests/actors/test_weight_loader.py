@@ -64,14 +64,25 @@ class Replica:
         self.loader = WeightLoader(self.host, self.relay, self.engine, files)  # type: ignore[arg-type]
 
     async def pull(
-        self, version: int = 0, exact: bool = False, checkpoint: str = "", purpose: str = "newer"
+        self,
+        version: int = 0,
+        exact: bool = False,
+        checkpoint: str = "",
+        purpose: str = "newer",
+        order: int = 1,
+        **holder: str,
     ) -> ev.Event:
         """What it says in the end."""
         command = cmd.PullWeights(
-            to="rollout-0", version=version, exact=exact, purpose=purpose, checkpoint=checkpoint
+            to="rollout-0",
+            version=version,
+            exact=exact,
+            purpose=purpose,
+            checkpoint=checkpoint,
+            **holder,
         )
         before = len(self.host.events)
-        await self.loader.pull(cmd.Order(command_id=1, cause=1, command=command), command)
+        await self.loader.pull(cmd.Order(command_id=order, cause=1, command=command), command)
         (said,) = self.host.events[before:]
         return said
 
@@ -113,6 +124,29 @@ async def test_any_kept_version_can_be_pulled_at_any_time(
         assert (loaded.version, replica.engine.value) == (found, float(found))
     gone = await replica.pull(7)
     assert gone == ev.VersionGone(version=7, held=(1, 2, 3))
+
+
+async def test_an_older_version_is_fetched_from_another_machine(
+    tmp_path: Path, relay: Machine, trainer: Writer, replica: Replica
+) -> None:
+    """The own relay came late and has the newest version only; the other has both."""
+    other = Machine(tmp_path, 1)
+    await other.start()
+    elsewhere = await other.trainer()
+    await publish(other, elsewhere, 1, 3)
+    await publish(relay, trainer, 3)
+    holder = {"holder": other.host.name, "address": other.ready.bulk}
+    loaded = await replica.pull(1, True, order=1, **holder)
+    assert isinstance(loaded, ev.WeightsLoaded), loaded
+    assert (loaded.version, replica.engine.value) == (1, 1.0)
+    received = await relay.host.wait(ev.WeightsReceived)
+    assert (received.version, received.held) == (1, (1, 3))
+    gone = await replica.pull(2, True, order=2, **holder)
+    assert gone == ev.VersionGone(version=2, held=(1, 3))
+    trouble = relay.host.all(ev.TransferTrouble)[-1]
+    assert (trouble.kind, trouble.relay, trouble.version) == ("not-fetched", "relay-1", 2)
+    await publish(relay, trainer, 4)  # a fetched version is in nobody's way
+    await other.stop()
 
 
 def write_checkpoint(run_dir: Path, version: int, path: str = "checkpoints/step_1") -> Path:

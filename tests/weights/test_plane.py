@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+import xxhash
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, upstream, wire
@@ -15,9 +16,12 @@ from laminar.weights.chain.plane import Plane
 from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
+    NotFetched,
     PlaneFailed,
+    Received,
     Report,
     Side,
+    SlotReturned,
     SlotWanted,
     StrangerRefused,
     Trouble,
@@ -26,8 +30,9 @@ from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.chain.wire import Header, Kind
+from laminar.weights.version import manifest as mf
 from tests.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
-from tools.bench.weights_relay import draft
+from tools.bench.weights_relay import digest_of, draft
 
 DIGEST = "0" * 32
 
@@ -41,13 +46,13 @@ class Probe:
 
     def __init__(self, name: str, run: str = "run", key: bytes = KEY) -> None:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        slots = [bytearray(4096) for _ in range(3)]
+        self.slots = slots = [bytearray(4096) for _ in range(3)]
         self.plane = Plane(
             Identity(run, name, 1, key),
             lambda slot: Region(memoryview(slots[slot])),
             self.reports.put,
         )
-        self.name = name
+        self.name, self.closed = name, False
         self.host, self.port = self.plane.start("127.0.0.1")
 
     def wait(self, wanted: type[Report] | Callable[[Report], bool]) -> Any:
@@ -57,6 +62,11 @@ class Probe:
             assert not isinstance(report, PlaneFailed), report
             if isinstance(report, wanted) if isinstance(wanted, type) else wanted(report):
                 return report
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.plane.close()
 
     def feed(self, other: "Probe", chain: int = 1) -> None:
         self.plane.set_successor(chain, (other.name, other.host, other.port))
@@ -72,7 +82,7 @@ def probe() -> Iterator[Callable[..., Probe]]:
 
     yield make
     for each in made:
-        each.plane.close()
+        each.close()
         assert not any(isinstance(r, PlaneFailed) for r in drained(each))
 
 
@@ -350,3 +360,75 @@ def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe
         assert "a bug" in failed.get(timeout=WAIT_S).reason
         ended(sock)
     plane.close()
+
+
+# --- an exact version, beside the chain -----------------------------------------------------------
+
+
+def published(relay: Probe, version: int, slot: int) -> None:
+    """A whole version of eight chunks."""
+    relay.slots[slot][:] = bytes((version + i) % 251 for i in range(4096))
+    made = draft(version, 4096, 512)
+    chunks = [relay.slots[slot][at : at + 512] for at in range(0, 4096, 512)]
+    checksums = tuple(xxhash.xxh3_64_intdigest(chunk) for chunk in chunks)
+    relay.plane.publish(mf.seal(made, checksums, digest_of(relay.slots[slot])), slot)
+
+
+def holder_of(relay: Probe) -> tuple[str, str, int]:
+    return relay.name, relay.host, relay.port
+
+
+def test_an_older_version_is_fetched_and_the_chain_goes_on(probe: Callable[..., Probe]) -> None:
+    holder, other = probe("relay-0"), probe("relay-1")
+    published(holder, 3, 0)
+    published(holder, 7, 1)
+    holder.feed(other)
+    other.wait(SlotWanted)
+    other.plane.grant(0)
+    assert other.wait(Received).manifest.version == 7
+    other.plane.fetch(3, holder_of(holder))
+    assert other.wait(SlotWanted) == SlotWanted(3, 4096, fetched=True)
+    other.plane.fetch_into(1)
+    came = other.wait(Received)
+    assert (came.manifest.version, came.slot, came.fetched, came.num_bytes) == (3, 1, True, 4096)
+    assert other.slots[1] == holder.slots[0]
+    published(holder, 8, 2)
+    other.wait(SlotWanted)
+    other.plane.grant(2)
+    assert other.wait(Received).manifest.version == 8
+
+
+def test_a_version_that_is_not_there_is_not_fetched(probe: Callable[..., Probe]) -> None:
+    holder, other = probe("relay-0"), probe("relay-1")
+    published(holder, 7, 1)
+    other.plane.fetch(3, holder_of(holder))
+    assert "version 3 is not held here" in other.wait(NotFetched).reason
+    other.plane.fetch(7, ("relay-9", holder.host, holder.port))
+    assert "relay-0 has the address of relay-9" in other.wait(NotFetched).reason
+    holder.close()
+    other.plane.fetch(7, holder_of(holder))
+    assert other.wait(NotFetched).version == 7
+
+
+def test_a_fetch_proves_that_it_is_of_the_run(probe: Callable[..., Probe]) -> None:
+    holder, other = probe("relay-0"), probe("relay-1", "run", b"another key, as long as it")
+    published(holder, 7, 1)
+    other.plane.fetch(7, holder_of(holder))
+    assert "has not the secret" in other.wait(NotFetched).reason
+
+
+def test_the_slot_of_a_fetch_that_breaks_comes_back(probe: Callable[..., Probe]) -> None:
+    """Its holder ends before a slot was found; another fetch is served afterwards."""
+    holder, second, other = probe("relay-0"), probe("relay-2"), probe("relay-1")
+    published(holder, 3, 0)
+    published(second, 3, 0)
+    other.plane.fetch(3, holder_of(holder))
+    other.wait(SlotWanted)
+    holder.close()
+    other.wait(NotFetched)
+    other.plane.fetch(3, holder_of(second))
+    other.plane.fetch_into(0)
+    assert other.wait(SlotReturned) == SlotReturned(0, fetched=True)
+    other.wait(SlotWanted)
+    other.plane.fetch_into(0)
+    assert other.wait(Received).manifest.version == 3

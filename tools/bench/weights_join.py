@@ -59,7 +59,7 @@ class Joining:
     def _grant(self, wanted: SlotWanted) -> None:
         self.wanted = time.monotonic()
         self.slots.make(wanted.nbytes)
-        self.plane.grant(self.slots.grant_to_chain())
+        self.plane.grant(self.slots.grant_to(CHAIN))
         self.granted = time.monotonic()
 
     def _fill(self, work: Coroutine[Any, Any, None]) -> None:

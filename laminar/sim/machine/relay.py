@@ -63,6 +63,7 @@ class SimPlane:
         )
         self.set_successor, self.publish = self._core.set_successor, self._core.publish
         self.grant, self.deny = self._core.grant, self._core.deny
+        self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
 
     def start(self, host: str, port: int = 0) -> tuple[str, int]:
         return self._core.listen(host, port)

@@ -146,14 +146,18 @@ class SlotTable:
             return Grant(slot=free[0], evicted=None)
         return self._evict_for(writer)
 
-    def commit(self, slot: int, writer: str, version: int) -> None:
-        """The writer is done: the slot holds `version`, which is now the latest.
+    def commit(self, slot: int, writer: str, version: int, *, older: bool = False) -> None:
+        """The writer is done: the slot holds `version`, which is now the latest, or (`older`) one
+        that is not held.
 
-        SlotError if the slot is not this writer's, or if the version is not above the latest.
+        SlotError if the slot is not this writer's, or if the version is not above the latest, or is
+        held.
         """
         if self.state(slot) != Writing(writer):
             raise self._error(f"slot {slot} is not being written by {writer}")
-        if self.latest is not None and version <= self.latest:
+        if older and version in self.versions_held:
+            raise self._error(f"version {version} is held already")
+        if not older and self.latest is not None and version <= self.latest:
             raise self._error(f"version {version} is not above the latest, {self.latest}")
         self._slots[slot] = Held(version)
 

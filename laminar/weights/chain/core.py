@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain.downstream import Downstream, Successor
+from laminar.weights.chain.fetch import Fetcher, Holder
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import Report, Status, Trouble
 from laminar.weights.chain.sender import Sender
@@ -74,7 +75,19 @@ class PlaneCore:
         cache = DeltaCache(options.delta_bytes_max)
         self._sender = Sender(table, cache, self._arriving, world.beside, world.post, notify)
         self._receiver = Receiver(table, cache, self._sender, region, world.clock, notify)
-        self._upstream = Upstream(identity, table, self._receiver, world.clock, world.nonce, notify)
+        self._upstream = Upstream(
+            identity, table, self._receiver, self._sending, world.clock, world.nonce, notify
+        )
+        self._fetcher = Fetcher(
+            identity,
+            table,
+            region,
+            world.network,
+            world.clock,
+            world.nonce,
+            notify,
+            self._receiving,
+        )
         self._downstream = Downstream(
             identity, self._sender, world.network, world.clock, world.nonce, notify
         )
@@ -93,12 +106,13 @@ class PlaneCore:
                 f"the relay cannot listen for weights on {host}:{port} ({error}); "
                 "give it a numeric address of this machine and a free port"
             ) from None
-        self._downstream.source = host
+        self._downstream.source = self._fetcher.source = host
         return address
 
     def close(self) -> None:
         self._upstream.close()
         self._downstream.close()
+        self._fetcher.close()
 
     # --- orders: carried out in its next turn ---------------------------------------------------
 
@@ -132,6 +146,17 @@ class PlaneCore:
         """The other answer: there will never be a slot for it."""
         self._world.post(lambda: self._receiver.denied(reason))
 
+    def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
+        """Take this version from relay (name, numeric host, port), beside the chain: SlotWanted,
+        and Received or NotFetched, follow."""
+        order = Holder(version, *holder)
+        ipaddress.ip_address(order.host)
+        self._world.post(lambda: self._fetcher.fetch(order))
+
+    def fetch_into(self, slot: int) -> None:
+        """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
+        self._world.post(lambda: self._fetcher.granted(slot))
+
     def _publish(self, copy: VersionCopy) -> None:
         # In the table before this returns, so that `forget` knows it from now on.
         self._table.put(copy)
@@ -145,14 +170,16 @@ class PlaneCore:
 
     def turn(self) -> float | None:
         """Digest and send; seconds after which the next turn is due, None: when something comes."""
-        more = self._receiver.work()
+        more = self._receiver.work() | self._fetcher.work()
         self._downstream.flush()
         self._upstream.flush()
+        self._fetcher.flush()
         now = self._world.clock()
         due = (
             self._downstream.tick(now),
             self._upstream.tick(now),
             self._receiver.tick(now),
+            self._fetcher.tick(now),
             self._look_for_stalls(now),
         )
         if more:
@@ -164,6 +191,7 @@ class PlaneCore:
         """What to wait for, and what to do then."""
         yield from self._upstream.readiness()
         yield from self._downstream.readiness()
+        yield from self._fetcher.readiness()
 
     def status(self) -> Status:
         """What is going on now."""
@@ -189,6 +217,13 @@ class PlaneCore:
         alive = [c for c in (self._upstream.predecessor, self._downstream.connection) if c]
         received = sum(end.bytes_in for end in ends) + sum(c.bytes_in for c in alive)
         return received, sum(end.bytes_out for end in ends) + sum(c.bytes_out for c in alive)
+
+    def _sending(self) -> bool:
+        current, link = self._sender.current, self._downstream.connection
+        return current is not None and (current.ready or (link is not None and not link.idle))
+
+    def _receiving(self) -> bool:
+        return self._receiver.linked and self._receiver.incoming is not None
 
     def _arriving(self, version: int) -> bool:
         incoming = self._receiver.incoming

@@ -45,6 +45,36 @@ class Successor:
     chain: int  #: number of the order
 
 
+def introduce(me: Identity, chain: int, nonce: bytes, fetch: int | None = None) -> Hello:
+    """The first word of who connects."""
+    return Hello(
+        run=me.run,
+        name=me.name,
+        incarnation=me.incarnation,
+        chain=chain,
+        nonce=nonce,
+        fetch=fetch,
+    )
+
+
+def prove(me: Identity, hello: Hello, challenge: Challenge) -> Proof:
+    """The answer to a challenge; BadBytes if it is not one of this run."""
+    introduction = Introduction(
+        run=hello.run,
+        predecessor=hello.name,
+        predecessor_incarnation=hello.incarnation,
+        predecessor_nonce=hello.nonce,
+        successor=challenge.name,
+        successor_incarnation=challenge.incarnation,
+        successor_nonce=challenge.nonce,
+        chain=hello.chain,
+    )
+    if not introduction.proved(me.key, SUCCESSOR, challenge.proof):
+        detail = f"what listens there has not the secret of run {hello.run}"
+        raise BadBytes("other-secret", detail)
+    return Proof(proof=introduction.proof(me.key, PREDECESSOR))
+
+
 class Downstream:
     """The connection to the one successor."""
 
@@ -159,16 +189,8 @@ class Downstream:
         self._connecting = False
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         me = self._identity
-        self._hello, self._incarnation = (
-            Hello(
-                run=me.run,
-                name=me.name,
-                incarnation=me.incarnation,
-                chain=self._order.chain,
-                nonce=self._nonce(),
-            ),
-            0,
-        )
+        self._hello = introduce(me, self._order.chain, self._nonce())
+        self._incarnation = 0
         connection.send(self._hello)
 
     def message(self, message: FromSuccessor) -> None:
@@ -189,21 +211,8 @@ class Downstream:
         assert self._order is not None and self.connection is not None and self._hello is not None
         if challenge.name != self._order.name:
             raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
-        introduction = Introduction(
-            run=self._hello.run,
-            predecessor=self._hello.name,
-            predecessor_incarnation=self._hello.incarnation,
-            predecessor_nonce=self._hello.nonce,
-            successor=challenge.name,
-            successor_incarnation=challenge.incarnation,
-            successor_nonce=challenge.nonce,
-            chain=self._hello.chain,
-        )
-        if not introduction.proved(self._identity.key, SUCCESSOR, challenge.proof):
-            detail = f"what listens there has not the secret of run {self._hello.run}"
-            raise BadBytes("other-secret", detail)
+        self.connection.send(prove(self._identity, self._hello, challenge))
         self._incarnation = challenge.incarnation
-        self.connection.send(Proof(proof=introduction.proof(self._identity.key, PREDECESSOR)))
 
     def _begin(self, welcome: Welcome) -> None:
         assert self._order is not None and self.connection is not None

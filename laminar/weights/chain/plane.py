@@ -70,6 +70,7 @@ class Plane:
         self.publish = self._core.publish
         self.publish_share = self._core.publish_share
         self.grant, self.deny = self._core.grant, self._core.deny
+        self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
         self.forget = self._table.forget
         self.status = self._core.status
         self._poll = select.poll()

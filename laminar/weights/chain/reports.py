@@ -1,7 +1,7 @@
 """What a relay's bulk plane tells the relay.
 
-Gives   SlotWanted, SlotReturned, Received, Trouble with its Pace, StrangerRefused, NeighbourUp,
-        NeighbourDown, PlaneFailed; Status
+Gives   SlotWanted, SlotReturned, Received, Trouble with its Pace, NotFetched, StrangerRefused,
+        NeighbourUp, NeighbourDown, PlaneFailed; Status
 
 Reports are made in the plane's thread, one call each; its receiver hands them to the event
 loop and returns at once.
@@ -32,6 +32,7 @@ class SlotWanted:
 
     version: int
     nbytes: int
+    fetched: bool = False  #: an exact version from beside the chain; `fetch_into` is the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class SlotReturned:
     """The plane does not need this slot any more; it holds no complete version."""
 
     slot: int
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Received:
     by_delta: bool  #: at least a part of it came as a delta
     num_bytes: int  #: of chunks and blocks that came for it
     seconds: float  #: from the first of them to the end of the digest
+    fetched: bool = False
 
 
 class Pace(NamedTuple):
@@ -73,6 +76,15 @@ class Trouble:
     peer: str  #: name of the neighbour
     detail: str
     pace: Pace | None = None  #: of a version that takes long
+
+
+@dataclass(frozen=True, slots=True)
+class NotFetched:
+    """An exact version does not come from this relay; its slot, if it had one, is returned."""
+
+    version: int
+    peer: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,7 @@ Report: TypeAlias = (
     | SlotReturned
     | Received
     | Trouble
+    | NotFetched
     | StrangerRefused
     | NeighbourUp
     | NeighbourDown

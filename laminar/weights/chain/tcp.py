@@ -56,7 +56,7 @@ class Connection(Generic[Incoming]):
         self.bytes_in = self.bytes_out = 0
         self.moved_at = time.monotonic()  #: when bytes last came or went
         self.handler = handler
-        self._decoder = decoder
+        self.decoder = decoder
         self._header_bytes = bytearray(wire.HEADER_BYTES)
         self._header: Header | None = None  #: of the body that is arriving
         self._message = bytearray()
@@ -147,7 +147,7 @@ class Connection(Generic[Incoming]):
         self._header = None
         self._target = memoryview(self._header_bytes)
         if header.kind == Kind.MESSAGE:
-            self.handler.message(wire.decode(self._decoder, header, self._message))
+            self.handler.message(wire.decode(self.decoder, header, self._message))
         else:
             self.handler.landed(header)
 

@@ -64,6 +64,7 @@ class Link(Transport, Endpoint, Protocol):
     """A connection to one neighbour."""
 
     handler: FrameHandler[Any]
+    decoder: Any  #: of what the other side says; another one once it fetches
     message_bytes_max: int  #: of a message that arrives; raised once the neighbour is known
     bytes_in: int
     bytes_out: int

@@ -1,4 +1,4 @@
-"""The side of a relay where its predecessor connects.
+"""The side of a relay where its predecessor connects, and who fetches versions.
 
 Reads   connections; what strangers and the predecessor send
 Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble, StrangerRefused
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from laminar.net.strangers import Strangers
 from laminar.weights.chain import wire
 from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
+from laminar.weights.chain.holder import Holding
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import (
     NeighbourDown,
@@ -42,6 +43,8 @@ from laminar.weights.version.table import VersionTable
 
 OLD_CHAIN = "old-chain"  #: why a relay of this run is refused
 STRANGERS_MAX = 8
+FETCHES_MAX = 8
+"""Relays that take older versions from this one at a time."""
 GREETING_S = 5.0
 """The time for connecting and saying hello, of both sides."""
 
@@ -65,20 +68,21 @@ class _Stranger:
     def __init__(
         self,
         greet: Callable[[Hello], Introduction],
-        admit: Callable[[Introduction, bytes], None],
+        admit: Callable[[Hello, Introduction, bytes], None],
         until: float,
     ) -> None:
         self._greet, self._admit = greet, admit
+        self._hello: Hello | None = None
         self._introduction: Introduction | None = None
         self.until = until
 
     def message(self, message: FromPredecessor) -> None:
-        if self._introduction is None:
+        if self._hello is None or self._introduction is None:
             if not isinstance(message, Hello):
                 raise BadBytes("no-hello", type(message).__name__)
-            self._introduction = self._greet(message)
+            self._hello, self._introduction = message, self._greet(message)
         elif isinstance(message, Proof):
-            self._admit(self._introduction, message.proof)
+            self._admit(self._hello, self._introduction, message.proof)
         else:
             raise BadBytes("no-proof", type(message).__name__)
 
@@ -97,18 +101,21 @@ class Upstream:
         identity: Identity,
         table: VersionTable,
         receiver: Receiver,
+        sending: Callable[[], bool],
         clock: Callable[[], float],
         nonce: Callable[[], bytes],
         emit: Callable[[Report], object],
     ) -> None:
+        """`sending`: whether the successor has something to get now."""
         self.refused: Counter[str] = Counter()
         self.bytes_in = self.bytes_out = 0  #: of predecessors that are gone
         self.predecessor: Link | None = None
         self.peer = ""
         self._chain = 0
-        self._clock, self._nonce = clock, nonce
+        self._clock, self._nonce, self._sending = clock, nonce, sending
         self._identity, self._table, self._receiver, self._emit = identity, table, receiver, emit
         self._strangers: dict[Link, _Stranger] = {}
+        self._fetching: dict[Link, Holding] = {}
         self._listener: Listener | None = None
 
     def open(self, network: Network, host: str, port: int) -> tuple[str, int]:
@@ -119,7 +126,7 @@ class Upstream:
         return host, port
 
     def close(self) -> None:
-        for connection in (*self._strangers, self.predecessor):
+        for connection in (*self._strangers, *self._fetching, self.predecessor):
             if connection is not None:
                 connection.close()
         if self._listener is not None:
@@ -132,28 +139,36 @@ class Upstream:
         if self._listener is not None:
             yield self._listener, READABLE, lambda events: self._accept()
         for connection in self._connections():
-            yield connection, connection.interest(), self._moving(connection)
+            holding = self._fetching.get(connection)
+            more = WRITABLE if holding is not None and holding.ready else 0
+            yield connection, connection.interest() | more, self._moving(connection)
 
     def flush(self) -> None:
         if self.predecessor is not None and not self.predecessor.idle:
             self._move(self.predecessor, 0)
+        for connection, holding in list(self._fetching.items()):
+            holding.fill()
+            if not connection.idle:
+                self._move(connection, 0)
 
     def tick(self, now: float) -> float | None:
         """Send strangers away that say nothing; when to be called next, None: nothing is due."""
         late = [c for c, stranger in self._strangers.items() if now >= stranger.until]
         for connection in late:
             self._end(connection, BadBytes("no-hello", "nothing in time"))
-        return min((stranger.until for stranger in self._strangers.values()), default=None)
+        due = [stranger.until for stranger in self._strangers.values()]
+        due += [at for holding in self._fetching.values() if (at := holding.due()) is not None]
+        return min(due, default=None)
 
     def _connections(self) -> list[Link]:
         predecessor = [] if self.predecessor is None else [self.predecessor]
-        return [*self._strangers, *predecessor]
+        return [*self._strangers, *predecessor, *self._fetching]
 
     def _moving(self, connection: Link) -> Callable[[int], None]:
         return lambda events: self._move(connection, events)
 
     def _move(self, connection: Link, events: int) -> None:
-        if connection is not self.predecessor and connection not in self._strangers:
+        if connection not in self._connections():
             return  # displaced earlier in this turn
         try:
             if events & ~WRITABLE:
@@ -168,7 +183,7 @@ class Upstream:
         assert self._listener is not None
         stranger = _Stranger(
             lambda hello: self._greet(connection, hello),
-            lambda introduction, proof: self._admit(connection, introduction, proof),
+            lambda hello, of, proof: self._admit(connection, hello, of, proof),
             self._clock() + GREETING_S,
         )
         accepted = self._listener.accept(stranger)
@@ -206,11 +221,14 @@ class Upstream:
         )
         return introduction
 
-    def _admit(self, connection: Link, of: Introduction, proof: bytes) -> None:
-        """Take the stranger as predecessor, if it is of this run and its order is not over."""
+    def _admit(self, connection: Link, hello: Hello, of: Introduction, proof: bytes) -> None:
+        """Take the stranger as predecessor, if it is of this run and its order is not over; or
+        give it the version that it fetches."""
         if not of.proved(self._identity.key, PREDECESSOR, proof):
             detail = f"{of.predecessor} has not the secret of run {of.run}"
             raise self._refusal(connection, "other-secret", detail)
+        if hello.fetch is not None:
+            return self._give(connection, of, hello.fetch)
         if of.chain < self._chain:
             detail = f"chain {of.chain} is over, the present one is {self._chain}"
             raise self._refusal(connection, OLD_CHAIN, detail)
@@ -228,6 +246,17 @@ class Upstream:
         )
         self._emit(NeighbourUp(Side.PREDECESSOR, of.predecessor, of.predecessor_incarnation))
 
+    def _give(self, connection: Link, of: Introduction, version: int) -> None:
+        """Have the other side fetch this version from here."""
+        if len(self._fetching) >= FETCHES_MAX:
+            detail = f"{FETCHES_MAX} relays fetch versions from {self._identity.name} already"
+            raise self._refusal(connection, "too-many-fetches", detail)
+        del self._strangers[connection]
+        connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+        connection.decoder = wire.successor_decoder
+        holding = Holding(self._table, connection, version, self._sending, self._clock)
+        self._fetching[connection] = connection.handler = holding
+
     def _refusal(self, connection: Link, reason: str, detail: str) -> BadBytes:
         connection.send(Refused(reason=detail))
         return BadBytes(reason, detail)
@@ -237,6 +266,11 @@ class Upstream:
             self.refused[error.reason] += 1
             self._say_bye(connection)
         connection.close()
+        holding = self._fetching.pop(connection, None)
+        if holding is not None:
+            self.bytes_in += connection.bytes_in
+            self.bytes_out += connection.bytes_out
+            return holding.end()
         if self._strangers.pop(connection, None) is not None:
             if isinstance(error, BadBytes) and error.reason != OLD_CHAIN:
                 self._told.refused(1, self._clock())

@@ -12,6 +12,10 @@ says what it has of it (nothing is sent before, so a successor without a free sl
 later), and chunks or blocks follow. Chunks may still be asked for Again. Done ends the version,
 Decline refuses it finally.
 
+A relay may also fetch an exact version from any other: it says so in its Hello, proves itself as a
+predecessor does, and from then on the two have changed sides: the one that was called Offers the
+version (or Declines), the caller Wants it, some chunks at a time.
+
 The checksum in the header is that of the body. A chunk's was made by the relay on the machine where
 the chunk was written and travels unchanged, so that damage anywhere on the way shows at the next
 relay. Sizes are checked before anything is allocated or decoded.
@@ -95,6 +99,8 @@ class Hello(Message, frozen=True, kw_only=True):
     incarnation: Natural
     chain: Natural  #: number of the order that made us neighbours; a higher one displaces a lower
     nonce: Nonce
+    #: an exact version that I take from you, beside the chain; None: you are my successor
+    fetch: Natural | None = None
 
 
 class Challenge(Message, frozen=True, kw_only=True):
@@ -191,6 +197,7 @@ class Decline(Message, frozen=True, kw_only=True):
 
 FromPredecessor: TypeAlias = Hello | Proof | Offer | Seal
 FromSuccessor: TypeAlias = Challenge | Welcome | Refused | Begun | Want | Again | Done | Decline
+FromHolder: TypeAlias = Offer | Decline | Refused
 
 Decoded = TypeVar("Decoded")
 
@@ -199,6 +206,7 @@ predecessor_decoder: msgspec.msgpack.Decoder[FromPredecessor] = msgspec.msgpack.
     FromPredecessor
 )
 successor_decoder: msgspec.msgpack.Decoder[FromSuccessor] = msgspec.msgpack.Decoder(FromSuccessor)
+holder_decoder: msgspec.msgpack.Decoder[FromHolder] = msgspec.msgpack.Decoder(FromHolder)
 
 
 def pack_header(header: Header) -> bytes:

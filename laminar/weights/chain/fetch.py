@@ -1,0 +1,337 @@
+"""Taking an exact version from any relay that holds it, beside the chain.
+
+Reads   frames of the holder; a slot that the relay granted for it
+Writes  that slot
+Emits   Hello, Proof, Want, Again, Done; SlotWanted, Received, SlotReturned and NotFetched
+
+The chain brings the newest version only. Work whose version no machine with a free replica has is
+worth the copy of an older one. Its bytes are not in the version table before all of them are
+proved, so the chain neither offers them nor takes their slot. Whatever goes wrong ends the fetch:
+whoever asked for it decides anew. While the chain brings something, a chunk is asked for now and
+then only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from laminar.weights.arena.region import Region
+from laminar.weights.chain import wire
+from laminar.weights.chain.downstream import introduce, prove
+from laminar.weights.chain.holder import TRICKLE_S
+from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S
+from laminar.weights.chain.reports import (
+    NotFetched,
+    Pace,
+    Received,
+    Report,
+    SlotReturned,
+    SlotWanted,
+    Trouble,
+)
+from laminar.weights.chain.transport import WRITABLE, Link, Network
+from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
+from laminar.weights.chain.wire import (
+    Again,
+    BadBytes,
+    Challenge,
+    Decline,
+    Done,
+    Header,
+    Hello,
+    Kind,
+    Offer,
+    Refused,
+    Want,
+)
+from laminar.weights.version.copy import VersionCopy, pack_have
+from laminar.weights.version.manifest import num_chunks
+from laminar.weights.version.table import VersionTable
+
+SILENT_S = 60.0
+"""Much longer than the pause between two chunks while both relays have newer versions to move."""
+WINDOW = 8
+"""Chunks that are asked for and not here, at most: the chain may need the line at any moment."""
+
+
+class Holder(NamedTuple):
+    """Where a version is."""
+
+    version: int
+    name: str
+    host: str  #: numeric
+    port: int
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What it took so far."""
+
+    begun: float = 0.0
+    num_bytes: int = 0
+    told: float = 0.0  #: when it was reported last
+    told_bytes: int = 0  #: that had come then
+
+    def tick(
+        self, now: float, copy: VersionCopy, peer: str, emit: Callable[[Report], object]
+    ) -> float:
+        """Report it when it is time, and something came; when it is time again."""
+        seconds, came = now - self.told, self.num_bytes - self.told_bytes
+        if seconds >= SLOW_S:
+            self.told, self.told_bytes = now, self.num_bytes
+            left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
+            if came and left:
+                detail = f"{copy.num_have} of {copy.num_chunks} chunks are here"
+                emit(Trouble("slow", copy.version, peer, detail, Pace(came, seconds, left)))
+        return self.told + SLOW_S
+
+
+class Fetcher:
+    """One version at a time; others wait for it."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        table: VersionTable,
+        region: Callable[[int], Region],
+        network: Network,
+        clock: Callable[[], float],
+        nonce: Callable[[], bytes],
+        emit: Callable[[Report], object],
+        receiving: Callable[[], bool],
+    ) -> None:
+        """`receiving`: whether the chain brings a version now."""
+        self.source = "0.0.0.0"  #: this relay's address
+        self._identity, self._table, self._region = identity, table, region
+        self._network, self._clock, self._nonce, self._emit = network, clock, nonce, emit
+        self._receiving = receiving
+        self._waiting: deque[Holder] = deque()
+        self._from: Holder | None = None
+        self._connection: Link | None = None
+        self._connecting = False
+        self._hello: Hello | None = None
+        self._offer: Offer | None = None
+        self._copy: VersionCopy | None = None
+        self._slot_wanted = False
+        self._deadline = 0.0
+        self._refusals = 0
+        self._asked = 0  #: chunks before this one are here or were asked for
+        self._coming = 0  #: of them are not here
+        self._asked_at = 0.0
+        self._pace = _Pace()
+
+    def fetch(self, holder: Holder) -> None:
+        """Take this version from there, after those that were asked for before."""
+        if holder != self._from and holder not in self._waiting:
+            self._waiting.append(holder)
+        self._next()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _next(self) -> None:
+        """Connect to the next one; a slot that is still due belongs to the one before."""
+        if self._from is not None or self._slot_wanted or not self._waiting:
+            return
+        self._from = holder = self._waiting.popleft()
+        self._deadline = self._clock() + GREETING_S
+        self._refusals = 0
+        try:
+            self._connection = self._network.connect(holder.host, holder.port, self.source, self)
+            self._connecting = True
+        except OSError as error:
+            self._end(str(error))
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    def readiness(self) -> Iterator[Readiness]:
+        """What to wait for, and what to do then."""
+        connection = self._connection
+        if connection is not None:
+            interest = WRITABLE if self._connecting else connection.interest()
+            yield connection, interest, lambda events: self._move(connection, events)
+
+    def tick(self, now: float) -> float | None:
+        """Give up where nothing comes; when to look again."""
+        if self._from is None or self._slot_wanted:
+            return None
+        if now >= self._deadline:
+            self._end("nothing came from it in time")
+            return now
+        copy = self._copy
+        if copy is None:
+            return self._deadline
+        due = [self._deadline, self._pace.tick(now, copy, self._from.name, self._emit)]
+        if not self._coming and self._asked < copy.num_chunks:
+            due.append(self._asked_at + TRICKLE_S)
+        return min(due)
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        if self._connection is None or self._connecting:
+            return
+        if self._copy is not None:
+            self._ask(self._copy, self._connection)
+        self._guarded(self._connection.flush)
+
+    def _ask(self, copy: VersionCopy, connection: Link) -> None:
+        """Ask for more chunks when half of those that were asked for are here."""
+        if self._asked == copy.num_chunks or self._coming > WINDOW // 2:
+            return
+        count, now = WINDOW - self._coming, self._clock()
+        if self._receiving():
+            count = 1
+            if self._coming or now < self._asked_at + TRICKLE_S:
+                return
+        assert self._offer is not None
+        end = min(copy.num_chunks, self._asked + count)
+        have = bytearray(b"\1" * copy.num_chunks)
+        have[self._asked : end] = bytes(end - self._asked)
+        self._coming += end - self._asked
+        self._asked, self._asked_at = end, now
+        connection.send(Want(offer=self._offer.number, have=pack_have(have), from_block=None))
+
+    def work(self) -> bool:
+        """Go on with the digest; whether there is more to do now."""
+        copy = self._copy
+        if copy is None or copy.digest_step():
+            return copy is not None
+        digest = copy.computed_digest()
+        if digest is not None:
+            self._finish(copy, digest)
+        return False
+
+    def _move(self, connection: Link, events: int) -> None:
+        if connection is not self._connection:
+            return
+        if self._connecting:
+            self._guarded(lambda: self._connected(connection))
+        elif events & ~WRITABLE:
+            self._guarded(connection.read)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (BadBytes, OSError) as error:
+            self._end(str(error))
+
+    # --- what the holder says -------------------------------------------------------------------
+
+    def _connected(self, connection: Link) -> None:
+        connection.connected()
+        assert self._from is not None
+        self._connecting = False
+        me = self._identity
+        self._hello = introduce(me, 0, self._nonce(), self._from.version)
+        connection.send(self._hello)
+
+    def message(self, message: wire.FromSuccessor | wire.FromPredecessor) -> None:
+        """A frame of the holder."""
+        assert self._connection is not None and self._from is not None
+        if isinstance(message, Refused):
+            raise BadBytes("refused", message.reason)
+        if isinstance(message, Decline):
+            raise BadBytes("declined", message.reason)
+        if isinstance(message, Challenge) and self._hello is not None:
+            if message.name != self._from.name:
+                what = f"{message.name} has the address of {self._from.name}"
+                raise BadBytes("other-relay", what)
+            self._connection.send(prove(self._identity, self._hello, message))
+            self._hello = None
+            self._connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
+            self._connection.decoder = wire.holder_decoder
+        elif isinstance(message, Offer) and self._hello is None and self._offer is None:
+            self._on_offer(self._from, message)
+        else:
+            raise BadBytes("no-offer", type(message).__name__)
+
+    def _on_offer(self, holder: Holder, offer: Offer) -> None:
+        if offer.draft.version != holder.version or not offer.digest:
+            raise BadBytes("other-version", f"version {offer.draft.version}")
+        if len(offer.checksums) != 8 * num_chunks(offer.draft):
+            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+        self._offer, self._slot_wanted = offer, True
+        self._emit(SlotWanted(holder.version, offer.draft.total_bytes, fetched=True))
+
+    def granted(self, slot: int) -> None:
+        """A slot for the version that is fetched; below 0: there will be none."""
+        self._slot_wanted = False
+        offer, connection = self._offer, self._connection
+        if offer is None or connection is None:  # it has ended meanwhile
+            if slot >= 0:
+                self._emit(SlotReturned(slot, fetched=True))
+            return self._next()
+        if slot < 0:
+            return self._end("there is no slot for it here")
+        region = self._region(slot)
+        copy = VersionCopy(offer.draft, slot, region)
+        copy.expect(offer.chunk_checksums(), offer.digest)
+        now = self._clock()
+        self._copy, self._pace = copy, _Pace(begun=now, told=now)
+        self._deadline, self._asked_at = now + SILENT_S, now
+        self._asked = self._coming = 0
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def place(self, header: Header) -> memoryview:
+        """Where a chunk goes; exactly header.length bytes."""
+        copy, index = self._copy, header.position
+        asked = copy is not None and copy.version == header.version and index < copy.num_chunks
+        if copy is None or not asked or header.kind != Kind.CHUNK or copy.have[index]:
+            raise BadBytes("unasked-chunk", f"{header}")
+        target = copy.chunk(index)
+        if target.nbytes != header.length:
+            raise BadBytes("unasked-chunk", f"{header}")
+        target.prepare()
+        return target.view
+
+    def landed(self, header: Header) -> None:
+        copy, connection = self._copy, self._connection
+        assert copy is not None and connection is not None
+        self._pace.num_bytes += header.length
+        self._deadline = self._clock() + SILENT_S
+        if copy.accept(header.position, header.checksum):
+            self._coming -= 1
+            return
+        self._refusals += 1
+        if self._refusals >= REFUSALS_MAX:
+            raise BadBytes("damaged-chunk", f"chunk {header.position}, again")
+        connection.send(Again(version=copy.version, position=header.position))
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def _finish(self, copy: VersionCopy, digest: str) -> None:
+        if digest != copy.digest:
+            return self._end(f"all chunks are right, but together {digest}, not {copy.digest}")
+        if self._table.get(copy.version) is not None:
+            return self._end("it comes by the chain")
+        assert self._connection is not None
+        self._copy = None
+        copy.complete = True
+        self._table.put(copy)
+        seconds, came = self._clock() - self._pace.begun, self._pace.num_bytes
+        self._emit(Received(copy.manifest(), copy.slot, False, came, seconds, fetched=True))
+        self._connection.send(Done(version=copy.version, digest=digest))
+        self._guarded(self._connection.flush)
+        self._over()
+
+    def _end(self, reason: str) -> None:
+        """It does not come from there."""
+        holder, copy = self._from, self._copy
+        if copy is not None:
+            self._copy = None
+            self._emit(SlotReturned(copy.slot, fetched=True))
+        if holder is not None:
+            self._emit(NotFetched(holder.version, holder.name, reason))
+        self._over()
+
+    def _over(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._offer = self._hello = self._from = None
+        self._connecting = False
+        self._next()

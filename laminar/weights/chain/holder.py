@@ -1,0 +1,103 @@
+"""Giving an exact version to a relay that asks for it, beside the chain.
+
+Reads   the table, frames of relays that fetch
+Emits   Offer, Decline and chunks
+
+What the chain sends goes first: while something of a newer version waits to go out, a fetch gets a
+chunk now and then, so that it is not taken for dead. The version is pinned while it is sent, and is
+free again when the connection ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from laminar.weights.chain.transport import Link
+from laminar.weights.chain.wire import Again, BadBytes, Decline, Done, Header, Kind, Offer, Want
+from laminar.weights.version.copy import VersionCopy, unpack_have
+from laminar.weights.version.table import VersionTable
+
+TRICKLE_S = 10.0
+"""Between two chunks beside what the chain moves: a chunk of 4 MiB is then 0.4 MB/s."""
+
+
+class Holding:
+    """Handler of one connection over which a relay fetches."""
+
+    def __init__(
+        self,
+        table: VersionTable,
+        link: Link,
+        version: int,
+        chain_busy: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`chain_busy`: whether the successor has something to get now."""
+        self._table, self._link, self._chain_busy = table, link, chain_busy
+        self._clock, self._sent_at = clock, clock()
+        self._copy: VersionCopy | None = None
+        self._todo: deque[int] = deque()
+        copy = table.pin(version)
+        if copy is not None and not copy.complete:
+            table.unpin(version)
+            copy = None
+        if copy is None:
+            link.send(Decline(version=version, reason=f"version {version} is not held here"))
+            return
+        self._copy = copy
+        checksums = np.array(copy.checksums(), "<u8").tobytes()
+        link.send(
+            Offer(number=1, draft=copy.draft, checksums=checksums, digest=copy.digest, base=None)
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Something can be sent now."""
+        late = self._clock() >= self._sent_at + TRICKLE_S
+        return bool(self._todo) and (late or not self._chain_busy())
+
+    def due(self) -> float | None:
+        """When a chunk goes out beside what the chain sends; None: nothing waits."""
+        return self._sent_at + TRICKLE_S if self._todo and self._link.idle else None
+
+    def message(self, message: object) -> None:
+        copy = self._copy
+        if isinstance(message, Done):
+            return self.end()
+        if copy is None or not isinstance(message, Want | Again):
+            raise BadBytes("no-fetch", type(message).__name__)
+        if isinstance(message, Want):
+            have = unpack_have(message.have, copy.num_chunks)
+            if have is None:
+                raise BadBytes("bad-have", f"{len(message.have)} bytes for {copy.num_chunks}")
+            self._todo.extend(index for index, there in enumerate(have) if not there)
+        elif message.position < copy.num_chunks:
+            self._todo.appendleft(message.position)
+        else:
+            raise BadBytes("bad-again", f"chunk {message.position}")
+
+    def fill(self) -> None:
+        """Give the link its next chunk, if there is one and the chain leaves room for it."""
+        copy = self._copy
+        if copy is None or not self.ready or not self._link.idle:
+            return
+        position, self._sent_at = self._todo.popleft(), self._clock()
+        body = copy.chunk(position)
+        header = Header(Kind.CHUNK, body.nbytes, position, copy.version, copy.checksum(position))
+        self._link.push(header, body)
+
+    def end(self) -> None:
+        """The connection is over, or the version is there."""
+        if self._copy is not None:
+            self._table.unpin(self._copy.version)
+            self._copy = None
+        self._todo.clear()
+
+    def place(self, header: Header) -> memoryview:
+        raise BadBytes("unasked-chunk", f"{header}")
+
+    def landed(self, header: Header) -> None:
+        raise AssertionError(header)

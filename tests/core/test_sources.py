@@ -1,0 +1,128 @@
+"""The nearest copy of a version: which source is chosen, and what a wrong guess of a rate costs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from laminar.core import keys
+from laminar.core.sources import Source, Tier, again_ms, estimate_ms, nearest
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from tests.kit.bench import Bench
+
+GIB = 1 << 30
+
+
+def _mb_per_s(rate: float) -> int:
+    return int(1e6 / rate)  # ps per byte
+
+
+def test_least_time_wins_and_what_waits_counts():
+    own = Source(Tier.OWN, "relay-a-0", _mb_per_s(2_000), waiting_bytes=60 * GIB)
+    peer = Source(Tier.PEER, "relay-b-0", _mb_per_s(1_000))
+    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(100))
+    assert nearest([disk, own, peer], 4 * GIB, again=-1).source == peer
+    assert nearest([disk, own._replace(waiting_bytes=0), peer], 4 * GIB, again=-1).source.name == (
+        "relay-a-0"
+    )
+    assert nearest([disk, peer, Source(Tier.GPU, "")], 4 * GIB, again=1).source.tier == Tier.GPU
+
+
+def test_beginning_again_wins_over_a_slow_copy_of_few_tokens():
+    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(100))
+    few, many = again_ms(100, tokens_per_s=50), again_ms(20_000, tokens_per_s=50)
+    assert nearest([disk], 4 * GIB, few).source is None
+    assert nearest([disk], 4 * GIB, many).source == disk
+    assert nearest([disk], 4 * GIB, again=-1).source == disk, "no rate of sampling is known"
+
+
+def test_a_failed_source_is_left_out_until_it_is_heard_of():
+    peers = [Source(Tier.PEER, f"relay-{m}-0", _mb_per_s(r)) for m, r in (("b", 900), ("c", 100))]
+    assert nearest(peers, GIB, -1, failed={"relay-b-0"}).source == peers[1]
+    assert nearest(peers, GIB, -1, failed={p.name for p in peers}).source is None
+
+
+def test_a_source_that_nobody_has_measured_is_tried_as_its_tier():
+    known = Source(Tier.PEER, "relay-c-0", _mb_per_s(500))
+    new = Source(Tier.PEER, "relay-b-0")
+    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(400))
+    assert nearest([disk, known, new], GIB, -1).source.tier == Tier.PEER
+    slow = known._replace(ps_per_byte=_mb_per_s(50))
+    assert nearest([disk, slow, new], GIB, -1).source == disk
+
+
+def test_mean_regret_where_rates_change_afterwards():
+    """200 cases; each rate changes up to 2 x either way after the choice."""
+    draw, regrets = random.Random(7), []
+    for _ in range(200):
+        tiers = draw.choices((Tier.OWN, Tier.PEER, Tier.PEER, Tier.DISK), k=draw.randint(2, 6))
+        sources = [
+            Source(t, f"s{i}", _mb_per_s(10 ** draw.uniform(1, 4)), draw.choice((0, GIB, 8 * GIB)))
+            for i, t in enumerate(tiers)
+        ]
+        num_bytes, again = draw.choice((GIB, 16 * GIB, 64 * GIB)), draw.randint(1_000, 600_000)
+        chosen = nearest(sources, num_bytes, again).source
+        later = {s: estimate_ms(s, num_bytes) * 2 ** draw.uniform(-1, 1) for s in sources}
+        took = {**later, None: again * 2 ** draw.uniform(-1, 1)}
+        regrets.append(took[chosen] / min(took.values()) - 1)
+    assert sum(regrets) / len(regrets) <= 0.15, sum(regrets) / len(regrets)
+
+
+# --- what the coordinator does with it --------------------------------------------------------
+
+
+def _lost_elsewhere(**settings: Any) -> Bench:
+    """rollout-0 is lost with work of version 0, which only the relay of its machine still has, and
+    the empty replica of the other machine has loaded version 1."""
+    bench = Bench(nodes=2, groups_per_step=1, max_staleness=1, **settings)
+    bench.start()
+    bench.complete("0.1")
+    bench.train()
+    bench.receive("relay-1", 1, held=(1,))
+    bench.kill("rollout-0")
+    loaded = msgspec.structs.replace(bench.loaded(1), num_bytes=4_000_000)
+    bench.say("rollout-1.0", loaded)
+    return bench
+
+
+def test_lost_work_has_its_version_fetched_from_the_machine_that_has_it():
+    bench = _lost_elsewhere()
+    pull = bench.pull_of("rollout-1.0")
+    assert pull is not None and (pull.version, pull.exact) == (0, True)
+    assert (pull.holder, pull.address, pull.checkpoint) == ("relay-0", "relay-0:1", "")
+    bench.receive("relay-1", 0, held=(0, 1))
+    assert bench.state.relays["relay-1"].newest == 1, "what was fetched is not the newest"
+    resumed = bench.load("rollout-1.0")
+    orders = [c for c in resumed if isinstance(c, cmd.GenerateTrajectory)]
+    assert {(c.group, c.attempt, c.version) for c in orders} == {("0.0", 1, 0)}
+
+
+def test_lost_work_waits_on_while_its_version_comes():
+    bench = _lost_elsewhere(resume_wait_ms=1_000)
+    bench.wait(5_000)
+    assert {t.attempt for t in bench.state.trajectories.values() if t.group == "0.0"} == {1}
+    assert bench.pull_of("rollout-1.0").holder == "relay-0"
+
+
+def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
+    bench = _lost_elsewhere(resume_wait_ms=10**6)
+    bench.say("rollout-1.0", ev.VersionGone(version=0, held=(1,)))
+    pull = bench.pull_of("rollout-1.0")
+    assert (pull is None or not pull.holder) and bench.state.failed_sources == {"relay-0": None}
+    bench.publish(1, 1)
+    assert not bench.state.failed_sources
+
+
+def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():
+    bench = _lost_elsewhere()
+    timer = keys.deadline(keys.pull("rollout-1.0"))
+    bench.wait(200_000)
+    slow = ev.TransferTrouble(
+        kind="slow", relay="relay-0", version=0, detail="", num_bytes=9, duration_ms=9, left_bytes=9
+    )
+    before = bench.state.timers[timer]
+    bench.say("relay-1", slow)
+    assert bench.state.timers[timer] > before
