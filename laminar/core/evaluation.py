@@ -169,7 +169,8 @@ def plan_unserved(ctx: Context) -> None:
     if evaluation.version == state.newest or not _may_evaluate(state):
         return
     index = indexes_of(state).replicas
-    busy = any(kind.serving for kind in index.kinds) and not any(index.empty(index.kinds))
+    none_is_empty = next(index.empty(index.kinds), None) is None
+    busy = none_is_empty and any(kind.serving for kind in index.kinds)
     loads = evaluation.version in indexes_of(state).fetched
     if busy and not loads and not _is_helped(state, evaluation):
         _move_on(ctx)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from laminar.core import evaluation
 from laminar.core.admission import why_not_admitted
+from laminar.core.context import Context
+from laminar.core.indexes import load_changed
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.base import Stamped
 from tests.kit.bench import Bench, only
 
 
@@ -177,3 +183,32 @@ def test_a_long_load_is_no_standstill_of_the_engine() -> None:
     assert not only(cmd.RestartActor, bench.wait(5_000))
     bench.load_all()
     assert only(cmd.RestartActor, bench.wait(5_000))
+
+
+@pytest.mark.parametrize("empty", ["rollout-0", "rollout-1"])
+def test_an_evaluation_stays_while_a_replica_is_empty_whichever_it_is(empty: str) -> None:
+    """The empty one can load its version. Replicas have other numbers after a recovery, the first
+    of them 0, on which nothing may depend."""
+    bench = flying(num_eval=3, test_freq=1, max_staleness=8, total_steps=9)
+    bench.complete("0.0")
+    bench.train()
+    bench.load("rollout-0")
+    bench.finish("0.1.0")
+    running = bench.state.evaluation
+    assert running is not None and running.queue
+    bench.complete("0.2")
+    bench.train()
+    running.version = 7  # which no replica serves
+    replica = bench.replica(empty)
+    replica.running.clear()
+    load_changed(bench.state, replica)
+    tick = Stamped(
+        seq=0,
+        time_ns=0,
+        peer="coordinator",
+        incarnation=0,
+        peer_seq=0,
+        event=ev.TimerFired(timer="none"),
+    )
+    evaluation.plan_unserved(Context(bench.state, tick))
+    assert bench.state.evaluation is running
