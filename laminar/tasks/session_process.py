@@ -3,12 +3,15 @@
 Reads   messages on a socket of the process that starts it: Start, then Fork and Kill
 Gives   messages on that socket: Ready or Refused, then Forked and Ended; on the socket that came
         with a Fork one Reply per request. User code prints to stderr
-Starts  a process for each Fork, which has imported the user's file already
+Starts  a process for each Fork, which has imported the user's file already; and a guard
 
 A session holds what its environment remembers, and ends alone: a call that hangs is ended by
 SIGKILL to its process group, and the others go on. This process runs no code of the user after the
 import, so it can always end a session, and it reaps them: their ids are nobody else's until then.
 When the process that started it ends, all sessions end.
+
+When this process is killed, its sessions are by the kernel, but not what they have started: the
+guard ends that, which waits for nothing else.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,6 +46,7 @@ from laminar.tasks.sandbox import permit_unsafe
 
 MESSAGE_BYTES_MAX = 1 << 16  #: between the two processes; a file name and a reason are shorter
 PR_SET_PDEATHSIG = 1
+_PID = struct.Struct("<i")
 
 # --- between this process and the one that starts it -----------------------------------------
 
@@ -138,6 +143,7 @@ class _Sessions:
     def __init__(self, control: socket.socket, environment: type, start: Start) -> None:
         self._control, self._environment, self._start = control, environment, start
         self._numbers: dict[int, int] = {}  #: by process id
+        self._guard = _guarded(control)  #: takes ids of sessions; negative ones have ended
         self._woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -183,6 +189,8 @@ class _Sessions:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.close(self._woken)
             self._control.close()
+            _note(self._guard, os.getpid())  # before it can start anything
+            os.close(self._guard)
             if os.getppid() == parent:
                 _limit_memory(self._start.memory_mb)
                 _session(socket.socket(fileno=channel), self._environment, self._start.path)
@@ -199,6 +207,7 @@ class _Sessions:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             _kill(pid)  # with all that it has started, before the id is another's
+            _note(self._guard, -pid)
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
             self._tell(Ended(number, how_it_ended(os.waitstatus_to_exitcode(status))))
@@ -210,6 +219,32 @@ class _Sessions:
     def _tell(self, message: Any) -> None:
         with suppress(OSError):  # nobody is there: the next order says so
             self._control.send(msgspec.msgpack.encode(message))
+
+
+def _guarded(control: socket.socket) -> int:
+    """The pipe of a new process that ends the groups of all sessions when nobody holds its other
+    end, which sessions close when they begin."""
+    reads, writes = os.pipe()
+    if os.fork():
+        os.close(reads)
+        return writes
+    try:
+        os.setsid()
+        control.close()
+        os.close(writes)
+        pids = set[int]()
+        while noted := os.read(reads, _PID.size):  # one of them: a write of a few bytes is whole
+            (pid,) = _PID.unpack(noted)
+            pids = pids | {pid} if pid > 0 else pids - {-pid}
+        for pid in pids:
+            _kill(pid)
+    finally:
+        os._exit(0)
+
+
+def _note(guard: int, pid: int) -> None:
+    with suppress(OSError):  # the guard is gone; this process ends sessions as well
+        os.write(guard, _PID.pack(pid))
 
 
 def _kill(pid: int) -> None:

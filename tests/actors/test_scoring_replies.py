@@ -20,6 +20,7 @@ from laminar.events import events as ev
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
 from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
+from laminar.tasks.turns import GoesOn
 from tests.actors.parts import FakeHost, removed
 
 RIGHT = RewardResult(1.0, extras={"acc": 1.0, "pred": "seven"})
@@ -191,3 +192,29 @@ async def test_an_order_that_comes_when_the_tokens_are_gone_is_let_go(tmp_path: 
     scored = Scored(tmp_path, RIGHT)
     await scored.run(client=removed("0.0.0"))
     assert not scored.pool.calls and not scored.host.events
+
+
+class Turns:
+    """An environment that goes on, and a store that answers that as it is told."""
+
+    def __init__(self, answer: str) -> None:
+        self.stored = m.Result(trajectory_id="0.0.0", answer=answer)  # type: ignore[arg-type]
+
+    async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn:
+        return GoesOn((7,))
+
+    async def go_on(self, item: cmd.Placed, turn: int, answer: GoesOn) -> m.Result:
+        return self.stored
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [("ok", [ev.TrajectoryContinues]), ("fenced", []), ("refused", [ev.TrajectoryFailed])],
+)
+async def test_a_turn_is_told_once_the_store_has_its_context(
+    tmp_path: Path, answer: str, told: list[type]
+) -> None:
+    scored = Scored(tmp_path, RIGHT)
+    scored.scorer.turns = Turns(answer)  # type: ignore[assignment]
+    await scored.run(row={"status": "generated", "placement": 3, "contexts": ()})
+    assert list(map(type, scored.host.events)) == told

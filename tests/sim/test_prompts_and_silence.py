@@ -18,6 +18,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId, train_group
 from laminar.run.directory import RESUME_FILE
+from laminar.sim.checks.leases import Leases
 from laminar.sim.checks.prompts import Prompts
 from laminar.sim.checks.safety import LogTime
 from laminar.sim.models.learner import SimTrainer
@@ -219,3 +220,12 @@ def test_node_that_is_said_to_be_alone_and_is_not(monkeypatch: pytest.MonkeyPatc
     )
     found = [run_seed(config("machine-lost", seconds=60.0, **SMALL), seed) for seed in range(12)]
     assert "machine_is_silent" in [outcome.invariant for outcome in found]
+
+
+def test_who_is_silent_for_the_long_lease_is_given_up_whoever_else_is_silent(world: World) -> None:
+    """Its event says whole milliseconds: as many as the lease has, of silence beyond it."""
+    leases, long_ms = Leases(world), world.scenario.node_lease_ms
+    leases._members = {f"node-{n}": [(f"relay-{n}/1", "relay")] for n in range(3)}
+    leases._most_are_heard("relay-0", long_ms)
+    early = broken(lambda: leases._most_are_heard("relay-0", long_ms - 1))
+    assert early == "silent_majority_is_waited_for"

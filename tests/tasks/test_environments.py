@@ -110,7 +110,7 @@ class Bench:
             }
         )
         ends = frozenset([self.model.eos_token_id])
-        self.printed, self.intended = [], []
+        self.printed, self.intended, self.noted_before = [], [], []
         self.environments = Environments(
             config,
             SessionPool(config.env.path, "", memory_mb=512, on_output=self.printed.append),
@@ -141,6 +141,7 @@ class Bench:
 
     async def _intend(self, effects):
         self.intended.append([(e.call, e.tool, e.status) for e in effects])
+        self.noted_before += [self.noted()]
 
     def told(self, answer):
         assert isinstance(answer, GoesOn), answer
@@ -171,6 +172,7 @@ def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
         first = await bench.turn("so " + call("note", word="x") + call("both", a="y", b="z"))
         assert bench.told(first) == f"\n<s>tool\n1{END}\n<s>tool\n2 3{END}\n<s>assistant\n"
         assert bench.intended == [[(0, "note", "intended"), (1, "both", "intended")]]
+        assert bench.noted_before == [[]]  # no call was made yet
         assert [(e.call, e.status, e.result) for e in first.effects] == [
             (0, "done", "1"),
             (1, "done", "2 3"),
@@ -250,6 +252,11 @@ def alive(pid):
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
 
 
 def test_limits_of_a_trajectory_end_it(tmp_path):
@@ -379,8 +386,9 @@ asyncio.run(run())
 """
 
 
-def test_no_session_outlives_the_replica_that_is_killed(tmp_path):
-    """Neither does what calls have started."""
+@pytest.mark.parametrize("both", [False, True], ids=["replica", "with-the-process-of-the-file"])
+def test_no_session_outlives_the_replica_that_is_killed(tmp_path, both):
+    """Neither does what calls have started; also where nobody who knows of them is left."""
     log, source = tmp_path / "log", tmp_path / "notes.py"
     log.touch()
     source.write_text(textwrap.dedent(SOURCE.format(log=str(log))))
@@ -390,6 +398,11 @@ def test_no_session_outlives_the_replica_that_is_killed(tmp_path):
         while len(log.read_text().split()) < 2:
             assert owner.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
+        if both:
+            warm = parent_of(int(log.read_text().partition(",")[0]))
+            for signal_ in (signal.SIGSTOP, signal.SIGKILL):  # neither learns of the other's end
+                os.kill(owner.pid, signal_)
+                os.kill(warm, signal_)
     finally:
         owner.kill()
         owner.wait()

@@ -1,4 +1,5 @@
-"""Row 5: the simulator finds planted bugs, each within a number of seeds.
+"""Row 5: the simulator finds planted bugs, each within a number of seeds; what it has no model of,
+such as tokenizers, the test finds that the bug names.
 
 Reads   tools/rows/planted.txt
 Gives   ROWS; one bug after the other: python -m tools.rows.planted [NAME ...]
@@ -21,6 +22,8 @@ TABLE = Path(__file__).with_name("planted.txt")
 SEEDS = 300
 TIMEOUT_S = 900  #: of the seeds of one bug
 JOBS = 2
+PYTEST = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider")
+TEST_FAILED = 1  #: exit code of pytest
 #: One from each part of the product, quickly found.
 QUICK = (
     "lost_work_only_to_admitting_replicas",
@@ -40,8 +43,8 @@ class Found(NamedTuple):
     """What came of the hunt for one bug."""
 
     name: str
-    seed: int  #: that broke a promise, as all before it did not; 0: none did
-    broke: str  #: the promise; or why there is none
+    seed: int  #: that broke a promise, as all before it did not; 0: none did; of a test 1
+    broke: str  #: the promise, or the test; or why there is none
 
     def __str__(self) -> str:
         return f"{self.name}: " + (
@@ -61,6 +64,8 @@ def _hunt_one(patch: patches.Patch) -> Found:
         texts = patches.patched(patch)
     except patches.PatchError as error:
         return Found(patch.name, 0, str(error))
+    if tests := [word for word in patch.words if word.startswith("tests/")]:
+        return _by_tests(patch.name, texts, tests)
     with patches.copy(texts) as folder:
         seeds = [sys.executable, "-m", "tools.rows.seeds", "1", str(SEEDS), *patch.words]
         try:
@@ -80,6 +85,23 @@ def _hunt_one(patch: patches.Patch) -> Found:
         if Path(found["package"]).parent != folder:
             return Found(patch.name, 0, f"{found['package']} ran, not the copy with the bug")
     return Found(patch.name, found["seed"], found["broke"] or f"no broken promise in {SEEDS} seeds")
+
+
+def _by_tests(name: str, texts: dict[str, str], tests: list[str]) -> Found:
+    """Each fails; a test that is not there any more finds nothing."""
+    with patches.copy(texts, patches.WHOLE) as folder:
+        for test in tests:
+            done = subprocess.run(
+                [sys.executable, *PYTEST, test],
+                cwd=folder,
+                env=patches.environment(folder),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            if done.returncode != TEST_FAILED:
+                return Found(name, 0, f"{test}: {done.stdout[-500:]}")
+    return Found(name, 1, " ".join(tests))
 
 
 def planted_bugs(gate: Gate) -> Figure:

@@ -122,7 +122,7 @@ class Leases:
         the coordinator that is cut off, and nobody is given up before the long lease; then all have
         another lease."""
         scenario = self._world.scenario
-        if silent_ms > scenario.node_lease_ms:
+        if silent_ms >= scenario.node_lease_ms:  # whole milliseconds: of silence beyond it
             return
         ago_ns = self._world.scheduler.now - self._most_until_ns
         # as long before as its present lease had begun, for leases may have begun anew already
