@@ -204,7 +204,8 @@ def test_a_service_that_slurm_starts_again_stands_by_while_its_former_copy_lives
     served.check()
 
 
-@pytest.mark.parametrize("end", [pytest.param("pause", marks=pytest.mark.long), "signal"])
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["pause", "signal"])
 def test_a_service_that_stands_by_leaves_where_it_is_not_needed(served: Served, end: str) -> None:
     """The user has paused the run; or it is this job that is to end."""
     served.prepare(ENDLESS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from laminar.core.machine import HANDLING
 from laminar.core.transitions import TRAJECTORY_MOVES
 from laminar.sim.checks.coverage import EXPECTED, Coverage
@@ -24,6 +26,7 @@ def test_marks_are_merged_by_adding() -> None:
     assert marks.missing() == list(EXPECTED)
 
 
+@pytest.mark.long
 def test_a_few_runs_hit_more_than_half_and_keep_every_promise() -> None:
     """Safety after every event, an end after the faults, a replay that is equal. (Row 1 of the
     scorecard has a thousand runs.)"""
