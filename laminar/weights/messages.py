@@ -58,9 +58,8 @@ class LeaseVersion(Message, frozen=True, kw_only=True):
 
     version: int
     exact: bool
-    holder: str = (
-        ""  #: a relay that has it, if this one has not; then it is fetched, and waited for
-    )
+    #: a relay that has it, if this one has not; then it is fetched, and waited for
+    holder: str = ""
     address: str = ""  #: of the holder's bulk plane, numeric host:port
     order: int = -1  #: id of the order to load, for which it is fetched once
 

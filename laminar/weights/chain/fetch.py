@@ -15,22 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.downstream import introduce, prove
 from laminar.weights.chain.holder import TRICKLE_S
-from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S
+from laminar.weights.chain.receiver import REFUSALS_MAX, Arrival
 from laminar.weights.chain.reports import (
     NotFetched,
-    Pace,
     Received,
     Report,
     SlotReturned,
     SlotWanted,
-    Trouble,
 )
 from laminar.weights.chain.transport import WRITABLE, Link, Network
 from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
@@ -66,29 +63,6 @@ class Holder(NamedTuple):
     port: int
 
 
-@dataclass(slots=True)
-class _Pace:
-    """What it took so far."""
-
-    begun: float = 0.0
-    num_bytes: int = 0
-    told: float = 0.0  #: when it was reported last
-    told_bytes: int = 0  #: that had come then
-
-    def tick(
-        self, now: float, copy: VersionCopy, peer: str, emit: Callable[[Report], object]
-    ) -> float:
-        """Report it when it is time, and something came; when it is time again."""
-        seconds, came = now - self.told, self.num_bytes - self.told_bytes
-        if seconds >= SLOW_S:
-            self.told, self.told_bytes = now, self.num_bytes
-            left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
-            if came and left:
-                detail = f"{copy.num_have} of {copy.num_chunks} chunks are here"
-                emit(Trouble("slow", copy.version, peer, detail, Pace(came, seconds, left)))
-        return self.told + SLOW_S
-
-
 class Fetcher:
     """One version at a time; others wait for it."""
 
@@ -121,7 +95,7 @@ class Fetcher:
         self._asked = 0  #: chunks before this one are here or were asked for
         self._coming = 0  #: of them are not here
         self._asked_at = 0.0
-        self._pace = _Pace()
+        self._arrival = Arrival()
 
     def fetch(self, holder: Holder) -> None:
         """Take this version from there, after those that were asked for before."""
@@ -165,7 +139,9 @@ class Fetcher:
         copy = self._copy
         if copy is None:
             return self._deadline
-        due = [self._deadline, self._pace.tick(now, copy, self._from.name, self._emit)]
+        due = [self._deadline]
+        if (told_again := self._arrival.tick(now, copy, self._from.name, self._emit)) is not None:
+            due.append(told_again)
         if not self._coming and self._asked < copy.num_chunks:
             due.append(self._asked_at + TRICKLE_S)
         return min(due)
@@ -271,7 +247,7 @@ class Fetcher:
         copy = VersionCopy(offer.draft, slot, region)
         copy.expect(offer.chunk_checksums(), offer.digest)
         now = self._clock()
-        self._copy, self._pace = copy, _Pace(begun=now, told=now)
+        self._copy, self._arrival = copy, Arrival(begun=now, told=now)
         self._deadline, self._asked_at = now + SILENT_S, now
         self._asked = self._coming = 0
 
@@ -292,7 +268,7 @@ class Fetcher:
     def landed(self, header: Header) -> None:
         copy, connection = self._copy, self._connection
         assert copy is not None and connection is not None
-        self._pace.num_bytes += header.length
+        self._arrival.num_bytes += header.length
         self._deadline = self._clock() + SILENT_S
         if copy.accept(header.position, header.checksum):
             self._coming -= 1
@@ -313,7 +289,7 @@ class Fetcher:
         self._copy = None
         copy.complete = True
         self._table.put(copy)
-        seconds, came = self._clock() - self._pace.begun, self._pace.num_bytes
+        seconds, came = self._clock() - self._arrival.begun, self._arrival.num_bytes
         self._emit(Received(copy.manifest(), copy.slot, False, came, seconds, fetched=True))
         self._connection.send(Done(version=copy.version, digest=digest))
         self._guarded(self._connection.flush)

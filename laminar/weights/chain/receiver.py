@@ -75,8 +75,8 @@ class Forwarder(Protocol):
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """What it took to get `incoming` here."""
+class Arrival:
+    """What it took so far to get a version here."""
 
     begun: float = 0.0
     num_bytes: int = 0
@@ -123,7 +123,7 @@ class Receiver:
         self._offer: Offer | None = None  #: waits for a slot
         self._taken = 0  #: number of the offer that `incoming` is about
         self._slot_wanted = False
-        self._arrival = _Arrival()
+        self._arrival = Arrival()
         self._refusals: Counter[tuple[Kind, int]] = Counter()
         self._rebuild: Rebuild | None = None  #: of `incoming`
         self._block = bytearray()  #: body of the block that is arriving
@@ -245,7 +245,7 @@ class Receiver:
         if self.incoming not in (None, copy) and not self.incoming.written_here:
             self._emit(SlotReturned(self._let_go()))
         if self.incoming is not copy:
-            self._arrival = _Arrival()
+            self._arrival = Arrival()
         self.incoming = copy
         copy.expect(offer.chunk_checksums(), offer.digest)
         self._end_rebuild()

@@ -168,7 +168,8 @@ class Upstream:
         return lambda events: self._move(connection, events)
 
     def _move(self, connection: Link, events: int) -> None:
-        if connection not in self._connections():
+        known = connection is self.predecessor or connection in self._strangers
+        if not known and connection not in self._fetching:
             return  # displaced earlier in this turn
         try:
             if events & ~WRITABLE:
